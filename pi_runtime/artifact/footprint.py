@@ -6,9 +6,10 @@ allocates.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.artifact.sizes import ArraySpec
 
 CHUNKS, GROUP = 32, 32
@@ -21,8 +22,6 @@ FEW_TOKENS = 16
 SUM_NEURONS, STRIP = 256, 512
 """Neurons of a chunk whose rows of a block format are summed in integers at once, so that 32 bits hold the sums; and
 columns that are summed at once."""
-BLOCK_SUM_FLOATS = SUM_NEURONS * STRIP // 32 * 3 // 2 + 2 * STRIP // 32 + 4 * (SUM_NEURONS + 1)
-"""4-byte numbers that integer sums work in."""
 POSITIONS, ATTENTION_TOKENS = 32, 16
 """Positions of a cache that attention takes at once, and tokens of a prompt."""
 SUM_ROWS = 8
@@ -31,6 +30,61 @@ FFN_SPLITS, ATTENTION_SPLITS, GEMM_NEURONS = 32, 8, 1024
 """On a GPU: partial sums of one FFN, splits of one token's attention, and neurons of one dense product."""
 PAD = 128
 """Columns to a multiple of which inputs are padded."""
+
+
+class InputLayout(NamedTuple):
+    """The parts of a product's input behind its float32 numbers: where each begins, in bytes for `PAD` columns."""
+
+    row_order: int
+    scales: int
+    block_sums: int
+    column_order: int
+    end: int
+
+
+INPUT = InputLayout(4 * PAD, 5 * PAD, 5 * PAD + PAD // 8, 5 * PAD + PAD // 4, 6 * PAD + PAD // 4)
+"""4 a column as float32, 1 a column twice as bytes, 8 a block for scale and sum."""
+
+
+class SumLayout(NamedTuple):
+    """The memory of an integer sum of rows of a block format: where each part begins, in bytes."""
+
+    c: int
+    n: int
+    g: int
+    sums: int
+    rows: int
+    later: int
+    end: int
+
+
+def _sum_layout() -> SumLayout:
+    blocks = STRIP // BLOCK
+    n = 4 * SUM_NEURONS * blocks
+    g = n + 2 * SUM_NEURONS * blocks
+    rows = g + 8 * blocks
+    later = rows + 8 * (SUM_NEURONS + 1)
+    return SumLayout(0, n, g, g + 4 * blocks, rows, later, later + 8 * (SUM_NEURONS + 1))
+
+
+BLOCK_SUM = _sum_layout()
+
+
+class ChunkLayout(NamedTuple):
+    """The memory of one chunk of an FFN: how many places and blocks it has, and where each part begins, in bytes."""
+
+    places: int
+    blocks: int
+    place: int
+    h: int
+    product: int
+    starts: int
+    counts: int
+    block: int
+    whole: int
+    size: int
+    sums: int
+    end: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +149,8 @@ def padded_width(columns: int) -> int:
 
 
 def input_nbytes(columns: int) -> int:
-    """Bytes of a product's input: 4 a column as float32, 1 a column twice as bytes, 8 a block for scale and sum."""
-    return padded_width(columns) * 25 // 4
+    """Bytes of a product's input."""
+    return padded_width(columns) // PAD * INPUT.end
 
 
 def attention_floats(decoder: Decoder) -> int:
@@ -114,10 +168,22 @@ def list_places(neurons: int) -> int:
     return FEW_TOKENS * chunk_places(neurons) + 2 * SUM_NEURONS + SUM_ROWS
 
 
+def chunk_layout(neurons: int) -> ChunkLayout:
+    """Of lists, factors and products, of blocks, and of integer sums."""
+    places, blocks = list_places(neurons), chunk_places(neurons) // GROUP
+    h = 16 * places
+    start = h + 8 * places
+    block = start + 16 * blocks * FEW_TOKENS
+    whole = block + 8 * (blocks + 1)
+    size = whole + 8 * blocks
+    sums = size + 16
+    parts = 8 * places, h, h + 4 * places, start, start + 8 * blocks * FEW_TOKENS, block, whole, size, sums
+    return ChunkLayout(places, blocks, *parts, sums + BLOCK_SUM.end)
+
+
 def ffn_floats(neurons: int) -> int:
-    """4-byte numbers that one chunk of an FFN works in: lists, factors and products, blocks, and integer sums."""
-    blocks = chunk_places(neurons) // GROUP
-    return 6 * list_places(neurons) + 4 * blocks * (FEW_TOKENS + 1) + 6 + BLOCK_SUM_FLOATS
+    """4-byte numbers that one chunk of an FFN works in."""
+    return chunk_layout(neurons).end // 4
 
 
 def sign_words(columns: int) -> int:

@@ -1,10 +1,11 @@
 """Running steps of one open artifact on the CPU: the compiled forward pass with its memory.
 
-Shape letters: L layers, X experts, W columns of the weight table, S positions, J rotary frequencies.
+Shape letters: L layers, X experts, S positions, J rotary frequencies.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import numba
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.errors import UsageError
-from pi_runtime.execution.executor import DiskStats, Ints, SequenceResult, SequenceStep
+from pi_runtime.execution.executor import DiskStats, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import Allowance, PagePool
 from pi_runtime.execution.plan_choice import Allocation
@@ -20,7 +21,8 @@ from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME, start_threads
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.weight_table import StoredArrays
 from pi_runtime.kernels.data.workspace import allocate_workspace
-from pi_runtime.kernels.forward import Positions, forward
+from pi_runtime.kernels.ffn.memory import Ffn, ffn_of
+from pi_runtime.kernels.forward import Positions, Step, forward
 from pi_runtime.kernels.reference import rotary_table
 
 
@@ -48,16 +50,22 @@ class CpuModel:
         self.threads, self.context, self.cache, self._kv = threads, context, cache, kv
         self.cfg = weight_table.config_of(decoder, artifact.manifest.formats)
         self.ends = weight_table.ends_of(artifact)
-        self.table_LXW = weight_table.table_of(artifact, mode)
+        self.table_LX = weight_table.table_of(artifact, mode)
         self.eps = np.float32(decoder.norm_eps)
         self.largest_rank = max((layer.rank or 0 for layer in layers), default=0)
         self.workspace = allocate_workspace(decoder, self.largest_rank, cache=cache)
         self.cos_SJ, self.sin_SJ = rotary_table(decoder, context)
 
+    @cached_property
+    def ffn(self) -> Ffn:
+        """What the FFN's kernels take in every call."""
+        found: Ffn = ffn_of(self.cfg, self.workspace)
+        return found
+
     @property
     def neurons(self) -> int:
         """Neurons of all layers and experts."""
-        return self.cfg.d_ff * self.cfg.experts * len(self.table_LXW)
+        return self.cfg.d_ff * self.cfg.experts * len(self.table_LX)
 
     def run(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences together, at most `BLOCK_TOKENS` in all."""
@@ -65,11 +73,11 @@ class CpuModel:
         forward(
             self.cfg,
             self.ends,
-            self.table_LXW,
+            self.table_LX,
             self.eps,
             self.cos_SJ,
             self.sin_SJ,
-            *tokens_of(sequences),
+            tokens_of(sequences),
             sequences[0].count,
             self.workspace,
         )
@@ -138,12 +146,12 @@ class CpuModel:
         self.artifact = None
 
 
-def tokens_of(sequences: Sequence[SequenceStep]) -> tuple[Ints, Positions, Ints, Ints]:
-    """What `forward` is told about the tokens of some sequences: ids, places, who selects, whose logits are wanted."""
+def tokens_of(sequences: Sequence[SequenceStep]) -> Step:
+    """The next tokens of some sequences."""
     counts = [len(s.tokens) for s in sequences]
     rows = [len(s.tokens) if s.logits == "all" else 1 for s in sequences]
     wanted = [np.arange(end - n, end) for n, end in zip(rows, np.cumsum(counts), strict=True)]
-    return (
+    return Step(
         np.concatenate([s.tokens for s in sequences]),
         positions_of([(len(s.tokens), s.cache.length, s.cache) for s in sequences]),
         np.repeat([int(s.select) for s in sequences], counts),

@@ -40,18 +40,18 @@ class CpuOps(_Ops):
         embed(m.cfg, m.ends, m.eps, self.tokens_T, self.at.position_T, m.workspace, self.x_TD)
 
     def attention(self, layer: int) -> None:
-        m, w = self.model, self.model.table_LXW[layer, 0]
+        m, w = self.model, self.model.table_LX[layer, 0]
         attention(m.cfg, w, m.eps, m.cos_SJ, m.sin_SJ, self.at, layer, self.x_TD, m.workspace)
 
     def ffn(self, layer: int) -> None:
         m, ws = self.model, self.model.workspace
         tally_T3 = ws.counts_LT3[layer, : len(self.x_TD)]
         call = self.input_TD, self.select_T, self.count_all, ws, tally_T3, self.x_TD
-        ffn_of_experts(m.cfg, m.table_LXW[layer], *call)
+        ffn_of_experts(m.cfg, m.table_LX[layer], *call)
 
     def after_ffn(self, layer: int) -> None:
         m = self.model
-        after_ffn(m.cfg, m.table_LXW[layer, 0], m.eps, self.input_TD, self.x_TD)
+        after_ffn(m.cfg, m.table_LX[layer, 0], m.eps, self.input_TD, self.x_TD)
 
     def head(self, _layer: int) -> None:
         m, x_ND = self.model, self.x_TD[self.wanted_N]
@@ -85,7 +85,7 @@ class BlockOps(_Ops):
 
     def attention(self, layer: int) -> None:
         """x ← x + attention(x); the FFN's inputs and the tokens' experts are kept."""
-        m, w, ws = self.model, self.model.table_LXW[layer, 0], self.model.workspace
+        m, w, ws = self.model, self.model.table_LX[layer, 0], self.model.workspace
         for part, at in self.blocks:
             attention(m.cfg, w, m.eps, m.cos_SJ, m.sin_SJ, at, layer, self.x_TD[part], ws)
             tokens = part.stop - part.start
@@ -95,7 +95,7 @@ class BlockOps(_Ops):
 
     def after_ffn(self, layer: int) -> None:
         m = self.model
-        after_ffn(m.cfg, m.table_LXW[layer, 0], m.eps, self.input_TD[: self.tokens], self.x_TD[: self.tokens])
+        after_ffn(m.cfg, m.table_LX[layer, 0], m.eps, self.input_TD[: self.tokens], self.x_TD[: self.tokens])
 
 
 def token_blocks(count: int, size: int = BLOCK_TOKENS) -> Iterator[slice]:

@@ -4,7 +4,7 @@ It goes through the schedule of a run on the CPU: single tokens and short pieces
 by `disk_prompt`. The kernels are those of a run in memory, and sums have the same order. So the text is the same to the
 last bit, at any budget. Where all rows are in memory, a step is one call, as in a run in memory.
 
-Shape letters: L layers, X experts, W columns of the weight table.
+Shape letters: L layers, X experts.
 """
 
 import time
@@ -28,12 +28,6 @@ from pi_runtime.execution.executor import DiskStats, SequenceResult, SequenceSte
 from pi_runtime.execution.pages import Allowance
 from pi_runtime.execution.plan_layout import CPU
 from pi_runtime.execution.schedule import one_side_schedule
-from pi_runtime.kernels.data import weight_table
-
-_COLUMNS = {
-    "first": (weight_table.FIRST, weight_table.FIRST_SLOTS),
-    "rest": (weight_table.REST, weight_table.REST_SLOTS),
-}
 
 
 class DiskExecutor(HostExecutor):
@@ -66,14 +60,13 @@ class DiskExecutor(HostExecutor):
 
     def _point_to(self, name: str, arena: RowArena) -> None:
         """Tell the kernels where the rows of an array are: in slots, or in order where all of them are in memory."""
-        values, slots = _COLUMNS[name]
-        for layer, w_XW in enumerate(self._model.table_LXW):
-            for expert, w in enumerate(w_XW):
+        for layer, w_X in enumerate(self._model.table_LX):
+            for expert, w in enumerate(w_X):
                 first = expert * self._model.cfg.d_ff
                 if arena.whole_L[layer]:
-                    w[values], w[slots] = arena.address_of(layer, first), 0
+                    w[name], w[f"{name}_slots"] = arena.address_of(layer, first), 0
                 else:
-                    w[values], w[slots] = arena.address, arena.rows_L[layer].slot_N[first:].ctypes.data
+                    w[name], w[f"{name}_slots"] = arena.address, arena.rows_L[layer].slot_N[first:].ctypes.data
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences: rows are read once for as many as a call takes."""

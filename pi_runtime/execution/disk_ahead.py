@@ -11,12 +11,12 @@ from pi_runtime.artifact.footprint import FEW_TOKENS
 from pi_runtime.disk.row_store import Request, RowStore
 from pi_runtime.execution.cpu import CpuModel
 from pi_runtime.execution.executor import Floats, Ints
-from pi_runtime.kernels import ffn_parts, moe
+from pi_runtime.kernels import moe
 from pi_runtime.kernels.data import weight_table
-from pi_runtime.kernels.data.neuron_chunks import chunks_of
 from pi_runtime.kernels.data.workspace import Workspace, allocate_workspace
+from pi_runtime.kernels.ffn import steps
+from pi_runtime.kernels.ffn.memory import ffn_of, whole_batch
 from pi_runtime.kernels.ops.linear import norm
-from pi_runtime.kernels.ops.neuron_selection import inputs_of
 
 
 class FasterWay:
@@ -50,36 +50,31 @@ class ReadAhead:
         d = model.manifest.decoder
         self._model, self._rows = model, rows
         self._ws = allocate_workspace(d, model.largest_rank, FEW_TOKENS)
-        self._parts = chunks_of(model.cfg, self._ws), inputs_of(self._ws)
+        self._ffn = ffn_of(model.cfg, self._ws)
         self._named_F = np.empty(d.d_ff + 1, np.int64)
         self.way = FasterWay()
 
     def pays(self, layer: int) -> bool:
         """Whether to read rows of this layer ahead."""
-        cfg, table_LXW = self._model.cfg, self._model.table_LXW
-        if not self.way.second or layer >= len(table_LXW) or self._rows.is_whole(layer):
+        cfg, table_LX = self._model.cfg, self._model.table_LX
+        if not self.way.second or layer >= len(table_LX) or self._rows.is_whole(layer):
             return False
         before = cfg.block in (weight_table.SEQUENTIAL, weight_table.PARALLEL)  # the FFN reads a norm of the residual
-        return before and bool(table_LXW[layer, 0, weight_table.SELECTOR] != 0)
+        return before and bool(table_LX[layer, 0]["selector"] != 0)
 
     def read(self, layer: int, arrays: tuple[str, ...], x_TD: Floats, select_T: Ints) -> None:
         """Begin to read what a layer will probably need of these arrays, for a few tokens with this residual."""
-        m, ws, w_XW = self._model, self._ws, self._model.table_LXW[layer]
+        m, ws, w_X = self._model, self._ws, self._model.table_LX[layer]
         normed_TD = ws.normed_TD[: len(x_TD)]
-        own = w_XW[0, weight_table.FFN_NORM] != 0
-        weight = (
-            (weight_table.FFN_NORM, weight_table.FFN_NORM_BIAS)
-            if own
-            else (weight_table.ATTENTION_NORM, weight_table.ATTENTION_NORM_BIAS)
-        )
-        norm(m.cfg.centred, m.eps, *w_XW[0, list(weight)].tolist(), x_TD, normed_TD)
+        name = "ffn_norm" if w_X[0]["ffn_norm"] else "attention_norm"
+        norm(m.cfg.centred, m.eps, int(w_X[0][name]), int(w_X[0][f"{name}_bias"]), x_TD, normed_TD)
         if m.cfg.experts > 1:
-            moe.route(m.cfg, w_XW[0], normed_TD, ws)
-        ffn_parts.prepare(m.cfg, w_XW[0], normed_TD, ws)
+            moe.route(m.cfg, w_X[0], normed_TD, ws)
+        steps.prepare(self._ffn, w_X[0], normed_TD)
         named: list[Ints] = []
-        for expert, token_N, _ in tokens_by_expert(ws, len(x_TD), m.cfg.experts):
-            call = token_N, select_T[token_N], *self._parts, self._named_F
-            count = ffn_parts.name_neurons(m.cfg, w_XW[expert], normed_TD, *call)
+        for expert, token_N, weight_N in tokens_by_expert(ws, len(x_TD), m.cfg.experts):
+            batch = whole_batch(self._ffn, w_X, expert, token_N, select_T[token_N], weight_N)
+            count = steps.name_neurons(self._ffn, batch, self._named_F)
             named.append(expert * m.cfg.d_ff + self._named_F[:count])
         row_I = np.concatenate(named)
         self._rows.read_ahead(Request(layer, 0, [(name, row_I) for name in arrays]))

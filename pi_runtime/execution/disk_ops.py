@@ -17,10 +17,9 @@ from pi_runtime.disk.row_store import Request, RowStore
 from pi_runtime.execution.cpu import CpuModel
 from pi_runtime.execution.cpu_ops import CpuOps
 from pi_runtime.execution.disk_ahead import ReadAhead, tokens_by_expert
-from pi_runtime.execution.executor import Floats, Ints
-from pi_runtime.kernels import ffn_parts
-from pi_runtime.kernels.data.neuron_chunks import chunks_of
-from pi_runtime.kernels.ops.neuron_selection import inputs_of
+from pi_runtime.execution.executor import Ints
+from pi_runtime.kernels.ffn import steps
+from pi_runtime.kernels.ffn.memory import Batch, whole_batch
 
 
 class DiskOps(CpuOps):
@@ -35,7 +34,6 @@ class DiskOps(CpuOps):
         self._all_F = np.arange(d.d_ff)
         self._named_F, self._fire_F = np.empty(d.d_ff + 1, np.int64), np.empty(d.d_ff + 1, np.int64)
         self._carried_TD = np.zeros((BLOCK_TOKENS, padded_width(d.d_model)), np.float32)
-        self._parts = chunks_of(model.cfg, model.workspace), inputs_of(model.workspace)
         self._spared_L = np.zeros(d.n_layers)
         """Share of the named neurons that did not fire lately."""
         self._rest_share = rows.arenas["rest"].nbytes / sum(arena.nbytes for arena in rows.arenas.values())
@@ -53,46 +51,41 @@ class DiskOps(CpuOps):
             return
         m, ws, tokens = self.model, self.model.workspace, len(self.x_TD)
         tally_T3 = ws.counts_LT3[layer, :tokens]
-        ffn_parts.prepare(m.cfg, m.table_LXW[layer, 0], self.input_TD, ws)
+        steps.prepare(m.ffn, m.table_LX[layer, 0], self.input_TD)
         tally_T3[:] = 0
         taken = tokens_by_expert(ws, tokens, m.cfg.experts)
         for expert, token_N, weight_N in taken:
+            batch = whole_batch(m.ffn, m.table_LX[layer], expert, token_N, self.select_T[token_N], weight_N)
             if tokens > FEW_TOKENS or self.count_all:
-                self._expert_of_many(layer, expert, token_N, weight_N)
+                self._expert_of_many(layer, batch)
             else:
-                self._expert_of_few(layer, expert, token_N, weight_N, is_last=expert == taken[-1][0])
-            ffn_parts.add_counts(self._parts[0], token_N, tally_T3)
+                self._expert_of_few(layer, batch, is_last=expert == taken[-1][0])
+            steps.add_counts(m.ffn, batch, tally_T3)
         self._rows.end_layer(layer)
 
-    def _named(self, layer: int, expert: int, token_N: Ints, select_N: Ints) -> Ints:
-        """The neurons that some tokens may need of an expert."""
-        cfg, call = self.model.cfg, (token_N, select_N, *self._parts, self._named_F)
-        count = ffn_parts.name_neurons(cfg, self.model.table_LXW[layer, expert], self.input_TD, *call)
-        return self._all_F if self.count_all or count == cfg.d_ff else self._named_F[:count]
+    def _named(self, e: Batch) -> Ints:
+        """The neurons that the tokens of a batch may need."""
+        count = steps.name_neurons(self.model.ffn, e, self._named_F)
+        return self._all_F if self.count_all or count == self.model.cfg.d_ff else self._named_F[:count]
 
-    def _expert_of_many(self, layer: int, expert: int, token_N: Ints, weight_N: Floats) -> None:
+    def _expert_of_many(self, layer: int, e: Batch) -> None:
         """x ← x + one expert's FFN for its tokens: all rows that they name, chunks in order."""
-        cfg, parts, w = self.model.cfg, self._parts, self.model.table_LXW[layer, expert]
-        select_N = self.select_T[token_N]
-        named_I = self._named(layer, expert, token_N, select_N)
-        request = Request(layer, expert, [(name, named_I) for name in ROW_ARRAYS])
-        for part in self._rows.ranges([request], keep=bool(select_N.any())):
-            call = token_N, select_N, weight_N, self.count_all, part.begin, part.end, self._carried_TD, self.x_TD
-            ffn_parts.add_chunks(cfg, w, *parts, *call)
+        named_I = self._named(e)
+        request = Request(layer, e.expert, [(name, named_I) for name in ROW_ARRAYS])
+        for part in self._rows.ranges([request], keep=bool(e.select_N.any())):
+            steps.add_chunks(self.model.ffn, e, self.count_all, part.begin, part.end, self._carried_TD, self.x_TD)
 
-    def _expert_of_few(self, layer: int, expert: int, token_N: Ints, weight_N: Floats, is_last: bool) -> None:
+    def _expert_of_few(self, layer: int, e: Batch, is_last: bool) -> None:
         """x ← x + one expert's FFN for its tokens: what fires is listed while rows of `rest` still come."""
-        cfg, parts, w = self.model.cfg, self._parts, self.model.table_LXW[layer, expert]
-        select_N = self.select_T[token_N]
-        named_I, keep = self._named(layer, expert, token_N, select_N), bool(select_N.any())
-        requests = [Request(layer, expert, [("first", named_I)])]
+        f, named_I, keep = self.model.ffn, self._named(e), bool(e.select_N.any())
+        requests = [Request(layer, e.expert, [("first", named_I)])]
         if self._two_phases(layer):
             for part in self._rows.ranges(requests, keep):
-                ffn_parts.list_chunks(cfg, w, *parts, token_N, select_N, part.begin, part.end)
-            fire_I = self._fire_F[: ffn_parts.firing(cfg, parts[0], len(token_N), self._fire_F)]
-            requests = [Request(layer, expert, [("rest", fire_I)])]
+                steps.list_chunks(f, e, part.begin, part.end)
+            fire_I = self._fire_F[: steps.firing(f, e, self._fire_F)]
+            requests = [Request(layer, e.expert, [("rest", fire_I)])]
         else:
-            requests.append(Request(layer, expert, [("rest", named_I)]))
+            requests.append(Request(layer, e.expert, [("rest", named_I)]))
         ranges = self._rows.ranges(requests, keep)
         if is_last and bool(self.select_T.any()) and self.ahead.pays(layer + 1):
             # Behind this layer's rows, so that the disk has work while these are waited for.
@@ -100,10 +93,10 @@ class DiskOps(CpuOps):
             self.ahead.read(layer + 1, arrays, self.x_TD, self.select_T)
         for part in ranges:
             if part.request.has("first"):
-                ffn_parts.list_chunks(cfg, w, *parts, token_N, select_N, part.begin, part.end)
+                steps.list_chunks(f, e, part.begin, part.end)
             else:
-                ffn_parts.sum_chunks(cfg, w, *parts, token_N, weight_N, part.begin, part.end)
-        ffn_parts.merge(cfg, parts[0], token_N, self.x_TD)
+                steps.sum_chunks(f, e, part.begin, part.end)
+        steps.merge(f, e, self.x_TD)
 
     def _two_phases(self, layer: int) -> bool:
         """Whether a layer's `rest` is read only when it is known what fires: on the gate rung, or where that saves."""

@@ -16,11 +16,10 @@ from pi_runtime.disk.row_store import Request, RowRange, RowStore
 from pi_runtime.execution.cpu import CpuModel
 from pi_runtime.execution.cpu_ops import BlockOps
 from pi_runtime.execution.executor import SequenceStep
-from pi_runtime.kernels import ffn_parts
 from pi_runtime.kernels.codegen import progress
-from pi_runtime.kernels.data.neuron_chunks import chunks_of
+from pi_runtime.kernels.ffn import steps
+from pi_runtime.kernels.ffn.memory import whole_batch
 from pi_runtime.kernels.forward import head
-from pi_runtime.kernels.ops.neuron_selection import inputs_of
 
 
 class PromptOps(BlockOps):
@@ -31,7 +30,6 @@ class PromptOps(BlockOps):
         room = tokens if tokens > BLOCK_TOKENS else 0
         super().__init__(model, *(np.ones((room, d.d_model), np.float32) for _ in range(2)))
         self._rows, self._carried_TD = rows, np.ones((room, padded_width(d.d_model)), np.float32)
-        self._parts = chunks_of(model.cfg, model.workspace), inputs_of(model.workspace)
         self._named_F, self._all_F = np.empty(d.d_ff + 1, np.int64), np.arange(d.d_ff)
 
     def take(self, sequences: Sequence[SequenceStep]) -> None:
@@ -39,7 +37,7 @@ class PromptOps(BlockOps):
         (s,) = sequences
         self.take_piece(s.tokens, s.cache.length, s.cache)
         m, needs = self.model, [(name, self._all_F) for name in ROW_ARRAYS]
-        requests = (Request(*which, needs) for which in product(range(len(m.table_LXW)), range(m.cfg.experts)))
+        requests = (Request(*which, needs) for which in product(range(len(m.table_LX)), range(m.cfg.experts)))
         self._layers = groupby(self._rows.ranges(requests, keep=False), lambda part: part.request.layer)
 
     def ffn(self, layer: int) -> None:
@@ -51,18 +49,16 @@ class PromptOps(BlockOps):
 
     def _add(self, part: RowRange) -> None:
         """Add the sums of a range of an expert's chunks."""
-        m, ws, expert = self.model, self.model.workspace, part.request.expert
-        w = m.table_LXW[part.request.layer, expert]
+        f, w_X, expert = self.model.ffn, self.model.table_LX[part.request.layer], part.request.expert
         for rows, _ in self.blocks:
-            x_TD, normed_TD, expert_TK = self.x_TD[rows], self.input_TD[rows], self.expert_TK[rows]
-            token_N, slot_N = map(np.ascontiguousarray, np.nonzero(expert_TK == expert))
+            token_N, slot_N = map(np.ascontiguousarray, np.nonzero(self.expert_TK[rows] == expert))
             if len(token_N) == 0:
                 continue
             none_N, weight_N = np.zeros(len(token_N), np.int64), self.route_weight_TK[rows][token_N, slot_N]
-            ffn_parts.prepare(m.cfg, w, normed_TD, ws)
-            ffn_parts.name_neurons(m.cfg, w, normed_TD, token_N, none_N, *self._parts, self._named_F)
-            call = token_N, none_N, weight_N, False, part.begin, part.end, self._carried_TD[rows], x_TD
-            ffn_parts.add_chunks(m.cfg, w, *self._parts, *call)
+            batch = whole_batch(f, w_X, expert, token_N, none_N, weight_N)
+            steps.prepare(f, w_X[expert], self.input_TD[rows])
+            steps.name_neurons(f, batch, self._named_F)
+            steps.add_chunks(f, batch, False, part.begin, part.end, self._carried_TD[rows], self.x_TD[rows])
             progress.advance()
 
     def head(self, _layer: int) -> None:

@@ -5,7 +5,7 @@
 A thread with the CPU's serial kernels stands in for the GPU, by the same plan and with the same handover. It is no
 faster, but it runs on every machine, so that plans can be tested anywhere.
 
-Shape letters: D model width, L layers, X experts, W columns of the weight table, G key-value heads, S positions.
+Shape letters: D model width, L layers, X experts, G key-value heads, S positions.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,10 @@ from pi_runtime.execution.executor import Floats, Ints, SequenceResult, Sequence
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.execution.plan_layout import CPU, GPU
 from pi_runtime.execution.schedule import schedule_of
-from pi_runtime.kernels import ffn
-from pi_runtime.kernels.data.weight_table import KernelConfig
+from pi_runtime.kernels.data.weight_table import LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace, allocate_workspace
+from pi_runtime.kernels.ffn.memory import Ffn, every_token, ffn_of
+from pi_runtime.kernels.ffn.network import add_neurons, serial_add_neurons
 
 ExpertRange = tuple[int, np.float32, int, int]
 """An expert, its route weight, and the range of its neurons, which is not empty."""
@@ -37,19 +38,20 @@ class NeuronWorker:
     """Computes ranges of each layer's neurons for one token, in a workspace of its own."""
 
     add: Any
-    """`ffn.add_neurons` or `ffn.serial_add_neurons`."""
-    cfg: KernelConfig
+    """`network.add_neurons` or `network.serial_add_neurons`."""
+    ffn: Ffn
     workspace: Workspace
+    """Kept: `ffn` holds its addresses."""
     sum_1D: Floats
     """What it computed last."""
 
-    def run(self, w_XW: Ints, x_1D: Floats, ranges: Sequence[ExpertRange]) -> Ints:
+    def run(self, w_X: LayerRecords, x_1D: Floats, ranges: Sequence[ExpertRange]) -> Ints:
         """Compute these neurons of a layer; returns the sums of (rows of `first` read, neurons kept)."""
         rows_2, tally_13 = np.zeros(2, np.int64), np.zeros((1, 3), np.int64)
         self.sum_1D[:] = 0
         for expert, route_weight, low, high in ranges:
-            call = x_1D, low, high, route_weight, True, False, self.workspace, tally_13, self.sum_1D
-            self.add(self.cfg, w_XW[expert], *call)
+            batch = every_token(w_X, expert, low, high, tokens=1, route_weight=float(route_weight))
+            self.add(self.ffn, batch, x_1D, False, tally_13, self.sum_1D)
             rows_2 += tally_13[0, 1:]
         return rows_2
 
@@ -62,23 +64,23 @@ class StandInOps(CpuOps):
 
     def __init__(self, model: CpuModel, plan: Plan) -> None:
         super().__init__(model)
-        self._cuts_LX = np.array(plan.cuts).reshape(len(model.table_LXW), model.cfg.experts).tolist()
+        self._cuts_LX = np.array(plan.cuts).reshape(len(model.table_LX), model.cfg.experts).tolist()
         own = allocate_workspace(model.manifest.decoder, model.largest_rank, tokens=1)
         sums_21D = np.zeros((2, 1, model.cfg.d_model), np.float32)
-        self.hot = NeuronWorker(ffn.serial_add_neurons, model.cfg, own, sums_21D[0])
-        self.cold = NeuronWorker(ffn.add_neurons, model.cfg, model.workspace, sums_21D[1])
+        self.hot = NeuronWorker(serial_add_neurons, ffn_of(model.cfg, own), own, sums_21D[0])
+        self.cold = NeuronWorker(add_neurons, model.ffn, model.workspace, sums_21D[1])
         self._gpu_thread = ThreadPoolExecutor(1, thread_name_prefix="pi-stand-in")
 
     def ffn(self, layer: int) -> None:
         """Add both workers' sums, which they compute at once; a token wholly on one side needs no handover."""
-        m, ws, w_XW, cut_X = self.model, self.model.workspace, self.model.table_LXW[layer], self._cuts_LX[layer]
+        m, ws, w_X, cut_X = self.model, self.model.workspace, self.model.table_LX[layer], self._cuts_LX[layer]
         taken, rows_2 = sorted(zip(ws.expert_TK[0].tolist(), ws.route_weight_TK[0], strict=True)), np.zeros(2, np.int64)
         hot: list[ExpertRange] = [(e, weight, 0, cut_X[e]) for e, weight in taken if cut_X[e] > 0]
         cold: list[ExpertRange] = [(e, weight, cut_X[e], m.cfg.d_ff) for e, weight in taken if cut_X[e] < m.cfg.d_ff]
-        pending = self._gpu_thread.submit(self.hot.run, w_XW, self.input_TD, hot) if hot else None
+        pending = self._gpu_thread.submit(self.hot.run, w_X, self.input_TD, hot) if hot else None
         try:
             if cold:
-                rows_2 += self.cold.run(w_XW, self.input_TD, cold)
+                rows_2 += self.cold.run(w_X, self.input_TD, cold)
         finally:
             # Whatever happens here, the other worker must have left its workspace; its own error surfaces from here.
             if pending is not None:

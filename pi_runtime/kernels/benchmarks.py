@@ -22,17 +22,16 @@ from pi_runtime.artifact.layout import ALIGN_LARGE
 from pi_runtime.artifact.quantisation import quantise
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.sizes import PARTS, ArraySpec
-from pi_runtime.kernels import ffn
 from pi_runtime.kernels.codegen.jit import public, public_parallel
 from pi_runtime.kernels.codegen.threads import start_threads
-from pi_runtime.kernels.data import neuron_chunks, weight_table
+from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.matrix_view import F16, Floats, Ints, MatrixView, matrix, rows_from
-from pi_runtime.kernels.data.weight_table import COLUMN
 from pi_runtime.kernels.data.workspace import allocate_workspace
+from pi_runtime.kernels.ffn.memory import KEPT, READ, every_token, ffn_of
+from pi_runtime.kernels.ffn.network import add_neurons
 from pi_runtime.kernels.ops.attention import LayerCache, attend
 from pi_runtime.kernels.ops.linear import ROWS_AT_ONCE, linear
-from pi_runtime.kernels.ops.neuron_selection import inputs_of
-from pi_runtime.kernels.split_ffn import cold_sum
+from pi_runtime.kernels.split_ffn import NeuronLists, cold_sum
 
 SLICES = 256
 COLUMNS = 4096
@@ -105,18 +104,13 @@ class _TimedFfn:
         self._matrices = w, up  # kept: the table holds their addresses
         first, rest = rows_from(w.view, 0), rows_from(w.view, neurons)
         decoder = _gated(w.columns, neurons)
-        self._cfg = weight_table.config_of(decoder, dict.fromkeys(PARTS, w.fmt))
+        cfg = weight_table.config_of(decoder, dict.fromkeys(PARTS, w.fmt))
         self._workspace = allocate_workspace(decoder, rank, tokens=1)
-        self._x_1D, self._row = np.ones((1, w.columns), np.float32), np.zeros(weight_table.WIDTH, np.int64)
-        for at, scales_at, m in (
-            (weight_table.FIRST, weight_table.FIRST_SCALES, first),
-            (weight_table.REST, weight_table.REST_SCALES, rest),
-            (COLUMN["predictor/down"], COLUMN["predictor/down_scales"], first),
-            (COLUMN["predictor/up"], COLUMN["predictor/up_scales"], up.view),
-        ):
-            self._row[at], self._row[scales_at] = m.values, m.scales
-        self._row[weight_table.RANK] = rank
-        self._memory = neuron_chunks.chunks_of(self._cfg, self._workspace), inputs_of(self._workspace)
+        self._x_1D, self._w_1 = np.ones((1, w.columns), np.float32), np.zeros(1, weight_table.LAYER)
+        for field, m in {"first": first, "rest": rest, "predictor_down": first, "predictor_up": up.view}.items():
+            self._w_1[field], self._w_1[f"{field}_scales"] = m.values, m.scales
+        self._w_1["rank"] = rank
+        self._ffn = ffn_of(cfg, self._workspace)
         self._sum_1D, self._tally_13 = np.zeros((1, w.columns), np.float32), np.zeros((1, 3), np.int64)
 
     def only(self, named: Ints) -> Floats:
@@ -127,19 +121,19 @@ class _TimedFfn:
 
     def run(self, rung: str, bias_F: Floats) -> tuple[int, int]:
         """One token: rows of `first` read, and neurons kept."""
-        self._row[weight_table.DENSE] = RUNGS[rung].dense
-        self._row[weight_table.SELECTOR] = weight_table.SELECTOR_CODES[RUNGS[rung].selector]
-        self._row[COLUMN["predictor/bias"]] = bias_F.ctypes.data
-        every, one = (0, self.neurons), np.float32(1)
-        result = self._workspace, self._tally_13, self._sum_1D
-        ffn.add_neurons(self._cfg, self._row, self._x_1D, *every, one, True, False, *result)
-        return int(self._tally_13[0, neuron_chunks.READ]), int(self._tally_13[0, neuron_chunks.KEPT])
+        self._w_1["dense"] = RUNGS[rung].dense
+        self._w_1["selector"] = weight_table.SELECTOR_CODES[RUNGS[rung].selector]
+        self._w_1["predictor_bias"] = bias_F.ctypes.data
+        batch = every_token(self._w_1, 0, 0, self.neurons, tokens=1)
+        add_neurons(self._ffn, batch, self._x_1D, False, self._tally_13, self._sum_1D)
+        return int(self._tally_13[0, READ]), int(self._tally_13[0, KEPT])
 
     def nothing(self) -> None:
         """Compute the sum of no neurons."""
-        routing, cut_X = (np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)), np.zeros(1, np.int64)
-        listed, result = (True, np.zeros(1, np.int32), np.zeros((1, 0), np.int32)), (self._tally_13, self._sum_1D)
-        cold_sum(self._cfg, self._row[None], self._x_1D, *routing, cut_X, *listed, *self._memory, *result)
+        expert_11, weight_11, cut_1 = np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32), np.zeros(1, np.int64)
+        none, tally_13 = NeuronLists(np.zeros(1, np.int32), np.zeros((1, 0), np.int32)), self._tally_13
+        f, x_1D = self._ffn, self._x_1D
+        cold_sum(f, self._w_1, x_1D, expert_11, weight_11, cut_1, True, none, tally_13, self._sum_1D)
 
 
 def _gated(width: int, neurons: int) -> Decoder:

@@ -1,9 +1,9 @@
 """The decoder over the tokens of a step: one compiled call for pieces of prompts and single tokens of any sequences.
 
 Every weight that is needed is read once for all tokens, and no token changes another's bits. Shape letters: T tokens of
-the step, R runs of consecutive tokens of one sequence, D model width, W embedding width (in `w_XW` and `table_LXW`
-columns of the weight table), L layers, X experts, Q numbers of a token's queries, keys and values, S positions,
-J rotary frequencies, N tokens whose logits are wanted, V vocabulary.
+the step, R runs of consecutive tokens of one sequence, D model width, W embedding width, L layers, X experts, Q numbers
+of a token's queries, keys and values, S positions, J rotary frequencies, N tokens whose logits are
+wanted, V vocabulary.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from pi_runtime.kernels.codegen.progress import advanced
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.matrix_view import Floats, Ints, address_of, matrix
 from pi_runtime.kernels.data.row_loading import load_row
-from pi_runtime.kernels.data.weight_table import Ends, KernelConfig
+from pi_runtime.kernels.data.weight_table import Ends, KernelConfig, LayerRecord, LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.ops.attention import LayerCache, attend, norm_heads, rotate, store_kv
 from pi_runtime.kernels.ops.linear import add_vector, finish_logits, linear, norm
@@ -38,6 +38,17 @@ class Positions(NamedTuple):
     """Code of the number format of keys and values."""
     row_nbytes: int
     """Bytes of a head's keys, or values, at one position."""
+
+
+class Step(NamedTuple):
+    """The tokens of one call."""
+
+    tokens_T: Ints
+    at: Positions
+    select_T: Ints
+    """1 to skip what the layer's rung skips, 0 to compute every neuron."""
+    wanted_N: Ints
+    """The tokens whose logits are wanted."""
 
 
 @public
@@ -74,7 +85,7 @@ def embed(
 @public
 def attention(
     cfg: KernelConfig,
-    w: Ints,
+    w: LayerRecord,
     eps: np.float32,
     cos_SJ: Floats,
     sin_SJ: Floats,
@@ -96,17 +107,17 @@ def attention(
     if cfg.block in (weight_table.POST_NORM, weight_table.REORDERED):
         _attend(cfg, w, eps, cos_SJ, sin_SJ, at, layer, x_TD, ws)
     else:
-        _norm(cfg.centred, eps, w[weight_table.ATTENTION_NORM], w[weight_table.ATTENTION_NORM_BIAS], x_TD, normed_TD)
+        _norm(cfg.centred, eps, w.attention_norm, w.attention_norm_bias, x_TD, normed_TD)
         _attend(cfg, w, eps, cos_SJ, sin_SJ, at, layer, normed_TD, ws)
-    if cfg.block == weight_table.PARALLEL and w[weight_table.FFN_NORM] != 0:
-        _norm(cfg.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, normed_TD)
-    attention_norm = w[weight_table.ATTENTION_NORM], w[weight_table.ATTENTION_NORM_BIAS]
+    if cfg.block == weight_table.PARALLEL and w.ffn_norm != 0:
+        _norm(cfg.centred, eps, w.ffn_norm, w.ffn_norm_bias, x_TD, normed_TD)
+    attention_norm = w.attention_norm, w.attention_norm_bias
     if cfg.block == weight_table.REORDERED:
         _norm(cfg.centred, eps, *attention_norm, attended_TD, attended_TD)
     for t in range(tokens):
         _add(attended_TD[t], x_TD[t])
     if cfg.block == weight_table.SEQUENTIAL:
-        _norm(cfg.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, normed_TD)
+        _norm(cfg.centred, eps, w.ffn_norm, w.ffn_norm_bias, x_TD, normed_TD)
     elif cfg.block == weight_table.POST_NORM:
         _norm(cfg.centred, eps, *attention_norm, x_TD, x_TD)
         for t in range(tokens):
@@ -122,7 +133,7 @@ def attention(
 @device
 def _attend(
     cfg: KernelConfig,
-    w: Ints,
+    w: LayerRecord,
     eps: np.float32,
     cos_SJ: Floats,
     sin_SJ: Floats,
@@ -134,30 +145,30 @@ def _attend(
     """ws.attended_TD ← attention(x)."""
     tokens = x_TD.shape[0]
     qkv_TQ, mixed_TQ = ws.qkv_TQ[:tokens], ws.mixed_TQ[:tokens]
-    qkv = matrix(cfg.attention_format, w[weight_table.QKV], w[weight_table.QKV_SCALES], cfg.d_model)
-    out = matrix(cfg.attention_format, w[weight_table.OUT], w[weight_table.OUT_SCALES], cfg.heads * cfg.head_dim)
-    linear(qkv, qkv_TQ.shape[1], w[weight_table.QKV_BIAS], x_TD, address_of(ws.inputs), qkv_TQ)
-    if w[weight_table.Q_NORM] != 0:
+    qkv = matrix(cfg.attention_format, w.qkv, w.qkv_scales, cfg.d_model)
+    out = matrix(cfg.attention_format, w.out, w.out_scales, cfg.heads * cfg.head_dim)
+    linear(qkv, qkv_TQ.shape[1], w.qkv_bias, x_TD, address_of(ws.inputs), qkv_TQ)
+    if w.q_norm != 0:
         # A joint norm is that of a single head, as wide as all of them.
         heads, kv_heads = (1, 1) if cfg.joint_qk_norm else (cfg.heads, cfg.kv_heads)
         width, kv_width = cfg.heads * cfg.head_dim // heads, cfg.kv_heads * cfg.head_dim // kv_heads
-        _norm_heads(eps, w[weight_table.Q_NORM], 0, heads, width, qkv_TQ)
-        _norm_heads(eps, w[weight_table.K_NORM], heads * width // kv_width, kv_heads, kv_width, qkv_TQ)
-    if w[weight_table.UNROTATED] == 0:
+        _norm_heads(eps, w.q_norm, 0, heads, width, qkv_TQ)
+        _norm_heads(eps, w.k_norm, heads * width // kv_width, kv_heads, kv_width, qkv_TQ)
+    if w.unrotated == 0:
         rotate(cos_SJ, sin_SJ, at.position_T, cfg.heads + cfg.kv_heads, cfg.head_dim, qkv_TQ)
     cache = LayerCache(at.cache_format, at.row_nbytes, layer, cfg.kv_heads, cfg.head_dim)
     store_kv(cache, qkv_TQ, at.run_R4)
     attend(cache, qkv_TQ, at.run_R4, ws.unpacked_CBE, ws.attention_CX, mixed_TQ)
-    linear(out, cfg.d_model, w[weight_table.OUT_BIAS], mixed_TQ, address_of(ws.inputs), ws.attended_TD[:tokens])
+    linear(out, cfg.d_model, w.out_bias, mixed_TQ, address_of(ws.inputs), ws.attended_TD[:tokens])
 
 
 @public
-def after_ffn(cfg: KernelConfig, w: Ints, eps: np.float32, input_TD: Floats, x_TD: Floats) -> None:
+def after_ffn(cfg: KernelConfig, w: LayerRecord, eps: np.float32, input_TD: Floats, x_TD: Floats) -> None:
     """x ← x + the FFN's bias, and normed where the block ends with a norm; `input_TD` is what the FFN read."""
     for t in range(x_TD.shape[0]):
-        add_vector(w[weight_table.DOWN_BIAS], x_TD[t])
+        add_vector(w.down_bias, x_TD[t])
     if cfg.block in (weight_table.POST_NORM, weight_table.REORDERED):
-        _norm(cfg.centred, eps, w[weight_table.FFN_NORM], w[weight_table.FFN_NORM_BIAS], x_TD, x_TD)
+        _norm(cfg.centred, eps, w.ffn_norm, w.ffn_norm_bias, x_TD, x_TD)
     if cfg.block == weight_table.REORDERED:
         for t in range(x_TD.shape[0]):
             _add(input_TD[t], x_TD[t])
@@ -188,30 +199,27 @@ _ffn = by_address(moe.ffn_of_experts)
 def forward(
     cfg: KernelConfig,
     ends: Ends,
-    table_LXW: Ints,
+    table_LX: LayerRecords,
     eps: np.float32,
     cos_SJ: Floats,
     sin_SJ: Floats,
-    tokens_T: Ints,
-    at: Positions,
-    select_T: Ints,
-    wanted_N: Ints,
+    step: Step,
     count_all: bool,
     ws: Workspace,
 ) -> None:
-    """Run the tokens of a step: logits of the tokens in `wanted_N` go to `ws.logits_TV`, keys and values to the caches.
+    """Run the tokens of a step: the logits that are wanted go to `ws.logits_TV`, keys and values to the caches.
 
-    `select_T`: 1 to skip what the layer's rung skips, 0 to compute every neuron. `ws.counts_LT3` ← what
-    `ffn.add_neurons` counts. All numbers are float32 but those of the cache (see `attention`).
+    `ws.counts_LT3` ← what `network.add_neurons` counts. All numbers are float32 but those of the cache (see
+    `attention`).
     """
-    tokens = tokens_T.shape[0]
+    at, select_T, wanted_N, tokens = step.at, step.select_T, step.wanted_N, step.tokens_T.shape[0]
     x_TD = ws.x_TD[:tokens]
-    _embed(cfg, ends, eps, tokens_T, at.position_T, ws, x_TD)
-    for layer in range(table_LXW.shape[0]):
-        w_XW, normed_TD = table_LXW[layer], ws.normed_TD[:tokens]
-        _attention(cfg, w_XW[0], eps, cos_SJ, sin_SJ, at, layer, x_TD, ws)
-        _ffn(cfg, w_XW, normed_TD, select_T, count_all, ws, ws.counts_LT3[layer, :tokens], x_TD)
-        after_ffn(cfg, w_XW[0], eps, normed_TD, x_TD)
+    _embed(cfg, ends, eps, step.tokens_T, at.position_T, ws, x_TD)
+    for layer in range(table_LX.shape[0]):
+        w_X, normed_TD = table_LX[layer], ws.normed_TD[:tokens]
+        _attention(cfg, w_X[0], eps, cos_SJ, sin_SJ, at, layer, x_TD, ws)
+        _ffn(cfg, w_X, normed_TD, select_T, count_all, ws, ws.counts_LT3[layer, :tokens], x_TD)
+        after_ffn(cfg, w_X[0], eps, normed_TD, x_TD)
     wanted = wanted_N.shape[0]
     wanted_ND = ws.attended_TD[:wanted]
     for n in range(wanted):

@@ -1,32 +1,32 @@
 """The FFN with its experts: which experts the router takes, and the sum of their results.
 
-Shape letters: T tokens, X experts, K experts taken for each token, D model width, W columns of the weight table. A
-layer's `w_XW` has a row for each expert. A single expert has no router and is always taken.
+Shape letters: T tokens, X experts, K experts taken for each token, D model width. A layer's
+`w_X` has a record for each expert. A single expert has no router and is always taken.
 """
 
 import numpy as np
 
-from pi_runtime.kernels import ffn
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.jit import device, public
-from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.matrix_view import F32, Floats, Ints, address_of, matrix
-from pi_runtime.kernels.data.weight_table import KernelConfig
+from pi_runtime.kernels.data.weight_table import KernelConfig, LayerRecord, LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace
-from pi_runtime.kernels.ops.linear import linear, prepare_inputs
+from pi_runtime.kernels.ffn.memory import ffn_of, whole_expert
+from pi_runtime.kernels.ffn.network import add, prepare
+from pi_runtime.kernels.ops.linear import linear
 
-_add = by_address(ffn.add_expert)
+_add = by_address(add)
 
 
 @public
-def route(cfg: KernelConfig, w: Ints, x_TD: Floats, ws: Workspace) -> None:
+def route(cfg: KernelConfig, w: LayerRecord, x_TD: Floats, ws: Workspace) -> None:
     """Write the K experts with the largest logits router · x to `ws.expert_TK`, and the softmax of these logits, or
     their part of the softmax of all, to `ws.route_weight_TK`.
 
     The largest comes first; among equal ones, the lower expert.
     """
     tokens = x_TD.shape[0]
-    router = matrix(F32, w[weight_table.ROUTER], 0, cfg.d_model)
+    router = matrix(F32, w.router, 0, cfg.d_model)
     linear(router, cfg.experts, 0, x_TD, address_of(ws.inputs), ws.router_TX[:tokens])
     for t in range(tokens):
         logit_X, expert_K, route_weight_K = ws.router_TX[t], ws.expert_TK[t], ws.route_weight_TK[t]
@@ -59,18 +59,18 @@ def _slot(expert_K: Ints, expert: int) -> int:
 
 @public
 def ffn_of_experts(
-    cfg: KernelConfig, w_XW: Ints, x_TD: Floats, select_T: Ints, count_all: bool, ws: Workspace, tally_T3: Ints,
+    cfg: KernelConfig, w_X: LayerRecords, x_TD: Floats, select_T: Ints, count_all: bool, ws: Workspace, tally_T3: Ints,
     y_TD: Floats,
 ) -> None:  # fmt: skip
-    """y ← y + the FFN of T tokens; see `ffn.add_neurons`.
+    """y ← y + the FFN of T tokens; see `network.add_neurons`.
 
     The results of a token's experts are added in the order of the experts, so that no other token changes it.
     """
-    tokens = x_TD.shape[0]
-    prepare_inputs(ffn.input_format(cfg, w_XW[0]), x_TD, address_of(ws.inputs))
+    tokens, f = x_TD.shape[0], ffn_of(cfg, ws)
+    prepare(f, w_X[0], x_TD)
     tally_T3[:] = 0
     if cfg.experts == 1:
-        _add(cfg, w_XW[0], x_TD, ws.token_T[:tokens], select_T, ws.one_T[:tokens], count_all, ws, tally_T3, y_TD)
+        _add(f, whole_expert(f, w_X, 0, ws.token_T[:tokens], select_T, ws.one_T[:tokens]), count_all, tally_T3, y_TD)
         return
     for expert in range(cfg.experts):
         count = 0
@@ -81,5 +81,5 @@ def ffn_of_experts(
                 ws.taken_weight_T[count] = ws.route_weight_TK[t, slot]
                 count += 1
         if count > 0:
-            taken = ws.taken_T[:count], ws.taken_select_T[:count], ws.taken_weight_T[:count]
-            _add(cfg, w_XW[expert], x_TD, *taken, count_all, ws, tally_T3, y_TD)
+            token_N, select_N, weight_N = ws.taken_T[:count], ws.taken_select_T[:count], ws.taken_weight_T[:count]
+            _add(f, whole_expert(f, w_X, expert, token_N, select_N, weight_N), count_all, tally_T3, y_TD)

@@ -15,7 +15,6 @@ ROOMS = {"pi_compile": (22, 91), "pi_runtime": (16, 50)}
 """Most rooms of each package, and most arrows between them."""
 
 LONG_FILES = {
-    "pi_runtime/kernels/ffn.py",
     "pi_runtime/server/api/responses.py",
 }
 LONG_CLASSES = {"pi_runtime/engine/model.py: Model"}
@@ -32,19 +31,6 @@ MANY_PARAMETERS = {
     "pi_compile/checkpoint/families/fields.py: usual_decoder",
     "pi_compile/sparsification/training.py: __init__",
     "pi_runtime/disk/kernels/fetching.py: fetch",
-    "pi_runtime/kernels/ffn.py: _add",
-    "pi_runtime/kernels/ffn.py: add_neurons",
-    "pi_runtime/kernels/ffn.py: add_some",
-    "pi_runtime/kernels/ffn.py: serial_add_neurons",
-    "pi_runtime/kernels/ffn_parts.py: add_chunks",
-    "pi_runtime/kernels/forward.py: forward",
-    "pi_runtime/kernels/ops/neuron_blocks.py: add_block",
-    "pi_runtime/kernels/ops/neuron_blocks.py: list_firing",
-    "pi_runtime/kernels/ops/row_products.py: portable_row_products",
-    "pi_runtime/kernels/ops/row_products.py: row_products",
-    "pi_runtime/kernels/ops/row_products.py: vector_row_products",
-    "pi_runtime/kernels/split_ffn.py: cold_sum",
-    "pi_runtime/kernels/split_ffn.py: predict",
 }
 """Functions with more than `PARAMETERS`, Triton's kernels apart."""
 

@@ -5,9 +5,11 @@ Prints that name. A process of its own, because the choice is made once; few ker
 
 import numpy as np
 
-from pi_runtime.artifact.footprint import BLOCK_SUM_FLOATS, input_nbytes, padded_width
-from pi_runtime.kernels import ffn, reference
+from pi_runtime.artifact.footprint import BLOCK_SUM, input_nbytes, padded_width
+from pi_runtime.kernels import reference
 from pi_runtime.kernels.codegen.isa import ISA
+from pi_runtime.kernels.data.matrix_view import RowList
+from pi_runtime.kernels.ffn.network import serial_add_neurons
 from pi_runtime.kernels.ops import row_sums
 from pi_runtime.kernels.ops.block_sums import add_block_rows
 from pi_runtime.kernels.ops.linear import linear
@@ -48,7 +50,7 @@ def check_extremes(fmt: str) -> None:
 
 def check_sums(fmt: str) -> None:
     compute = row_sums.vector_row_sums if ISA.lanes else row_sums.portable_row_sums
-    scratch = np.empty(BLOCK_SUM_FLOATS, np.float32)
+    scratch = np.empty(BLOCK_SUM.end, np.uint8)
     for count, columns in ((1, 31), (33, 97), (70, 300), (5, 512), (9, 700)):
         w, h_TK = store(fmt, random(count, 90, columns)), np.zeros((2, 72), np.float32)
         h_TK[:, :count] = random(2, 2, count)
@@ -59,16 +61,16 @@ def check_sums(fmt: str) -> None:
                 add_block_rows(w.view, *listed, h_K.ctypes.data, y_P, scratch.ctypes.data)
         else:
             factors, sums = (h_TK.ctypes.data, h_TK.strides[0]), (y_TP.ctypes.data, y_TP.strides[0])
-            compute(w.view, 0, *listed, *factors, 2, *sums)
+            compute(w.view, RowList(0, *listed), *factors, 2, *sums)
         wanted_TD, error = h_TK[:, :count] @ w.values[index_K], 1e-4 * np.abs(h_TK).sum() * np.abs(w.values).max()
         assert np.abs(y_TP[:, :columns] - wanted_TD).max() <= error, (count, columns)
 
 
 def check_ffn(fmt: str) -> None:
     layer = ffn_layer(small_decoder(d_model=133, d_ff=200, activation="silu"), fmt, 1, 0)
-    x_TD, one = random(3, 1, 133), np.float32(1)
+    x_TD = random(3, 1, 133)
     y_TD, tally_T3 = np.zeros((1, 133), np.float32), np.zeros((1, 3), np.int64)
-    ffn.serial_add_neurons(layer.cfg, layer.on("gate"), x_TD, 0, 200, one, True, False, layer.ws, tally_T3, y_TD)
+    serial_add_neurons(layer.ffn, layer.batch("gate", 0, 200, 1), x_TD, False, tally_T3, y_TD)
     np.testing.assert_allclose(y_TD, reference.ffn(layer.decoder, layer.values, x_TD), rtol=1e-3, atol=1e-4)
 
 

@@ -20,6 +20,7 @@ from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.matrix_view import matrix
 from pi_runtime.kernels.data.quantised_input import prepare_input
 from pi_runtime.kernels.data.workspace import Workspace
+from pi_runtime.kernels.ffn.memory import Batch, Ffn, every_token, ffn_of
 
 F32 = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -179,8 +180,8 @@ class Layer:
     decoder: Decoder
     cfg: weight_table.KernelConfig
     values: LayerWeights
-    addresses_XC: Ints
-    """C columns of the weight table."""
+    record_X: weight_table.LayerRecords
+    """Where the weights of each expert are."""
     rank: int
     guarded: GuardedWorkspace
 
@@ -198,14 +199,23 @@ class Layer:
             margin=1 if parameter == "margin" else 0,
         )
 
-    def experts_on(self, rung: str) -> Ints:
-        """The rows of the weight table for a rung, one for each expert."""
-        settings = np.array(weight_table.settings_of(self.decoder, self.settings(rung), "auto"))
-        return np.hstack([self.addresses_XC, np.broadcast_to(settings, (len(self.addresses_XC), len(settings)))])
+    def experts_on(self, rung: str) -> weight_table.LayerRecords:
+        """The layer's records on a rung, one for each expert."""
+        found = self.record_X.copy()
+        for field, value in weight_table.settings_of(self.decoder, self.settings(rung), "auto").items():
+            found[field] = value
+        return found
 
-    def on(self, rung: str) -> Ints:
-        """The row of the weight table for a rung and the first expert."""
-        return self.experts_on(rung)[0]
+    @property
+    def ffn(self) -> Ffn:
+        """What the FFN's kernels take in every call."""
+        return ffn_of(self.cfg, self.ws)
+
+    def batch(
+        self, rung: str, low: int, high: int, tokens: int, *, select: bool = True, route_weight: float = 1.0
+    ) -> Batch:
+        """A range of the first expert's neurons for all tokens of a call."""
+        return every_token(self.experts_on(rung), 0, low, high, tokens, select, route_weight)
 
 
 def packed_signs(values_FD: F32) -> npt.NDArray[np.uint64]:
@@ -232,9 +242,10 @@ def ffn_layer(decoder: Decoder, fmt: str, rank: int, seed: int, **given: F32) ->
     signs_FW = packed_signs(matrices["ffn/first"].values)
     matrices["predictor/signs"] = StoredMatrix("u64", FORMATS["u64"].encode(signs_FW), signs_FW)
     cfg, experts = weight_table.config_of(decoder, formats), decoder.n_experts
-    rows = [[_address(matrices, name, expert, experts) for name in weight_table.COLUMN] for expert in range(experts)]
+    record_X = np.zeros(experts, weight_table.LAYER)
+    weight_table.fill(record_X, {}, lambda name, expert: _address(matrices, name, expert, experts))
     ws = guarded_workspace(decoder, rank)
-    return Layer(decoder, cfg, LayerWeights(matrices), np.array(rows, np.int64), rank, ws)
+    return Layer(decoder, cfg, LayerWeights(matrices), record_X, rank, ws)
 
 
 def _address(matrices: Mapping[str, StoredMatrix], name: str, expert: int, experts: int) -> int:

@@ -17,8 +17,8 @@ import numpy as np
 from pi_runtime import load
 from pi_runtime.artifact.footprint import ATTENTION_TOKENS, CHUNKS, POSITIONS, input_nbytes
 from pi_runtime.artifact.rungs import RUNGS
-from pi_runtime.kernels import ffn
 from pi_runtime.kernels.data.matrix_view import F16
+from pi_runtime.kernels.ffn.network import add_neurons
 from pi_runtime.kernels.ops.attention import LayerCache, attend, store_kv
 from pi_runtime.kernels.ops.linear import linear
 from support.steps import step
@@ -50,13 +50,13 @@ def operators(w: StoredMatrix, layer: Layer) -> None:
         unpacked_CBE = np.empty((CHUNKS, 0, 20), np.float32)
         attend(cache, qkv_TQ, run_R4, unpacked_CBE, scratch_CX, mixed_TQ := np.empty((tokens, 80), np.float32))
         note(f"attend {tokens}", mixed_TQ)
-    width, ws = layer.decoder.d_model, layer.ws
+    width = layer.decoder.d_model
     low, high = 5, layer.decoder.d_ff - 10
     for rung in RUNGS:
         for tokens in (1, 7, 30):
             x_TD, y_TD = random(tokens, width), np.zeros((tokens, width), np.float32)
             tally_T3 = np.zeros((tokens, 3), np.int64)
-            ffn.add_neurons(layer.cfg, layer.on(rung), x_TD, low, high, np.float32(1), True, False, ws, tally_T3, y_TD)
+            add_neurons(layer.ffn, layer.batch(rung, low, high, tokens), x_TD, False, tally_T3, y_TD)
             assert np.all(tally_T3[:, 1:] > 0)
             note(f"ffn {rung} {tokens}", y_TD, tally_T3)
 

@@ -1,7 +1,7 @@
 """Which neurons each token of a batch keeps, by looking on at a run layer by layer, apart from what is timed.
 
-Shape letters: L layers, T tokens of the batch, N neurons of a layer with those of all its experts, W columns of the
-weight table, D model width, X experts.
+Shape letters: L layers, T tokens of the batch, N neurons of a layer with those of all its experts, D model width,
+X experts.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,12 @@ import numpy.typing as npt
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.execution.cpu import CpuModel
 from pi_runtime.execution.cpu_ops import CpuOps
-from pi_runtime.execution.executor import Ints, SequenceStep
+from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.plan_layout import CPU
 from pi_runtime.execution.schedule import one_side_schedule
-from pi_runtime.kernels import ffn
-from pi_runtime.kernels.data import weight_table
+from pi_runtime.kernels.data.weight_table import LayerRecords
+from pi_runtime.kernels.ffn.memory import whole_batch
+from pi_runtime.kernels.ffn.network import add
 
 Flags = npt.NDArray[np.bool_]
 
@@ -29,7 +30,7 @@ class KeptNeurons:
     def __init__(self, path: Path, mode: str, *, context: int, threads: int, cache_format: str) -> None:
         self._model = CpuModel(Artifact.open(path), mode, context, threads, cache_format)
         self._ops = CpuOps(self._model)
-        self._schedule = one_side_schedule(len(self._model.table_LXW))[:-1]  # nobody asks for logits
+        self._schedule = one_side_schedule(len(self._model.table_LX))[:-1]  # nobody asks for logits
 
     def step(self, sequences: Sequence[SequenceStep]) -> Flags:
         """Run one token of each sequence; returns (L, T, N) whether a token keeps a neuron.
@@ -41,26 +42,27 @@ class KeptNeurons:
 
     def _run(self, sequences: Sequence[SequenceStep]) -> Flags:
         m, ops = self._model, self._ops
-        kept_LTN = np.zeros((len(m.table_LXW), len(sequences), m.cfg.experts * m.cfg.d_ff), np.bool_)
+        kept_LTN = np.zeros((len(m.table_LX), len(sequences), m.cfg.experts * m.cfg.d_ff), np.bool_)
         numba.set_num_threads(m.threads)
         ops.take(sequences)
         for operation in self._schedule:
             operation.run({CPU: ops})
             if operation.name == "ffn":
-                self._mark(m.table_LXW[operation.layer], kept_LTN[operation.layer])
+                self._mark(m.table_LX[operation.layer], kept_LTN[operation.layer])
         m.finished(sequences)
         return kept_LTN
 
-    def _mark(self, w_XW: Ints, kept_TN: Flags) -> None:
+    def _mark(self, w_X: LayerRecords, kept_TN: Flags) -> None:
         """Mark what the tokens keep of a layer whose FFN has just run."""
         cfg, ws, x_TD = self._model.cfg, self._model.workspace, self._ops.input_TD
         counts_T3, sums_TD = np.zeros((len(x_TD), 3), np.int64), np.zeros_like(x_TD)
-        for expert, w in enumerate(w_XW):
+        for expert, w in enumerate(w_X):
             token_N = np.flatnonzero((ws.expert_TK[: len(x_TD)] == expert).any(1))
             kept_NF = np.ones((len(token_N), cfg.d_ff), np.bool_)
-            if len(token_N) and not w[weight_table.DENSE]:
-                ones_N = np.ones(len(token_N), np.int64), np.ones(len(token_N), np.float32)
-                ffn.add_expert(cfg, w, x_TD, token_N, *ones_N, True, ws, counts_T3, sums_TD)
+            if len(token_N) and not w["dense"]:
+                ones_N, weight_N = np.ones(len(token_N), np.int64), np.ones(len(token_N), np.float32)
+                batch = whole_batch(self._model.ffn, w_X, expert, token_N, ones_N, weight_N)
+                add(self._model.ffn, batch, True, counts_T3, sums_TD)
                 # The call has left a factor for each token and neuron of every chunk: 0 where it is not kept.
                 for chunk, count in enumerate(ws.count_C):
                     factors_NK = ws.h_CTK[chunk, : len(token_N), :count]

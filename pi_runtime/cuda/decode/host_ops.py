@@ -22,10 +22,9 @@ from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_layout import Cuts
 from pi_runtime.kernels import moe
-from pi_runtime.kernels.data import neuron_chunks
+from pi_runtime.kernels.ffn.memory import READ
 from pi_runtime.kernels.forward import after_ffn, attention, embed, head
-from pi_runtime.kernels.ops.neuron_selection import inputs_of
-from pi_runtime.kernels.split_ffn import Integers, cold_sum, predict
+from pi_runtime.kernels.split_ffn import NeuronLists, cold_sum, predict
 
 
 class HostOps:
@@ -39,14 +38,13 @@ class HostOps:
     ) -> None:
         self.model, self.layers, self.cuts, self._pinned = model, layers, cuts, pinned
         self.tokens, cfg, pinned = tokens, model.cfg, pinned.first(tokens)
-        self._memory = neuron_chunks.chunks_of(cfg, model.workspace), inputs_of(model.workspace)
         self._tally_M3, self._select_M = np.zeros((tokens, 3), np.int64), np.ones(tokens, np.int64)
         self.rows_ML2 = np.zeros((tokens, len(layers), 2), np.int64)
         """For each layer: rows of `first` read here, and neurons kept."""
         self._cut_LX = np.array([c.cut_X for c in cuts], np.int64)
         self._base_LX = np.array([c.base_X for c in cuts], np.int64)
-        self._cold_MF = np.zeros((tokens, cfg.experts_per_token * cfg.d_ff), np.int32)
-        self._cold_count_M = np.zeros(tokens, np.int32)
+        cold_MF = np.zeros((tokens, cfg.experts_per_token * cfg.d_ff), np.int32)
+        self._cold = NeuronLists(np.zeros(tokens, np.int32), cold_MF)
         self._one_expert = np.zeros((tokens, 1), np.int32), np.ones((tokens, 1), np.float32)
         """The experts of tokens, and their weights, in a layer without experts."""
         self._own_sum_MD = np.zeros((tokens, cfg.d_model), np.float32)
@@ -78,16 +76,16 @@ class HostOps:
 
     def attention(self, layer: int) -> None:
         """x ← x + attention(norm(x)); then the FFN's input, and the tokens' experts."""
-        m, w = self.model, self.model.table_LXW[layer, 0]
+        m, w = self.model, self.model.table_LX[layer, 0]
         attention(m.cfg, w, m.eps, m.cos_SJ, m.sin_SJ, self._at, layer, self.x_MD, m.workspace)
 
     def whole_ffn(self, layer: int) -> None:
         """x ← x + FFN, where no neuron is on the GPU."""
-        m, w_XW = self.model, self.model.table_LXW[layer]
+        m, w_X = self.model, self.model.table_LX[layer]
         result = m.workspace, self._tally_M3, self.x_MD
-        moe.ffn_of_experts(m.cfg, w_XW, self._input_MD, self._select_M, False, *result)
-        self.rows_ML2[:, layer] = self._tally_M3[:, neuron_chunks.READ :]
-        after_ffn(m.cfg, w_XW[0], m.eps, self._input_MD, self.x_MD)
+        moe.ffn_of_experts(m.cfg, w_X, self._input_MD, self._select_M, False, *result)
+        self.rows_ML2[:, layer] = self._tally_M3[:, READ:]
+        after_ffn(m.cfg, w_X[0], m.eps, self._input_MD, self.x_MD)
 
     def send_handover(self) -> None:
         """Leave the FFN's input and the tokens' experts for the GPU."""
@@ -99,31 +97,29 @@ class HostOps:
     def select(self, layer: int) -> None:
         """Leave the selected hot rows for the GPU; keep the selected cold ones."""
         m, send, expert_MK = self.model, self._send, self.model.workspace.expert_TK[: self.tokens]
-        own = self._cut_LX[layer], self._base_LX[layer], self._memory[1]
-        lists = send.count_M, send.listed(self.cuts[layer].hot), self._cold_count_M, self._cold_MF
-        predict(m.cfg, m.table_LXW[layer], self._input_MD, expert_MK, *own, *lists)
+        hot = NeuronLists(send.count_M, send.listed(self.cuts[layer].hot))
+        cut_X, base_X = self._cut_LX[layer], self._base_LX[layer]
+        predict(m.ffn, m.table_LX[layer], self._input_MD, expert_MK, cut_X, base_X, hot, self._cold)
 
     def cold_sum(self, layer: int) -> None:
         """Sum the cold neurons where the residual is on the CPU."""
         if self.cuts[layer].cold:
-            listed = self._cold_count_M, self._cold_MF
-            self._cold_sum(layer, self._input_MD, self._send, *listed, self._own_sum_MD)
+            self._cold_sum(layer, self._input_MD, self._send, self._cold, self._own_sum_MD)
 
     def cold_sum_for_device(self, layer: int) -> None:
         """Sum the cold neurons where the residual is on the GPU, which fetches the sum."""
         recv = self._recv
-        listed = recv.count_M, recv.listed(self.cuts[layer].cold)
-        self._cold_sum(layer, recv.x_MD, recv, *listed, self._sum_to_device)
+        cold = NeuronLists(recv.count_M, recv.listed(self.cuts[layer].cold))
+        self._cold_sum(layer, recv.x_MD, recv, cold, self._sum_to_device)
 
-    def _cold_sum(
-        self, layer: int, x_MD: Floats, routed: HandoverArrays, count_M: Integers, index_MF: Integers, sum_MD: Floats
-    ) -> None:
-        """Sum the cold neurons of a handover's experts; where the rung selects, the first `count_M` listed ones."""
-        m, cut_X, listed = self.model, self._cut_LX[layer], (picks(self.layers[layer]), count_M, index_MF)
-        routing = (routed.expert_MK, routed.route_weight_MK) if len(cut_X) > 1 else self._one_expert
-        result = *self._memory, self._tally_M3, sum_MD
-        cold_sum(m.cfg, m.table_LXW[layer], x_MD, *routing, cut_X, *listed, *result)
-        self.rows_ML2[:, layer] = self._tally_M3[:, neuron_chunks.READ :]
+    def _cold_sum(self, layer: int, x_MD: Floats, routed: HandoverArrays, cold: NeuronLists, sum_MD: Floats) -> None:
+        """Sum the cold neurons of a handover's experts; where the rung selects, the listed ones."""
+        m, cut_X, selected = self.model, self._cut_LX[layer], picks(self.layers[layer])
+        one = self._one_expert
+        expert_MK, weight_MK = (routed.expert_MK, routed.route_weight_MK) if len(cut_X) > 1 else one
+        w_X, tally_M3 = m.table_LX[layer], self._tally_M3
+        cold_sum(m.ffn, w_X, x_MD, expert_MK, weight_MK, cut_X, selected, cold, tally_M3, sum_MD)
+        self.rows_ML2[:, layer] = self._tally_M3[:, READ:]
 
     def merge(self, layer: int) -> None:
         """x ← x + the cold neurons' sum + the GPU's sum + the bias."""
@@ -131,7 +127,7 @@ class HostOps:
             self.x_MD[:] += self._own_sum_MD
         self.x_MD[:] += self._sum_to_host
         m = self.model
-        after_ffn(m.cfg, m.table_LXW[layer, 0], m.eps, self._input_MD, self.x_MD)
+        after_ffn(m.cfg, m.table_LX[layer, 0], m.eps, self._input_MD, self.x_MD)
 
     def send_residual(self) -> None:
         self._x_to_device[:] = self.x_MD

@@ -25,8 +25,9 @@ from pi_runtime.cuda.memory.weight_streaming import WeightStreamer
 from pi_runtime.cuda.prefill.block_buffers import BlockBuffers
 from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.execution.plan_layout import GPU
-from pi_runtime.kernels import ffn, moe
-from pi_runtime.kernels.data import neuron_chunks
+from pi_runtime.kernels import moe
+from pi_runtime.kernels.ffn.memory import FIRES, every_token
+from pi_runtime.kernels.ffn.network import add_neurons
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,10 @@ class FfnBlocks:
                 neurons = self._device_ops.layer_neurons(layer).slice(low, low + cut)
                 on_device += gemm.count_firing(neurons, decoder, _to_device(x_ND, b.normed_TD.device))
             if cut < decoder.d_ff:
-                w, y_ND = m.table_LXW[layer, work.expert], np.zeros_like(x_ND)
-                found_T3, one = tally_T3[: len(x_ND)], np.float32(1)
-                ffn.add_neurons(m.cfg, w, x_ND, cut, decoder.d_ff, one, True, True, m.workspace, found_T3, y_ND)
-                on_host += int(found_T3[:, neuron_chunks.FIRES].sum())
+                batch = every_token(m.table_LX[layer], work.expert, cut, decoder.d_ff, len(x_ND))
+                found_T3 = tally_T3[: len(x_ND)]
+                add_neurons(m.ffn, batch, x_ND, True, found_T3, np.zeros_like(x_ND))
+                on_host += int(found_T3[:, FIRES].sum())
         return on_host + int(on_device)
 
     def _work(self, layer: int, side: str, count: int) -> Iterator[ExpertWork]:
@@ -142,7 +143,7 @@ class FfnBlocks:
         expert_TK, route_weight_TK = np.empty((count, taken), np.int64), np.empty((count, taken), np.float32)
         for part in token_blocks(count):
             ws, tokens = m.workspace, part.stop - part.start
-            moe.route(m.cfg, m.table_LXW[layer, 0], self._buffers.host_normed_TD.numpy()[part], ws)
+            moe.route(m.cfg, m.table_LX[layer, 0], self._buffers.host_normed_TD.numpy()[part], ws)
             expert_TK[part], route_weight_TK[part] = ws.expert_TK[:tokens], ws.route_weight_TK[:tokens]
         return expert_TK, route_weight_TK
 
@@ -185,13 +186,13 @@ class FfnBlocks:
         normed_TD, y_TD = (b.numpy()[:count] for b in (self._buffers.host_normed_TD, self._buffers.host_y_TD))
         y_TD[:] = 0
         for w in work:
-            cut, weights = self._device_ops.cuts[layer].cut_X[w.expert], m.table_LXW[layer, w.expert]
+            cut = self._device_ops.cuts[layer].cut_X[w.expert]
             for part in token_blocks(w.tokens):
                 rows = part if w.routes is None else w.routes.token_N[part]
                 x_ND = normed_TD[rows]
                 y_ND = np.zeros_like(x_ND)
-                result = m.workspace, tally_T3[: len(x_ND)], y_ND
-                ffn.add_neurons(m.cfg, weights, x_ND, cut, d_ff, np.float32(1), False, False, *result)
+                batch = every_token(m.table_LX[layer], w.expert, cut, d_ff, len(x_ND), select=False)
+                add_neurons(m.ffn, batch, x_ND, False, tally_T3[: len(x_ND)], y_ND)
                 y_TD[rows] += y_ND if w.routes is None else w.routes.route_weight_N[part, None] * y_ND
 
 

@@ -107,7 +107,7 @@ class Prefill:
 
     def _attention_on_host(self, layer: int, count: int) -> None:
         host, m, ws = self._host_ops, self._host_ops.model, self._host_ops.model.workspace
-        w = m.table_LXW[layer, 0]
+        w = m.table_LX[layer, 0]
         x_TD, normed_TD = self._buffers.host_x_TD.numpy(), self._buffers.host_normed_TD.numpy()
         for part in token_blocks(count):
             at = positions_of([(part.stop - part.start, host.start + part.start, host.cache)])
@@ -137,7 +137,7 @@ class Prefill:
         if device_sum:
             b.host_y_TD[:count].copy_(b.y_TD[:count])
             x_TD += b.host_y_TD.numpy()[:count]
-        after_ffn(m.cfg, m.table_LXW[layer, 0], m.eps, b.host_normed_TD.numpy()[:count], x_TD)
+        after_ffn(m.cfg, m.table_LX[layer, 0], m.eps, b.host_normed_TD.numpy()[:count], x_TD)
 
     def _last_logits(self, side: str, count: int) -> None:
         """The last token's logits, where decoding leaves them."""

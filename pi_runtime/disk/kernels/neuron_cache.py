@@ -17,7 +17,7 @@ import numpy as np
 from pi_runtime.artifact.footprint import CHUNKS, GROUP
 from pi_runtime.kernels.codegen.jit import public
 from pi_runtime.kernels.data.matrix_view import Ints
-from pi_runtime.kernels.data.neuron_chunks import turned
+from pi_runtime.kernels.ffn.memory import bit_reversed
 
 BEGIN, END, CLOCK_HAND, TURN, MOST_REFERENCES = range(5)
 """What `Rows.clock_5` holds: the cached slots, the hand's place, the number of the layer's current turn, and the most
@@ -74,7 +74,7 @@ def absent_of_chunks(rows: Rows, base: int, neuron_I: Ints, absent_C: Ints) -> N
     """Count the absent rows of each chunk."""
     absent_C[:] = 0
     for neuron in neuron_I:
-        absent_C[turned(neuron // GROUP % CHUNKS)] += rows.slot_N[base + neuron] == 0
+        absent_C[bit_reversed(neuron // GROUP % CHUNKS)] += rows.slot_N[base + neuron] == 0
 
 
 @public
@@ -88,7 +88,7 @@ def obtain(
     turn, every = rows.clock_5[TURN], begin == 0 and end == CHUNKS
     count = 0
     for neuron in neuron_I:
-        if not (every or begin <= turned(neuron // GROUP % CHUNKS) < end):
+        if not (every or begin <= bit_reversed(neuron // GROUP % CHUNKS) < end):
             continue
         slot = rows.slot_N[base + neuron]
         if slot == 0:

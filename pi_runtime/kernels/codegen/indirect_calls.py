@@ -10,11 +10,11 @@ needed, and kernels in the cache hold no address.
 
 import ctypes
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 import llvmlite.binding
 import numpy as np
@@ -58,11 +58,10 @@ def watched(progress: Callable[[int, int], None]) -> Iterator[None]:
         _WATCHERS.remove(progress)
 
 
-def by_address(dispatcher: Any) -> Any:
+def by_address(dispatcher: Any, bodies: Sequence[Any] = ()) -> Any:
     """Wrap a compiled function that returns nothing, so that kernels call it by address. Python cannot call the result.
 
-    A call without arguments only makes sure that the function is compiled. It comes before threads that are not
-    Python's call the function, because nobody would see their errors.
+    `bodies`: functions by address that are compiled before this one is called.
     Arguments are converted to the types that the function's annotations name. Arrays are C-contiguous, with as many
     dimensions as the shape at the end of their name has letters (`x_TD`: two), or one without such an end.
     """
@@ -73,19 +72,27 @@ def by_address(dispatcher: Any) -> Any:
     def compile_it() -> None:
         dispatcher.compile(wanted_types())
 
-    def bind() -> int:
+    def bind() -> None:
+        """Put the function's address into its slot."""
+        if slot.value:
+            return
+        compile_it()
+        for body in bodies:
+            body.bind()
+        compiled = dispatcher.overloads[wanted_types()]
+        slot.value = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+        for progress in _WATCHERS:
+            progress(sum(kernel.slot.value != 0 for kernel in _KERNELS), len(_KERNELS))
+
+    def bound() -> int:
         try:
-            compile_it()
-            compiled = dispatcher.overloads[wanted_types()]
-            slot.value = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+            bind()
         except BaseException as error:  # Ctrl-C, a full disk: the caller raises it again
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))
             return -id(error)
-        for progress in _WATCHERS:
-            progress(sum(kernel.slot.value != 0 for kernel in _KERNELS), len(_KERNELS))
         return slot.value
 
-    slot, callback = ctypes.c_int64(0), ctypes.CFUNCTYPE(ctypes.c_int64)(bind)
+    slot, callback = ctypes.c_int64(0), ctypes.CFUNCTYPE(ctypes.c_int64)(bound)
     _KERNELS.append(_Kernel(slot, callback, compile_it))
     llvmlite.binding.add_symbol(f"{name} address", ctypes.addressof(slot))
     llvmlite.binding.add_symbol(f"{name} bind", ctypes.cast(callback, ctypes.c_void_p).value)
@@ -94,14 +101,13 @@ def by_address(dispatcher: Any) -> Any:
     def call(typing_context: Any, *arguments: Any) -> Any:
         def generate(context: Any, b: Any, signature: Any, values: Any) -> Any:
             address = _address(context, b, name)
-            if given := list(signature.args[0]):
-                _call(context, b, address, given, cgutils.unpack_tuple(b, values[0]))
+            _call(context, b, address, list(signature.args[0]), cgutils.unpack_tuple(b, values[0]))
             return context.get_dummy_value()
 
-        if arguments:
-            _check(typing_context, name, arguments, wanted_types())
-        return types.none(types.Tuple(wanted_types() if arguments else ())), generate
+        _check(typing_context, name, arguments, wanted_types())
+        return types.none(types.Tuple(wanted_types())), generate
 
+    call.bind = bind
     return call
 
 
@@ -145,16 +151,27 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(function, eval_str=True).parameters.values())
 
 
+def record_dtype(fields: type) -> np.dtype[Any]:
+    """The record whose fields a class names with its annotations: float32 where they say so, else int64."""
+    kinds = inspect.get_annotations(fields).items()
+    return np.dtype([(name, np.float32 if kind is np.float32 else np.int64) for name, kind in kinds], align=True)
+
+
 def _numba_type(annotation: Any, name: str) -> Any:
     """The numba type of an argument."""
     if annotation in _SCALARS:
         return _SCALARS[annotation]
+    record = None
+    if get_origin(annotation) is Annotated:  # an array of records: their class stands beside
+        annotation, record = get_args(annotation)
     # From Python 3.12 on NumPy's NDArray is a `type` statement's alias, which stands for what it is.
     if alias := getattr(get_origin(annotation), "__value__", None):
         annotation = alias[get_args(annotation)]
     if get_origin(annotation) is np.ndarray:
         shape = name.rpartition("_")[2]
-        dtype = get_args(get_args(annotation)[1])[0]
-        return types.Array(from_dtype(np.dtype(dtype)), 1 if shape.islower() else len(shape), "C")
+        dtype = record_dtype(record) if record else np.dtype(get_args(get_args(annotation)[1])[0])
+        return types.Array(from_dtype(dtype), 1 if shape.islower() else len(shape), "C")
+    if not issubclass(annotation, tuple):
+        return from_dtype(record_dtype(annotation))
     fields = [_numba_type(kind, field) for field, kind in annotation.__annotations__.items()]
     return types.BaseTuple.from_types(fields, annotation)

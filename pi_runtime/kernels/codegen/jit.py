@@ -111,9 +111,17 @@ def public_parallel(function: Callable[..., Any]) -> Any:
     return _compile(function, "threaded", parallel=True)
 
 
-def parallel(function: Callable[..., Any]) -> Any:
-    """Compile a parallel function that kernels call, by address, so that it is not compiled into each of them."""
-    return by_address(_compile(function, "threaded", parallel=True, no_cpython_wrapper=True))
+def parallel(*bodies: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a parallel function that kernels call, by address, so that it is not compiled into each of them.
+
+    `bodies`: what its `prange` loops call by address. These are compiled before it runs, because nobody would see an
+    error in a thread that is not Python's.
+    """
+
+    def compile_it(function: Callable[..., Any]) -> Any:
+        return by_address(_compile(function, "threaded", parallel=True, no_cpython_wrapper=True), bodies)
+
+    return compile_it
 
 
 def _kept_from_python(dispatcher: Any) -> Any:

@@ -101,6 +101,44 @@ class MatrixView(NamedTuple):
     order. Scales always do."""
 
 
+class RowList(NamedTuple):
+    """Rows of a matrix to go through: in turn, or from a list of their numbers."""
+
+    first: int
+    """The first of them, where there is no list."""
+    listed: int
+    """The address of the list, or 0."""
+    rows: int
+    """How many they are."""
+    known: int
+    """The list has so many numbers; those after the first `rows` are fetched ahead."""
+
+
+class Vectors(NamedTuple):
+    """Some vectors among those that lie one after the other."""
+
+    inputs: int
+    """The address of the first of all."""
+    stride: int
+    """Bytes from one to the next."""
+    listed: int
+    """The address of a list of their numbers, or 0 for all in turn."""
+    tokens: int
+    """How many they are."""
+
+
+@device
+def rows_in_turn(first: int, count: int) -> RowList:
+    """So many rows from one on."""
+    return RowList(first, 0, count, count)
+
+
+@device
+def listed_rows(listed: int, count: int, known: int) -> RowList:
+    """The first rows of a list at an address."""
+    return RowList(0, listed, count, known)
+
+
 @device
 def is_quantised(fmt: int) -> bool:
     """Whether a format stores integers in blocks with scales."""

@@ -14,8 +14,9 @@ Shape letters: D columns, P padded columns, B blocks, J columns of one block, Q 
 import numpy as np
 from numba import carray
 
-from pi_runtime.artifact.footprint import PAD
+from pi_runtime.artifact.footprint import INPUT, PAD
 from pi_runtime.artifact.formats import BLOCK
+from pi_runtime.kernels.codegen.footprint import padded_width
 from pi_runtime.kernels.codegen.jit import device, public, strict_device
 from pi_runtime.kernels.data.matrix_view import Floats, is_quantised, pointer_of
 from pi_runtime.kernels.data.weight_formats import GROUP_COLUMNS
@@ -25,46 +26,34 @@ _TINY = np.float32(2.0**-126)
 
 
 @public
-def padded_columns(columns: int) -> int:
-    """P: the columns that an input has room for."""
-    return (columns + PAD - 1) // PAD * PAD
-
-
-@public
-def input_stride(columns: int) -> int:
-    """Bytes from one input to the next: `footprint.input_nbytes`, for kernels."""
-    return padded_columns(columns) * 25 // 4
-
-
-@device
 def row_order_at(input_at: int, p: int) -> int:
     """Address of the bytes in the order of stored rows, for products with rows."""
-    return input_at + 4 * p
+    return input_at + p // PAD * INPUT.row_order
 
 
 @public
 def scales_at(input_at: int, p: int) -> int:
     """Address of the blocks' scales."""
-    return input_at + 5 * p
+    return input_at + p // PAD * INPUT.scales
 
 
 @public
 def block_sums_at(input_at: int, p: int) -> int:
     """Address of the blocks' negative sums."""
-    return input_at + 5 * p + p // 8
+    return input_at + p // PAD * INPUT.block_sums
 
 
 @public
 def column_order_at(input_at: int, p: int) -> int:
     """Address of the bytes in the order of the columns."""
-    return input_at + 5 * p + p // 4
+    return input_at + p // PAD * INPUT.column_order
 
 
 @public
 def prepare_input(fmt: int, x_D: Floats, input_at: int) -> None:
     """Write x as the input of products with a matrix of format `fmt`: the floats, and for block formats the bytes."""
     columns = x_D.shape[0]
-    p = padded_columns(columns)
+    p = padded_width(columns)
     x_P = carray(pointer_of(input_at), (p,), np.float32)
     for j in range(columns):
         x_P[j] = x_D[j]

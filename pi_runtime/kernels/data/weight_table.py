@@ -1,11 +1,11 @@
 """What compiled code knows of an artifact: a `KernelConfig` of numbers, and a table with the addresses of all weights.
 
-Numba compiles once for these types, whatever the model and its number formats. Shape letters: L layers, X experts,
-W columns of the table.
+Numba compiles once for these types, whatever the model and its number formats. Shape letters: L layers, X experts.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Annotated, NamedTuple, Protocol, get_origin
 
 import numpy as np
 import numpy.typing as npt
@@ -14,61 +14,63 @@ from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, Decoder
 from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.rungs import RUNGS, SELECTORS
 from pi_runtime.artifact.schema import Layer, Manifest
-from pi_runtime.artifact.sizes import PREDICTOR_ARRAYS, scales_name
+from pi_runtime.artifact.sizes import scales_name
+from pi_runtime.kernels.codegen.indirect_calls import record_dtype
 
-# Columns of the weight table: the address of each array, 0 where the model has none.
-_NAMED = (
-    "attention/norm/weight",
-    "attention/norm/bias",
-    "attention/qkv",
-    "attention/qkv_bias",
-    "attention/out",
-    "attention/out_bias",
-    "attention/q_norm",
-    "attention/k_norm",
-    "ffn/norm/weight",
-    "ffn/norm/bias",
-    "ffn/router",
-    "ffn/down_bias",
-    "ffn/first",
-    "ffn/first_bias",
-    "ffn/rest",
-    "ffn/up_bias",
-    "attention/qkv_scales",
-    "attention/out_scales",
-    "ffn/first_scales",
-    "ffn/rest_scales",
-)
-(
-    ATTENTION_NORM,
-    ATTENTION_NORM_BIAS,
-    QKV,
-    QKV_BIAS,
-    OUT,
-    OUT_BIAS,
-    Q_NORM,
-    K_NORM,
-    FFN_NORM,
-    FFN_NORM_BIAS,
-    ROUTER,
-    DOWN_BIAS,
-    FIRST,
-    FIRST_BIAS,
-    REST,
-    UP_BIAS,
-    QKV_SCALES,
-    OUT_SCALES,
-    FIRST_SCALES,
-    REST_SCALES,
-) = range(len(_NAMED))
-_PREDICTOR = tuple(f"predictor/{name}" for name in PREDICTOR_ARRAYS)
-_COLUMNS = (*_NAMED, *_PREDICTOR, *map(scales_name, _PREDICTOR))
-COLUMN = {name: n for n, name in enumerate(_COLUMNS)}
-"""Column of each array."""
-WIDTH = len(_COLUMNS) + 8
-DENSE, SELECTOR, RANK, LIMIT, MARGIN, FIRST_SLOTS, REST_SLOTS, UNROTATED = range(len(_COLUMNS), WIDTH)
-"""Further columns, which say how the layer is run (see `settings_of`), and which slots its neurons' rows are in (see
-`MatrixView.slots`). The last is 1 where queries and keys are not rotated."""
+
+class LayerRecord:
+    """What kernels know of a layer, or of one of its experts: one record of a table.
+
+    First the addresses of arrays, by their names; 0 where the model has none. Then how the layer is run.
+    """
+
+    attention_norm: Annotated[int, "attention/norm/weight"]
+    attention_norm_bias: Annotated[int, "attention/norm/bias"]
+    qkv: Annotated[int, "attention/qkv"]
+    qkv_scales: Annotated[int, "attention/qkv_scales"]
+    qkv_bias: Annotated[int, "attention/qkv_bias"]
+    out: Annotated[int, "attention/out"]
+    out_scales: Annotated[int, "attention/out_scales"]
+    out_bias: Annotated[int, "attention/out_bias"]
+    q_norm: Annotated[int, "attention/q_norm"]
+    k_norm: Annotated[int, "attention/k_norm"]
+    ffn_norm: Annotated[int, "ffn/norm/weight"]
+    ffn_norm_bias: Annotated[int, "ffn/norm/bias"]
+    router: Annotated[int, "ffn/router"]
+    first: Annotated[int, "ffn/first"]
+    first_scales: Annotated[int, "ffn/first_scales"]
+    first_bias: Annotated[int, "ffn/first_bias"]
+    rest: Annotated[int, "ffn/rest"]
+    rest_scales: Annotated[int, "ffn/rest_scales"]
+    up_bias: Annotated[int, "ffn/up_bias"]
+    down_bias: Annotated[int, "ffn/down_bias"]
+    predictor_down: Annotated[int, "predictor/down"]
+    predictor_down_scales: Annotated[int, "predictor/down_scales"]
+    predictor_up: Annotated[int, "predictor/up"]
+    predictor_up_scales: Annotated[int, "predictor/up_scales"]
+    predictor_bias: Annotated[int, "predictor/bias"]
+    signs: Annotated[int, "predictor/signs"]
+    dense: int
+    """1: the rung counts every neuron as kept."""
+    selector: int
+    """Code of what names the neurons."""
+    rank: int
+    """Of the predictor."""
+    limit: np.float32
+    """Magnitudes of the activation up to here count as 0."""
+    margin: int
+    """Of the signs."""
+    first_slots: int
+    """Address of the slots of the rows of `first` (see `MatrixView.slots`), or 0."""
+    rest_slots: int
+    unrotated: int
+    """1: queries and keys are not rotated."""
+
+
+ARRAYS = {field: kind.__metadata__[0] for field, kind in LayerRecord.__annotations__.items() if get_origin(kind)}
+"""The name of the array that a field has the address of."""
+LAYER = record_dtype(LayerRecord)
+LayerRecords = Annotated[npt.NDArray[np.void], LayerRecord]
 EXPERT_ARRAYS = ("ffn/first", "ffn/rest", "ffn/up_bias", "predictor/")
 """Arrays of which each expert has its own rows."""
 SELECTOR_CODES: dict[str | None, int] = {name: n for n, name in enumerate((None, *SELECTORS))}
@@ -187,7 +189,7 @@ def ends_of(artifact: StoredArrays) -> Ends:
     head = "embedding" if artifact.manifest.decoder.tied_head else "head"
 
     def address(name: str) -> int:
-        return _address(artifact, name)
+        return _address(artifact, "", name)
 
     return Ends(
         embedding=address("embedding"),
@@ -208,46 +210,43 @@ def ends_of(artifact: StoredArrays) -> Ends:
     )
 
 
-def table_of(artifact: StoredArrays, mode: str) -> npt.NDArray[np.int64]:
-    """The table (L, X, W): addresses, then how the layer is run.
+def table_of(artifact: StoredArrays, mode: str) -> LayerRecords:
+    """The table (L, X) of layers and their experts.
 
     The addresses are valid as long as the artifact is open.
     """
     m = artifact.manifest
-    settings, unrotated = [settings_of(m.decoder, layer, mode) for layer in m.layers], m.decoder.unrotated_layers
-    return np.array(
-        [
-            [
-                [
-                    *(_address(artifact, f"layers/{n}/{name}", expert) for name in _COLUMNS),
-                    *settings[n],
-                    int(n in unrotated),
-                ]
-                for expert in range(m.decoder.n_experts)
-            ]
-            for n in range(len(m.layers))
-        ],
-        np.int64,
-    )
+    table_LX = np.zeros((len(m.layers), m.decoder.n_experts), LAYER)
+    for n, layer in enumerate(m.layers):
+        settings = settings_of(m.decoder, layer, mode) | {"unrotated": int(n in m.decoder.unrotated_layers)}
+        fill(table_LX[n], settings, partial(_address, artifact, f"layers/{n}/"))
+    return table_LX
 
 
-def settings_of(d: Decoder, layer: Layer, mode: str) -> list[int]:
-    """The last columns of a layer: whether its rung is dense, the code of its selector, rank, limit, margin, no slots.
+def fill(w_X: LayerRecords, settings: Mapping[str, int | np.float32], address_of: Callable[[str, int], int]) -> None:
+    """Fill in a layer's records: how it is run, and where each expert's arrays are."""
+    for field, value in settings.items():
+        w_X[field] = value
+    for field, name in ARRAYS.items():
+        w_X[field] = [address_of(name, expert) for expert in range(len(w_X))]
 
-    The limit is the bits of a float32: magnitudes of the activation up to it count as 0. A mode that is an exact rung
-    (dense, gate) overrides the stored rung.
-    """
+
+def settings_of(d: Decoder, layer: Layer, mode: str) -> dict[str, int | np.float32]:
+    """How a layer is run: a mode that is an exact rung (dense, gate) overrides the stored rung."""
     exact = mode in RUNGS and RUNGS[mode].exact
     rung = RUNGS[mode if exact else layer.rung]
-    limit = np.float32(d.threshold if exact else max(d.threshold, layer.threshold))
-    selector = [SELECTOR_CODES[rung.selector], layer.rank or 0, int(limit.view(np.int32)), layer.margin]
-    return [int(rung.dense), *selector, 0, 0]
+    return {
+        "dense": int(rung.dense),
+        "selector": SELECTOR_CODES[rung.selector],
+        "rank": layer.rank or 0,
+        "limit": np.float32(d.threshold if exact else max(d.threshold, layer.threshold)),
+        "margin": layer.margin,
+    }
 
 
-def _address(artifact: StoredArrays, name: str, expert: int = 0) -> int:
-    """Address of an array, or of one expert's rows of it; 0 where there is none."""
-    if name not in artifact.manifest.arrays:
+def _address(artifact: StoredArrays, start: str, name: str, expert: int = 0) -> int:
+    """Address of an array, or of one expert's rows of it; 0 where there is none. Its name begins with `start`."""
+    if start + name not in artifact.manifest.arrays:
         return 0
-    stored = artifact.array(name)
-    own = name.split("/", 2)[-1].startswith(EXPERT_ARRAYS)
+    stored, own = artifact.array(start + name), name.startswith(EXPERT_ARRAYS)
     return int(stored.ctypes.data) + (expert * stored.nbytes // artifact.manifest.decoder.n_experts if own else 0)

@@ -69,9 +69,9 @@ class Workspace(NamedTuple):
     sums_CTP: Floats
     """Sums of the chunks for a few tokens."""
     scratch_CX: Floats
-    """What a chunk works in: lists of a few tokens, and integer sums (see `neuron_chunks.TokenLists`)."""
+    """What a chunk works in: lists of a few tokens, and integer sums (see `memory.TokenLists`)."""
     counts_LT3: Ints
-    """For each layer and token of the last call what `ffn.add_neurons` counts."""
+    """For each layer and token of the last call what `network.add_neurons` counts."""
     logits_TV: Floats
 
 

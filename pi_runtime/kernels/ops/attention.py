@@ -31,6 +31,7 @@ from pi_runtime.kernels.data.matrix_view import (
     float_to_half,
     half_to_float,
     pointer_of,
+    rows_in_turn,
     vector,
 )
 from pi_runtime.kernels.ops.key_products import key_products
@@ -105,13 +106,6 @@ def store_kv(cache: LayerCache, qkv_TQ: Floats, run_R4: Ints) -> None:
     _store_kv(cache, qkv_TQ, run_R4)
 
 
-@parallel
-def _store_kv(cache: LayerCache, qkv_TQ: Floats, run_R4: Ints) -> None:
-    _store_task()
-    for task in prange(run_R4.shape[0] * cache.groups):
-        _store_task(cache, qkv_TQ, run_R4[task // cache.groups], task % cache.groups)
-
-
 @loop_body
 def _store_task(cache: LayerCache, qkv_TQ: Floats, run_4: Ints, group: int) -> None:
     """The keys and values of one head for the tokens of a run."""
@@ -122,6 +116,12 @@ def _store_task(cache: LayerCache, qkv_TQ: Floats, run_4: Ints, group: int) -> N
         for head in (group, cache.groups + group):
             x_E = qkv_TQ[run_4[FIRST] + n, (heads + head) * width : (heads + head + 1) * width]
             _store(cache.fmt, x_E, _head(cache, run_4, block, head), cache.stride, place, head < cache.groups)
+
+
+@parallel(_store_task)
+def _store_kv(cache: LayerCache, qkv_TQ: Floats, run_R4: Ints) -> None:
+    for task in prange(run_R4.shape[0] * cache.groups):
+        _store_task(cache, qkv_TQ, run_R4[task // cache.groups], task % cache.groups)
 
 
 @device
@@ -199,15 +199,6 @@ def attend(
     _attend(cache, qkv_TQ, run_R4, unpacked_CBE, scratch_CX, out_TQ)
 
 
-@parallel
-def _attend(
-    cache: LayerCache, qkv_TQ: Floats, run_R4: Ints, unpacked_CBE: Floats, scratch_CX: Floats, out_TQ: Floats
-) -> None:
-    _attend_part()
-    for part in prange(CHUNKS):
-        _attend_part(cache, qkv_TQ, run_R4, part, unpacked_CBE[part], scratch_CX[part], out_TQ)
-
-
 @loop_body
 def _attend_part(
     cache: LayerCache, qkv_TQ: Floats, run_R4: Ints, part: int, unpacked_BE: Floats, scratch_X: Floats, out_TQ: Floats
@@ -223,6 +214,14 @@ def _attend_part(
                     at = run_4[FIRST] + first, run_4[START] + first, tokens
                     _attend_tile(cache, qkv_TQ, run_4, group, at, unpacked_BE, scratch_X, out_TQ)
                 task += 1
+
+
+@parallel(_attend_part)
+def _attend(
+    cache: LayerCache, qkv_TQ: Floats, run_R4: Ints, unpacked_CBE: Floats, scratch_CX: Floats, out_TQ: Floats
+) -> None:
+    for part in prange(CHUNKS):
+        _attend_part(cache, qkv_TQ, run_R4, part, unpacked_CBE[part], scratch_CX[part], out_TQ)
 
 
 @device
@@ -266,7 +265,8 @@ def _attend_tile(
             _unpack_values(values, cache.stride, count, width, unpacked_BE.reshape(-1))
             values = address_of(unpacked_BE)
         rows = MatrixView(fmt, values, 0, stride, 0, width, 0)
-        row_sums(rows, 0, 0, count, count, address_of(score_NB), 4 * POSITIONS, queries, address_of(sum_NE), 4 * width)
+        listed = rows_in_turn(0, count)
+        row_sums(rows, listed, address_of(score_NB), 4 * POSITIONS, queries, address_of(sum_NE), 4 * width)
     for n in range(queries):
         head = group * shared + n % shared
         out_E = out_TQ[token + n // shared, head * width : (head + 1) * width]

@@ -22,14 +22,14 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pi_runtime.artifact.footprint import STRIP, SUM_NEURONS
+from pi_runtime.artifact.footprint import BLOCK_SUM, STRIP
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen import simd as v
 from pi_runtime.kernels.codegen.isa import ISA
@@ -65,8 +65,8 @@ def add_block_rows(m: MatrixView, index: int, count: int, known: int, h: int, y_
     """y ← y + Σ_k h_k row(index_k), for at most `SUM_NEURONS` rows of a block format.
 
     `index` and `h` are addresses. A list has `known` numbers, and as many as `count` of those after the first `count`
-    are prefetched. y has room to the end of the last block; `scratch` is the address of `footprint.BLOCK_SUM_FLOATS`
-    numbers.
+    are prefetched. y has room to the end of the last block; `scratch` is the address of memory that
+    `footprint.BLOCK_SUM` divides.
     """
     if count == 0:
         return
@@ -82,41 +82,25 @@ def add_block_rows(m: MatrixView, index: int, count: int, known: int, h: int, y_
         _add_strip(some, index, count, known, h, y_P[first:], scratch)
 
 
-class _Scratch(NamedTuple):
-    """Addresses in the memory that a strip works in."""
-
-    c_KB: int
-    n_PB: int
-    g_B: int
-    sum_B: int
-    rows_K: int
-    later_K: int
-
-
-@public
-def _parts_of(scratch: int) -> _Scratch:
-    n = scratch + 4 * SUM_NEURONS * _BLOCKS
-    g = n + 2 * SUM_NEURONS * _BLOCKS
-    return _Scratch(scratch, n, g, g + 4 * _BLOCKS, g + 8 * _BLOCKS, g + 8 * _BLOCKS + 8 * (SUM_NEURONS + 1))
-
-
 @device
 def _add_strip(m: MatrixView, index: int, count: int, known: int, h: int, y_P: Floats, scratch: int) -> None:
-    a, index_K, h_K = _parts_of(scratch), integers(index, count), vector(h, count)
+    index_K, h_K = integers(index, count), vector(h, count)
+    row_K, later_K = scratch + BLOCK_SUM.rows, scratch + BLOCK_SUM.later
     blocks = (m.columns + 4 * BLOCK - 1) // (4 * BLOCK) * 4
     _quantise_factors((m.values, m.stride, m.scales, m.scales_stride, m.slots, index, h, count, known, scratch, blocks))
     if count % 2:  # a last row without a partner is paired with itself, times zero
-        for rows in (a.rows_K, a.later_K):
+        for rows in (row_K, later_K):
             integers(rows, count + 1)[count] = integers(rows, count)[count - 1]
     groups, pairs = (m.columns + BLOCK - 1) // GROUP_COLUMNS, (count + 1) // 2
-    _sum_groups(m.fmt, (a.rows_K, pairs, a.n_PB, a.g_B, a.sum_B, _BLOCKS, groups, address_of(y_P), a.later_K))
+    n_PB, g_B, sum_B = scratch + BLOCK_SUM.n, scratch + BLOCK_SUM.g, scratch + BLOCK_SUM.sums
+    _sum_groups(m.fmt, (row_K, pairs, n_PB, g_B, sum_B, _BLOCKS, groups, address_of(y_P), later_K))
     # Blocks outside the groups, at most seven a row, are added in float32; c is no longer needed.
-    out_J = vector(a.c_KB, BLOCK)
+    out_J = vector(scratch + BLOCK_SUM.c, BLOCK)
     for block in range(8 * groups, (m.columns + BLOCK - 1) // BLOCK):
         y_J = y_P[block * BLOCK : (block + 1) * BLOCK]
         for k in range(count):
             scale = carray(pointer_of(m.scales + index_K[k] * m.scales_stride + 2 * block), (1,), np.uint16)[0]
-            load_single_block(m.fmt, values_of_row(m, index_K[k]), block, half_to_float(scale), a.c_KB)
+            load_single_block(m.fmt, values_of_row(m, index_K[k]), block, half_to_float(scale), scratch + BLOCK_SUM.c)
             for j in range(BLOCK):
                 y_J[j] += h_K[k] * out_J[j]
 
@@ -138,7 +122,7 @@ class _Factors:
         values, stride, scales, scales_stride, slots, index, h, count, known, scratch, _ = self.arguments
         floats, ints = v.vec(v.F32, lanes), v.vec(v.I32, lanes)
         at = b.mul(self.first, v.offset(4))
-        c, n, g, sums, rows, later = (v.pointer(b, place) for place in _parts_of_values(b, scratch))
+        c, n, g, sums, rows, later = (v.pointer(b, b.add(scratch, v.offset(at))) for at in BLOCK_SUM[:-1])
         listed, factors = v.pointer(b, index), v.pointer(b, h)
         largest, wrong = (cgutils.alloca_once_value(b, v.const(v.F32, lanes, 0.0)) for _ in range(2))
         for place in (largest, wrong):
@@ -184,10 +168,6 @@ class _Factors:
             v.store(b, both, n, b.add(b.mul(k, v.offset(2 * _BLOCKS)), at))
             b.store(b.sub(b.load(total), b.add(one, other)), total)
         v.store(b, b.load(total), sums, at)
-
-
-def _parts_of_values(b: Any, scratch: Any) -> list[Any]:
-    return [b.add(scratch, v.offset(behind)) for behind in _parts_of.py_func(0)]
 
 
 @intrinsic

@@ -7,10 +7,11 @@ not depend on the number of threads, nor on the other tokens.
 import numpy as np
 from numba import prange
 
+from pi_runtime.kernels.codegen.footprint import input_nbytes
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.jit import loop_body, parallel, public
-from pi_runtime.kernels.data.matrix_view import Floats, MatrixView, address_of, vector
-from pi_runtime.kernels.data.quantised_input import input_stride, prepare_input
+from pi_runtime.kernels.data.matrix_view import Floats, MatrixView, Vectors, address_of, rows_in_turn, vector
+from pi_runtime.kernels.data.quantised_input import prepare_input
 from pi_runtime.kernels.ops.row_products import row_products
 
 ROWS_AT_ONCE = 32
@@ -41,18 +42,18 @@ def prepare_inputs(fmt: int, x_TD: Floats, inputs_at: int) -> None:
         _prepare_inputs(fmt, x_TD, inputs_at)
 
 
-@parallel
+@parallel(_prepare_input)
 def _prepare_inputs(fmt: int, x_TD: Floats, inputs_at: int) -> None:
-    _prepare_input()
     for t in prange(x_TD.shape[0]):
-        _prepare_input(fmt, x_TD[t], inputs_at + t * input_stride(x_TD.shape[1]))
+        _prepare_input(fmt, x_TD[t], inputs_at + t * input_nbytes(x_TD.shape[1]))
 
 
 @loop_body
 def _some_rows(m: MatrixView, first: int, rows: int, bias: int, inputs_at: int, y_TN: Floats) -> None:
     tokens, width = y_TN.shape
     out = address_of(y_TN) + 4 * first
-    row_products(m, first, 0, rows, rows, inputs_at, input_stride(m.columns), 0, tokens, out, 4 * width)
+    x = Vectors(inputs_at, input_nbytes(m.columns), 0, tokens)
+    row_products(m, rows_in_turn(first, rows), x, out, 4 * width)
     if bias != 0:
         bias_N = vector(bias, first + rows)
         for t in range(tokens):
@@ -60,10 +61,9 @@ def _some_rows(m: MatrixView, first: int, rows: int, bias: int, inputs_at: int, 
                 y_TN[t, n] += bias_N[n]
 
 
-@parallel
+@parallel(_some_rows)
 def product(m: MatrixView, rows: int, bias: int, inputs_at: int, y_TN: Floats) -> None:
     """y ← x Wᵀ + bias for inputs that are prepared."""
-    _some_rows()
     for part in prange((rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE):
         first = part * ROWS_AT_ONCE
         _some_rows(m, first, min(rows - first, ROWS_AT_ONCE), bias, inputs_at, y_TN)
@@ -98,10 +98,9 @@ def _finish(scale: np.float32, softcap: np.float32, first: int, count: int, z_TV
             z_TV[t, n] = softcap * np.tanh(z / softcap) if softcap > 0 else z
 
 
-@parallel
+@parallel(_finish)
 def finish_logits(scale: np.float32, softcap: np.float32, z_TV: Floats) -> None:
     """z ← s z, or c tanh(s z / c) with a cap c above 0."""
-    _finish()
     vocabulary = z_TV.shape[1]
     for part in prange((vocabulary + LOGITS_AT_ONCE - 1) // LOGITS_AT_ONCE):
         first = part * LOGITS_AT_ONCE

@@ -11,6 +11,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
+from pi_runtime.artifact.footprint import INPUT, PAD
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen import simd as v
 from pi_runtime.kernels.codegen.isa import ISA
@@ -67,10 +68,9 @@ class _Input:
     """Pointers into a quantised input: its bytes, its scales, and the negative sums of its blocks."""
 
     def __init__(self, b: Any, base: Any, columns: Any) -> None:
-        p = b.and_(b.add(columns, v.offset(127)), v.offset(-128))
-        self.bytes = b.gep(base, [b.mul(p, v.offset(4))])
-        self.scales = b.gep(base, [b.mul(p, v.offset(5))])
-        self.block_sums = b.gep(self.scales, [b.udiv(p, v.offset(8))])
+        pads = b.udiv(b.add(columns, v.offset(PAD - 1)), v.offset(PAD))
+        parts = INPUT.row_order, INPUT.scales, INPUT.block_sums
+        self.bytes, self.scales, self.block_sums = (b.gep(base, [b.mul(pads, v.offset(at))]) for at in parts)
 
 
 class BlockTile:

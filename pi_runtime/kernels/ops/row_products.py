@@ -28,11 +28,22 @@ from numba.extending import intrinsic
 
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen import simd as v
+from pi_runtime.kernels.codegen.footprint import padded_width
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import device, public
-from pi_runtime.kernels.data.matrix_view import MatrixView, half_to_float, is_quantised, pointer_of, values_of_row
-from pi_runtime.kernels.data.quantised_input import padded_columns, row_order_at, scales_at
+from pi_runtime.kernels.data.matrix_view import (
+    MatrixView,
+    RowList,
+    Vectors,
+    half_to_float,
+    integers,
+    is_quantised,
+    pointer_of,
+    values_of_row,
+    vector,
+)
+from pi_runtime.kernels.data.quantised_input import row_order_at, scales_at
 from pi_runtime.kernels.data.row_loading import stored_index
 from pi_runtime.kernels.data.weight_formats import BLOCK_FORMATS, FLOAT_FORMATS, float_weight, integer_weight
 from pi_runtime.kernels.ops.product_tiles import BlockTile, Rows, float_tile, lane_sums
@@ -169,15 +180,11 @@ def _emit_row_products(typing_context: Any, fmt: Any, call: Any) -> Any:
 
 
 @public
-def vector_row_products(
-    m: MatrixView, first: int, index: int, count: int, known: int, inputs: int, input_stride: int, tokens: int,
-    token_count: int, out: int, out_stride: int,
-) -> None:  # fmt: skip
+def vector_row_products(m: MatrixView, rows: RowList, x: Vectors, out: int, out_stride: int) -> None:
     """`row_products` by vector instructions."""
     matrix = m.values, m.scales, m.stride, m.scales_stride, m.columns, m.slots
-    _emit_row_products(
-        m.fmt, (*matrix, first, index, count, known, inputs, input_stride, tokens, token_count, out, out_stride)
-    )
+    listed, vectors = (rows.first, rows.listed, rows.rows, rows.known), (x.inputs, x.stride, x.listed, x.tokens)
+    _emit_row_products(m.fmt, (*matrix, *listed, *vectors, out, out_stride))
 
 
 @public
@@ -190,7 +197,7 @@ def _float_product(fmt: int, row: int, input_at: int, columns: int) -> np.float3
 
 @public
 def _block_product(fmt: int, row: int, scales: int, input_at: int, columns: int) -> np.float32:
-    p, blocks = padded_columns(columns), (columns + BLOCK - 1) // BLOCK
+    p, blocks = padded_width(columns), (columns + BLOCK - 1) // BLOCK
     s_B = carray(pointer_of(scales), (blocks,), np.uint16)
     q_P = carray(pointer_of(row_order_at(input_at, p)), (p,), np.int8)
     t_B = carray(pointer_of(scales_at(input_at, p)), (blocks,), np.float32)
@@ -205,37 +212,28 @@ def _block_product(fmt: int, row: int, scales: int, input_at: int, columns: int)
 
 
 @public
-def portable_row_products(
-    m: MatrixView, first: int, index: int, count: int, known: int, inputs: int, input_stride: int, tokens: int,
-    token_count: int, out: int, out_stride: int,
-) -> None:  # fmt: skip
+def portable_row_products(m: MatrixView, rows: RowList, x: Vectors, out: int, out_stride: int) -> None:
     """The definition of `row_products` in plain loops."""
-    for n in range(count):
-        row = carray(pointer_of(index), (count,), np.int64)[n] if index != 0 else first + n
+    for n in range(rows.rows):
+        row = integers(rows.listed, rows.rows)[n] if rows.listed != 0 else rows.first + n
         values, scales = values_of_row(m, row), m.scales + row * m.scales_stride
-        for t in range(token_count):
-            token = carray(pointer_of(tokens), (token_count,), np.int64)[t] if tokens != 0 else t
-            x = inputs + token * input_stride
+        for t in range(x.tokens):
+            at = x.inputs + (integers(x.listed, x.tokens)[t] if x.listed != 0 else t) * x.stride
             if is_quantised(m.fmt):
-                found = _block_product(m.fmt, values, scales, x, m.columns)
+                found = _block_product(m.fmt, values, scales, at, m.columns)
             else:
-                found = _float_product(m.fmt, values, x, m.columns)
-            carray(pointer_of(out + t * out_stride), (count,), np.float32)[n] = found
+                found = _float_product(m.fmt, values, at, m.columns)
+            vector(out + t * out_stride, rows.rows)[n] = found
 
 
 _row_products = by_address(vector_row_products if ISA.lanes else portable_row_products)
 
 
 @device
-def row_products(
-    m: MatrixView, first: int, index: int, count: int, known: int, inputs: int, input_stride: int, tokens: int,
-    token_count: int, out: int, out_stride: int,
-) -> None:  # fmt: skip
-    """out[t, n] ← row_n · x_t for `count` rows and `token_count` vectors. All places are addresses, strides in bytes.
+def row_products(m: MatrixView, rows: RowList, x: Vectors, out: int, out_stride: int) -> None:
+    """out[t, n] ← row_n · x_t for some rows and vectors. All places are addresses, strides in bytes.
 
-    Row n is number index[n] of m, or first + n where there is no list (0). A list has `known` numbers, and those after
-    the first `count` are prefetched. Vector t is the input number tokens[t] of those that lie `input_stride` apart from
-    `inputs` on, or number t. Results of one vector are consecutive.
+    Results of one vector are consecutive.
     """
-    if count > 0 and token_count > 0:
-        _row_products(m, first, index, count, known, inputs, input_stride, tokens, token_count, out, out_stride)
+    if rows.rows > 0 and x.tokens > 0:
+        _row_products(m, rows, x, out, out_stride)

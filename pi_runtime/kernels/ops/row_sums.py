@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numba import carray, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -27,7 +27,7 @@ from pi_runtime.kernels.codegen import simd as v
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import device, public
-from pi_runtime.kernels.data.matrix_view import MatrixView, pointer_of
+from pi_runtime.kernels.data.matrix_view import MatrixView, RowList, integers, vector
 from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.data.weight_formats import FLOAT_FORMATS, FloatFormat
 
@@ -137,44 +137,21 @@ def _emit_row_sums(typing_context: Any, fmt: Any, call: Any) -> Any:
 
 
 @public
-def vector_row_sums(
-    m: MatrixView,
-    first: int,
-    index: int,
-    count: int,
-    known: int,
-    h: int,
-    h_stride: int,
-    tokens: int,
-    y: int,
-    y_stride: int,
-) -> None:
+def vector_row_sums(m: MatrixView, rows: RowList, h: int, h_stride: int, tokens: int, y: int, y_stride: int) -> None:
     """`row_sums` by vector instructions."""
-    matrix = m.values, m.stride, m.columns, m.slots
-    _emit_row_sums(m.fmt, (*matrix, first, index, count, known, h, h_stride, tokens, y, y_stride))
+    matrix, listed = (m.values, m.stride, m.columns, m.slots), (rows.first, rows.listed, rows.rows, rows.known)
+    _emit_row_sums(m.fmt, (*matrix, *listed, h, h_stride, tokens, y, y_stride))
 
 
 @public
-def portable_row_sums(
-    m: MatrixView,
-    first: int,
-    index: int,
-    count: int,
-    known: int,
-    h: int,
-    h_stride: int,
-    tokens: int,
-    y: int,
-    y_stride: int,
-) -> None:
+def portable_row_sums(m: MatrixView, rows: RowList, h: int, h_stride: int, tokens: int, y: int, y_stride: int) -> None:
     """The definition of `row_sums` in plain loops."""
     row_D = np.empty(m.columns, np.float32)
-    for k in range(count):
-        row = carray(pointer_of(index), (count,), np.int64)[k] if index != 0 else first + k
+    for k in range(rows.rows):
+        row = integers(rows.listed, rows.rows)[k] if rows.listed != 0 else rows.first + k
         load_row(m, row, 0, row_D)
         for t in range(tokens):
-            h_K = carray(pointer_of(h + t * h_stride), (count,), np.float32)
-            y_D = carray(pointer_of(y + t * y_stride), (m.columns,), np.float32)
+            h_K, y_D = vector(h + t * h_stride, rows.rows), vector(y + t * y_stride, m.columns)
             for j in range(m.columns):
                 y_D[j] += h_K[k] * row_D[j]
 
@@ -183,22 +160,10 @@ _row_sums = by_address(vector_row_sums if _HAS_VECTORS else portable_row_sums)
 
 
 @device
-def row_sums(
-    m: MatrixView,
-    first: int,
-    index: int,
-    count: int,
-    known: int,
-    h: int,
-    h_stride: int,
-    tokens: int,
-    y: int,
-    y_stride: int,
-) -> None:
-    """y[t] ← y[t] + Σ_k h[t, k] row_k over `count` rows of m. All places are addresses, strides are in bytes.
+def row_sums(m: MatrixView, rows: RowList, h: int, h_stride: int, tokens: int, y: int, y_stride: int) -> None:
+    """y[t] ← y[t] + Σ_k h[t, k] row_k over some rows of m. All places are addresses, strides are in bytes.
 
-    Row k is number index[k] of m, or first + k where there is no list (0). A list has `known` numbers, and those after
-    the first `count` are prefetched. A token's factors are followed by zeros up to a multiple of `SUM_ROWS`.
+    A token's factors are followed by zeros up to a multiple of `SUM_ROWS`.
     """
-    if count > 0:
-        _row_sums(m, first, index, count, known, h, h_stride, tokens, y, y_stride)
+    if rows.rows > 0:
+        _row_sums(m, rows, h, h_stride, tokens, y, y_stride)

@@ -20,7 +20,7 @@ from pi_runtime.engine import loading as model_module
 from pi_runtime.execution import cpu_ops, disk, disk_ahead, disk_ops
 from pi_runtime.execution.devices import resident_bytes
 from pi_runtime.execution.disk import DiskExecutor
-from pi_runtime.kernels import ffn_parts
+from pi_runtime.kernels.ffn import steps
 
 _models: list[Model] = []
 _computing = [0.0]
@@ -43,9 +43,9 @@ def _timed(function: Any) -> Any:
 
 def _time_steps() -> None:
     """Add up the seconds of all compiled steps of a run from disk."""
-    steps = {name: _timed(step) for name, step in vars(ffn_parts).items() if hasattr(step, "signatures")}
+    timed = {name: _timed(step) for name, step in vars(steps).items() if hasattr(step, "signatures")}
     for module in (disk_ops, disk_ahead):
-        module.ffn_parts = SimpleNamespace(**steps)  # type: ignore[attr-defined]
+        module.steps = SimpleNamespace(**timed)  # type: ignore[attr-defined]
     for name in ("embed", "attention", "ffn_of_experts", "after_ffn", "head"):
         setattr(cpu_ops, name, _timed(getattr(cpu_ops, name)))
     disk_ahead.norm = _timed(disk_ahead.norm)

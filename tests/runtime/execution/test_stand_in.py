@@ -13,7 +13,7 @@ from pi_runtime import load
 from pi_runtime.artifact.schema import Layer, Plan
 from pi_runtime.engine.model import Model
 from pi_runtime.execution.stand_in import NeuronWorker, StandInExecutor, StandInOps
-from pi_runtime.kernels.data import neuron_chunks
+from pi_runtime.kernels.ffn import memory
 
 CUTS = {"inside": (128, 64), "one-sided": (0, 200), "mixed": (192, 0)}
 
@@ -95,7 +95,7 @@ def meet(side: NeuronWorker, barrier: threading.Barrier, seen: list[int]) -> Neu
         barrier.wait()  # broken, and so an error, unless the other side comes in too
         side.add(*arguments)
         tally_13 = arguments[-2]
-        seen.append(int(tally_13[0, neuron_chunks.KEPT]))
+        seen.append(int(tally_13[0, memory.KEPT]))
 
     return replace(side, add=add)
 

@@ -17,7 +17,7 @@ from support.synthetic import random_artifact, small_decoder
 from pi_runtime import load
 from pi_runtime.artifact.footprint import input_nbytes
 from pi_runtime.artifact.rungs import RUNGS
-from pi_runtime.kernels import ffn
+from pi_runtime.kernels.ffn import network
 from pi_runtime.kernels.ops.linear import linear
 
 Count = Callable[..., int]
@@ -48,14 +48,14 @@ def test_a_product(fmt: str, allocations: Count) -> None:
     assert allocations(linear, w.view, 70, 0, x_TD, room.ctypes.data, y_TN) == 0
 
 
-@pytest.mark.parametrize("run", [ffn.add_neurons, ffn.serial_add_neurons], ids=["threaded", "serial"])
+@pytest.mark.parametrize("run", [network.add_neurons, network.serial_add_neurons], ids=["threaded", "serial"])
 @pytest.mark.parametrize("rung", RUNGS)
 @pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
 def test_an_ffn(run: Any, rung: str, fmt: str, allocations: Count) -> None:
     layer = ffn_layer(small_decoder(d_ff=300), fmt, 5, 0)
     x_1D = np.random.default_rng(0).standard_normal((1, 32), np.float32)
-    result = layer.ws, np.zeros((1, 3), np.int64), np.zeros((1, 32), np.float32)
-    assert allocations(run, layer.cfg, layer.on(rung), x_1D, 0, 300, np.float32(1), True, False, *result) == 0
+    result = np.zeros((1, 3), np.int64), np.zeros((1, 32), np.float32)
+    assert allocations(run, layer.ffn, layer.batch(rung, 0, 300, 1), x_1D, False, *result) == 0
 
 
 @pytest.mark.parametrize("fmt", ["f16", "q8", "q4"])

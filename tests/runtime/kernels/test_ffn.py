@@ -19,12 +19,11 @@ from pi_runtime.artifact.decoder import ACTIVATIONS, SPARSE_ACTIVATIONS, Decoder
 from pi_runtime.artifact.footprint import BLOCK_TOKENS, CHUNKS, FEW_TOKENS, GROUP
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.rungs import RUNGS
-from pi_runtime.kernels import ffn, moe, reference
-from pi_runtime.kernels.data import neuron_chunks
+from pi_runtime.kernels import moe, reference
+from pi_runtime.kernels.ffn import memory, network
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 RUNG = st.sampled_from(list(RUNGS))
-ALL = np.float32(1)
 
 
 @dataclass(frozen=True)
@@ -100,10 +99,10 @@ def one_token(run: Any, layer: Layer, x_D: np.ndarray, rung: str, low: int, high
     """(sum, rows of `first` read, neurons kept)."""
     layer.guarded.poison()
     y_1D, tally_13 = np.zeros((1, len(x_D)), np.float32), np.ones((1, 3), np.int64)
-    run(layer.cfg, layer.on(rung), x_D[None], low, high, ALL, True, False, layer.ws, tally_13, y_1D)
+    run(layer.ffn, layer.batch(rung, low, high, 1), x_D[None], False, tally_13, y_1D)
     layer.guarded.assert_guards_whole()
-    assert tally_13[0, neuron_chunks.FIRES] == 0
-    return y_1D[0], int(tally_13[0, neuron_chunks.READ]), int(tally_13[0, neuron_chunks.KEPT])
+    assert tally_13[0, memory.FIRES] == 0
+    return y_1D[0], int(tally_13[0, memory.READ]), int(tally_13[0, memory.KEPT])
 
 
 def block(
@@ -113,7 +112,8 @@ def block(
     y_TD, tally_T3 = np.zeros_like(x_TD), np.zeros((len(x_TD), 3), np.int64) if tally is None else tally
     count = tally is not None
     layer.guarded.poison()
-    ffn.add_neurons(layer.cfg, layer.on(rung), x_TD, low, high, ALL, select, count, layer.ws, tally_T3, y_TD)
+    batch = layer.batch(rung, low, high, len(x_TD), select=select)
+    network.add_neurons(layer.ffn, batch, x_TD, count, tally_T3, y_TD)
     layer.guarded.assert_guards_whole()
     return y_TD
 
@@ -129,7 +129,7 @@ def assert_close(found: np.ndarray, wanted: np.ndarray, fmt: str = "f32") -> Non
     assert np.all(np.abs(found - wanted) <= error), np.abs(found - wanted).max()
 
 
-@pytest.mark.parametrize("run", [ffn.add_neurons, ffn.serial_add_neurons], ids=["threaded", "serial"])
+@pytest.mark.parametrize("run", [network.add_neurons, network.serial_add_neurons], ids=["threaded", "serial"])
 @FEW
 @given(decoders(), st.sampled_from(WEIGHT_FORMATS), RUNG, st.integers(1, 9), st.integers(0, 99))
 @example(small_decoder(d_ff=2 * GROUP), "f32", "predicted", 4, 0)
@@ -171,23 +171,23 @@ def test_a_block_of_tokens(decoder: Decoder, fmt: str, rung: str, tokens: int, s
     np.testing.assert_array_equal(tally_T3.T, tally)
     assert_close(block(layer, x_TD, rung, 0, decoder.d_ff, select=False), exact.y_TD, fmt)
     for t in range(tokens):
-        alone = one_token(ffn.add_neurons, layer, x_TD[t], rung, 0, decoder.d_ff)[0]
+        alone = one_token(network.add_neurons, layer, x_TD[t], rung, 0, decoder.d_ff)[0]
         np.testing.assert_array_equal(alone, found_TD[t])
 
 
 @pytest.mark.parametrize("fmt", ["f16", "q8", "q4"])
 def test_tokens_that_select_and_tokens_that_do_not_go_together(fmt: str) -> None:
     layer = ffn_layer(small_decoder(d_ff=700, d_model=300), fmt, 5, 0)
-    x_TD, w = inputs(layer, 20), layer.on("predicted")
+    x_TD, w_X = inputs(layer, 20), layer.experts_on("predicted")
     y_TD, tally_T3 = np.zeros_like(x_TD), np.zeros((20, 3), np.int64)
     select_T = (np.arange(20) % 3 == 0).astype(np.int64)
-    moe.ffn_of_experts(layer.cfg, w[None], x_TD, select_T, False, layer.ws, tally_T3, y_TD)
+    moe.ffn_of_experts(layer.cfg, w_X, x_TD, select_T, False, layer.ws, tally_T3, y_TD)
     for select in (False, True):
         chosen = select_T == select
         alone = block(layer, x_TD[chosen], "predicted", 0, 700, select=select)
         np.testing.assert_array_equal(y_TD[chosen], alone)
-    assert np.all(tally_T3[select_T == 0, neuron_chunks.READ] == 700)
-    assert np.all(tally_T3[select_T == 1, neuron_chunks.READ] < 700)
+    assert np.all(tally_T3[select_T == 0, memory.READ] == 700)
+    assert np.all(tally_T3[select_T == 1, memory.READ] < 700)
 
 
 def test_a_block_adds_to_what_is_there() -> None:
@@ -195,7 +195,7 @@ def test_a_block_adds_to_what_is_there() -> None:
     x_TD = inputs(layer, 4)
     y_TD = np.ones_like(x_TD)
     tally_T3 = np.zeros((4, 3), np.int64)
-    ffn.add_neurons(layer.cfg, layer.on("dense"), x_TD, 0, 40, ALL, False, False, layer.ws, tally_T3, y_TD)
+    network.add_neurons(layer.ffn, layer.batch("dense", 0, 40, 4, select=False), x_TD, False, tally_T3, y_TD)
     assert_close(y_TD, 1 + block(layer, x_TD, "dense", 0, 40))
 
 
@@ -211,14 +211,14 @@ def test_ranges_of_neurons_add_up_to_the_whole(decoder: Decoder, fmt: str, rung:
     for low, high in ranges:
         assert_close(block(layer, x_TD, rung, low, high), expected(layer, x_TD, rung, low, high).y_TD, fmt)
     assert_close(sum(block(layer, x_TD, rung, *part) for part in ranges), whole.y_TD, fmt)
-    for run in (ffn.add_neurons, ffn.serial_add_neurons):
+    for run in (network.add_neurons, network.serial_add_neurons):
         parts = [one_token(run, layer, x_TD[0], rung, *part) for part in ranges]
         assert_close(parts[0][0] + parts[1][0], whole.y_TD[0], fmt)
         assert parts[0][1] + parts[1][1] == whole.read_TF[0].sum()
         assert parts[0][2] + parts[1][2] == whole.kept_TF[0].sum()
 
 
-@pytest.mark.parametrize("run", [ffn.add_neurons, ffn.serial_add_neurons], ids=["threaded", "serial"])
+@pytest.mark.parametrize("run", [network.add_neurons, network.serial_add_neurons], ids=["threaded", "serial"])
 @pytest.mark.parametrize("kind", ["gated", "plain"])
 @pytest.mark.parametrize(("bias", "rows"), [(-1e9, 0), (1e9, 150)], ids=["nothing", "everything"])
 @pytest.mark.parametrize("fmt", ["f16", "q8", "q4"])
@@ -248,12 +248,12 @@ def test_drelu_reads_no_row_of_down_that_counts_for_nothing(rung: str, fmt: str)
     rest, x_TD = ffn_layer(decoder, fmt, 4, 0).values["ffn/rest"].copy(), inputs(ffn_layer(decoder, fmt, 4, 0), 1)
     rest[rest[:, 0] @ x_TD[0] <= 0, 1] = np.nan
     layer = ffn_layer(decoder, fmt, 4, 0, ffn__rest=rest)
-    y_D, _, kept = one_token(ffn.add_neurons, layer, x_TD[0], rung, 0, 400)
+    y_D, _, kept = one_token(network.add_neurons, layer, x_TD[0], rung, 0, 400)
     assert kept > 20
     assert np.isfinite(y_D).all()
 
 
-@pytest.mark.parametrize("run", [ffn.add_neurons, ffn.serial_add_neurons], ids=["threaded", "serial"])
+@pytest.mark.parametrize("run", [network.add_neurons, network.serial_add_neurons], ids=["threaded", "serial"])
 @pytest.mark.parametrize("rung", ["gate", "dense"])
 @pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
 def test_no_neuron_fires(run: Any, rung: str, fmt: str) -> None:
@@ -271,7 +271,7 @@ def test_the_smallest_activation_counts() -> None:
     first = np.full((3, 1), -1, np.float32)
     first[1] = 2.0**-149
     layer = ffn_layer(small_decoder(d_ff=3, d_model=1, ffn="plain"), "f32", 1, 0, ffn__first=first)
-    y_D, _, kept = one_token(ffn.add_neurons, layer, np.ones(1, np.float32), "gate", 0, 3)
+    y_D, _, kept = one_token(network.add_neurons, layer, np.ones(1, np.float32), "gate", 0, 3)
     assert kept == 1
     assert abs(y_D[0] - layer.values["ffn/rest"][1, 0, 0] * 2.0**-149) <= 2.0**-149
 
@@ -284,5 +284,5 @@ def test_large_activations(activation: str, large: float) -> None:
     decoder = small_decoder(d_ff=2, d_model=1, ffn="plain", activation=activation)
     layer = ffn_layer(decoder, "f32", 1, 0, ffn__first=first, ffn__rest=rest)
     x_D = np.ones(1, np.float32)
-    assert_close(one_token(ffn.add_neurons, layer, x_D, "gate", 0, 2)[0], np.float32([large]))
+    assert_close(one_token(network.add_neurons, layer, x_D, "gate", 0, 2)[0], np.float32([large]))
     assert_close(block(layer, np.ones((2, 1), np.float32), "gate", 0, 2), np.full((2, 1), large, np.float32))

@@ -13,10 +13,9 @@ from support.synthetic import small_decoder
 from pi_runtime.artifact.decoder import ACTIVATIONS, Decoder
 from pi_runtime.artifact.footprint import CHUNKS, FEW_TOKENS, GROUP, SUM_NEURONS
 from pi_runtime.artifact.rungs import RUNGS
-from pi_runtime.kernels import ffn, moe
-from pi_runtime.kernels.data import neuron_chunks
-from pi_runtime.kernels.ops.neuron_selection import inputs_of
-from pi_runtime.kernels.split_ffn import cold_sum, predict
+from pi_runtime.kernels import moe
+from pi_runtime.kernels.ffn import memory, network
+from pi_runtime.kernels.split_ffn import NeuronLists, cold_sum, predict
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 MOST_TOKENS = FEW_TOKENS + 4
@@ -51,8 +50,8 @@ def run(layer: Layer, rung: str, tokens: Tokens, *, count_all: bool) -> tuple[np
     layer.guarded.poison()
     ws.expert_TK[:count], ws.route_weight_TK[:count] = tokens.expert_TK, tokens.route_weight_TK
     y_TD, tally_T3 = np.zeros_like(tokens.x_TD), np.ones((count, 3), np.int64)
-    w_XW = layer.experts_on(rung)
-    moe.ffn_of_experts(layer.cfg, w_XW, tokens.x_TD, tokens.select_T, count_all, ws, tally_T3, y_TD)
+    w_X = layer.experts_on(rung)
+    moe.ffn_of_experts(layer.cfg, w_X, tokens.x_TD, tokens.select_T, count_all, ws, tally_T3, y_TD)
     layer.guarded.assert_guards_whole()
     return y_TD, tally_T3
 
@@ -103,9 +102,9 @@ def test_company_changes_no_bit(decoder: Decoder, fmt: str, rung: str, tokens: i
         y_TD, tally_T3 = run(layer, rung, given_T.some(which), count_all=count_all)
         for y_D, tally_3, t in zip(y_TD, tally_T3, which, strict=True):
             np.testing.assert_array_equal(y_D, alone[t][0][0])
-            assert tally_3[neuron_chunks.READ] == alone[t][1][0, neuron_chunks.READ]
+            assert tally_3[memory.READ] == alone[t][1][0, memory.READ]
             if not count_all:
-                assert tally_3[neuron_chunks.KEPT] == alone[t][1][0, neuron_chunks.KEPT]
+                assert tally_3[memory.KEPT] == alone[t][1][0, memory.KEPT]
 
 
 @FEW
@@ -123,15 +122,15 @@ def test_a_range_of_neurons_has_one_sum(
     def add(function: Any, x_TD: np.ndarray, *, count_all: bool = False) -> np.ndarray:
         layer.guarded.poison()
         y_TD, tally_T3 = np.zeros_like(x_TD), np.ones((len(x_TD), 3), np.int64)
-        weight = np.float32(0.7)
-        function(layer.cfg, layer.on(rung), x_TD, low, high, weight, True, count_all, layer.ws, tally_T3, y_TD)
+        batch = layer.batch(rung, low, high, len(x_TD), route_weight=0.7)
+        function(layer.ffn, batch, x_TD, count_all, tally_T3, y_TD)
         layer.guarded.assert_guards_whole()
         return y_TD
 
-    whole_TD = add(ffn.add_neurons, x_TD)
-    np.testing.assert_array_equal(add(ffn.add_neurons, x_TD, count_all=True), whole_TD)
+    whole_TD = add(network.add_neurons, x_TD)
+    np.testing.assert_array_equal(add(network.add_neurons, x_TD, count_all=True), whole_TD)
     for t in range(tokens):
-        for function in (ffn.add_neurons, ffn.serial_add_neurons):
+        for function in (network.add_neurons, network.serial_add_neurons):
             np.testing.assert_array_equal(add(function, x_TD[t : t + 1])[0], whole_TD[t])
 
 
@@ -146,22 +145,22 @@ def test_a_list_of_neurons_gives_what_their_selector_gives(
     layer, some = ffn_layer(decoder, fmt, 5, seed), random_tokens(decoder, tokens, seed)
     some.select_T[:] = 1
     wanted_MD, tally_M3 = run(layer, rung, some, count_all=False)
-    cfg, w_XW, x_MD, expert_MK = layer.cfg, layer.experts_on(rung), some.x_TD, some.expert_TK
-    memory = neuron_chunks.chunks_of(cfg, layer.ws), inputs_of(layer.ws)
+    f, w_X, x_MD, expert_MK = layer.ffn, layer.experts_on(rung), some.x_TD, some.expert_TK
     cut_X = base_X = np.zeros(decoder.n_experts, np.int64)
     hot_MF, cold_MF = (np.empty((tokens, expert_MK.shape[1] * decoder.d_ff), np.int32) for _ in range(2))
     hot_M, cold_M = (np.empty(tokens, np.int32) for _ in range(2))
+    cold = NeuronLists(cold_M, cold_MF)
     layer.guarded.poison()
-    predict(cfg, w_XW, x_MD, expert_MK, cut_X, base_X, memory[1], hot_M, hot_MF, cold_M, cold_MF)
+    predict(f, w_X, x_MD, expert_MK, cut_X, base_X, NeuronLists(hot_M, hot_MF), cold)
     np.testing.assert_array_equal(hot_M, 0)
-    np.testing.assert_array_equal(cold_M, tally_M3[:, neuron_chunks.READ])
+    np.testing.assert_array_equal(cold_M, tally_M3[:, memory.READ])
     layer.guarded.poison()
     routed, found_M3 = (expert_MK.astype(np.int32), some.route_weight_TK), np.ones_like(tally_M3)
     y_MD = np.full_like(x_MD, np.nan)
-    cold_sum(cfg, w_XW, x_MD, *routed, cut_X, True, cold_M, cold_MF, *memory, found_M3, y_MD)
+    cold_sum(f, w_X, x_MD, *routed, cut_X, True, cold, found_M3, y_MD)
     layer.guarded.assert_guards_whole()
     np.testing.assert_array_equal(y_MD, wanted_MD)
-    kept = [neuron_chunks.READ, neuron_chunks.KEPT]
+    kept = [memory.READ, memory.KEPT]
     np.testing.assert_array_equal(found_M3[:, kept], tally_M3[:, kept])
 
 
@@ -170,9 +169,9 @@ def test_chunks_take_every_neuron_once(d_ff: int) -> None:
     layer = ffn_layer(small_decoder(d_ff=d_ff, d_model=8), "f16", 1, 0)
     x_1D, rng = np.ones((1, 8), np.float32), np.random.default_rng(d_ff)
     for low, high in ((0, d_ff), *np.sort(rng.integers(0, d_ff + 1, (5, 2))).tolist()):
-        result = layer.ws, np.zeros((1, 3), np.int64), np.zeros((1, 8), np.float32)
+        result = np.zeros((1, 3), np.int64), np.zeros((1, 8), np.float32)
         layer.guarded.poison()
-        ffn.add_neurons(layer.cfg, layer.on("gate"), x_1D, low, high, np.float32(1), True, False, *result)
+        network.add_neurons(layer.ffn, layer.batch("gate", low, high, 1), x_1D, False, *result)
         lists = [list_K[:count] for list_K, count in zip(layer.ws.list_CK, layer.ws.count_C, strict=True)]
         np.testing.assert_array_equal(np.sort(np.concatenate(lists)), np.arange(low, high))
         for chunk, list_K in enumerate(lists):

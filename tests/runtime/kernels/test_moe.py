@@ -27,9 +27,9 @@ def routed(router_XD: np.ndarray, taken: int, x_TD: np.ndarray, **facts: Any) ->
     decoder = small_decoder(d_model=width, n_experts=n_experts, experts_per_token=taken, **facts)
     cfg = weight_table.config_of(decoder, dict.fromkeys(PARTS, "f32"))
     ws, stored = allocate_workspace(decoder, 0), FORMATS["f32"].encode(router_XD)
-    row = np.zeros(weight_table.WIDTH, np.int64)
-    row[weight_table.ROUTER] = stored.ctypes.data
-    moe.route(cfg, row, x_TD, ws)
+    w_1 = np.zeros(1, weight_table.LAYER)
+    w_1["router"] = stored.ctypes.data
+    moe.route(cfg, w_1[0], x_TD, ws)
     route_weight_TX = np.zeros((len(x_TD), n_experts), np.float32)
     np.put_along_axis(route_weight_TX, ws.expert_TK[: len(x_TD)], ws.route_weight_TK[: len(x_TD)], 1)
     return route_weight_TX

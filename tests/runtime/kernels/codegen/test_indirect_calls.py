@@ -96,16 +96,20 @@ def test_threads_find_it_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     inside = numba.njit(**options(tmp_path, monkeypatch))(twice)
     far = by_address(inside)
 
-    @numba.njit(nogil=True, parallel=True)
-    def all_of_them(x_D: Floats) -> None:
-        far()
+    def loop(x_D: Floats) -> None:
         for n in prange(x_D.shape[0]):
             far(n, x_D)
 
+    all_of_them = by_address(numba.njit(**options(tmp_path, monkeypatch, parallel=True))(loop), [far])
+
+    @numba.njit(nogil=True)
+    def call(x_D: Floats) -> None:
+        all_of_them(x_D)
+
     none_D, x_D = np.empty(0, np.float32), np.arange(100, dtype=np.float32)
-    all_of_them(none_D)
+    call(none_D)
     assert len(inside.signatures) == 1
-    all_of_them(x_D)
+    call(x_D)
     np.testing.assert_array_equal(x_D, 2 * np.arange(100))
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from support.rounding import TINY, U, blocks_of, bound
 from support.stored import StoredMatrix, store, store_integers
 
-from pi_runtime.artifact.footprint import BLOCK_SUM_FLOATS, STRIP, SUM_NEURONS
+from pi_runtime.artifact.footprint import BLOCK_SUM, STRIP, SUM_NEURONS
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.data.matrix_view import MatrixView, columns_from
@@ -31,7 +31,7 @@ def summed(
     whole = -(-columns // BLOCK) * BLOCK
     y_P = np.full(whole + GUARD, np.float32(7))
     y_P[:columns], y_P[columns:whole] = before_D, 0
-    scratch = np.full(BLOCK_SUM_FLOATS + 2 * GUARD, np.nan, np.float32)
+    scratch = np.full(BLOCK_SUM.end // 4 + 2 * GUARD, np.nan, np.float32)
     scratch[:GUARD] = scratch[-GUARD:] = 7
     listed = np.concatenate([index_K, np.arange(ahead) % len(w.values), [2**62]]).astype(np.int64)
     factors = np.append(h_K, np.float32(np.nan))

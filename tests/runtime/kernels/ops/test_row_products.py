@@ -15,6 +15,7 @@ from support.stored import WEIGHT_FORMATS, StoredMatrix, quantised_inputs, store
 
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.kernels.codegen.isa import ISA
+from pi_runtime.kernels.data.matrix_view import RowList, Vectors
 from pi_runtime.kernels.ops.row_products import portable_row_products, vector_row_products
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
@@ -34,10 +35,9 @@ def products(
     x, index = quantised_inputs(w.fmt, x_TD), np.array(rows if rows is not None else (), np.int64)
     chosen, count = np.array(tokens, np.int64), len(w.values) if rows is None else len(rows)
     around = np.full((len(tokens or x_TD) + 2, count + 3), np.float32(7))
-    compute(
-        w.view, 0, 0 if rows is None else index.ctypes.data, count, count, x.ctypes.data, x.strides[0],
-        chosen.ctypes.data if tokens else 0, len(tokens or x_TD), around[1:].ctypes.data, around.strides[0],
-    )  # fmt: skip
+    listed = RowList(0, 0 if rows is None else index.ctypes.data, count, count)
+    vectors = Vectors(x.ctypes.data, x.strides[0], chosen.ctypes.data if tokens else 0, len(tokens or x_TD))
+    compute(w.view, listed, vectors, around[1:].ctypes.data, around.strides[0])
     assert np.all(around[[0, -1]] == 7), "wrote before or after the results"
     assert np.all(around[:, count:] == 7), "wrote beside the results"
     return around[1:-1, :count]

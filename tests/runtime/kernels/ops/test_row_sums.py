@@ -11,6 +11,7 @@ from support.stored import StoredMatrix, store
 
 from pi_runtime.artifact.footprint import SUM_ROWS
 from pi_runtime.kernels.codegen.isa import ISA
+from pi_runtime.kernels.data.matrix_view import RowList
 from pi_runtime.kernels.ops.row_sums import portable_row_sums, vector_row_sums
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
@@ -33,10 +34,9 @@ def summed(
     factors = np.zeros((tokens, -(-count // SUM_ROWS) * SUM_ROWS + 8), np.float32)
     factors[:, :count] = h_TK
     index = None if index_K is None else np.asarray(index_K, np.int64)
-    compute(
-        w.view, 0, 0 if index is None else index.ctypes.data, count, count, factors.ctypes.data, factors.strides[0],
-        tokens, around[1:].ctypes.data, around.strides[0],
-    )  # fmt: skip
+    rows = RowList(0, 0 if index is None else index.ctypes.data, count, count)
+    result = tokens, around[1:].ctypes.data, around.strides[0]
+    compute(w.view, rows, factors.ctypes.data, factors.strides[0], *result)
     assert np.all(around[[0, -1]] == 7), "wrote outside the result"
     return around[1:-1]
 

@@ -1,0 +1,1 @@
+"""The feed-forward network of one expert: `network` is the page to begin with."""

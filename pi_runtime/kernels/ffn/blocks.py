@@ -1,0 +1,279 @@
+"""One block of a chunk's neurons for a few tokens: what fires, and the sum of what it adds.
+
+`list_firing` computes the `first` rows and lists each token's own neurons that fire; `add_block` multiplies by `up` and
+sums the rows of `down`. Where most tokens need most rows of the block, it is taken *whole*: products for every place,
+and for the float formats sums too, in tiles of rows and tokens. Else each token takes its own list; the first one that
+needs a row brings it into the cache. Either way a token's sum has the same bits: in order of its neurons for the float
+formats, where a factor of 0 changes nothing, and rounded by its own neurons alone for block formats (see `block_sums`).
+
+Shape letters: F neurons of the layer, N tokens, K places of the chunk's list or of the tokens' lists, D model width,
+P padded columns.
+"""
+
+import numpy as np
+
+from pi_runtime.artifact.footprint import CHUNKS, FEW_TOKENS, GROUP, SUM_ROWS
+from pi_runtime.kernels.codegen.footprint import input_nbytes
+from pi_runtime.kernels.codegen.jit import device
+from pi_runtime.kernels.data.matrix_view import (
+    Floats,
+    Ints,
+    MatrixView,
+    Vectors,
+    address_of,
+    is_quantised,
+    listed_rows,
+    vector,
+)
+from pi_runtime.kernels.data.weight_table import DRELU
+from pi_runtime.kernels.ffn.memory import (
+    KEPT,
+    READ,
+    Batch,
+    Ffn,
+    TokenLists,
+    bit_reversed,
+    down_rows,
+    factors_of,
+    first_rows,
+    list_of,
+    lists_of,
+    spare_place,
+    tally_of,
+    up_rows,
+    ups_of,
+    weights_of,
+)
+from pi_runtime.kernels.ffn.selection import scored_of, scores_of
+from pi_runtime.kernels.ops.activations import activate, times_up
+from pi_runtime.kernels.ops.block_sums import add_block_rows
+from pi_runtime.kernels.ops.row_products import AHEAD_NBYTES, row_products
+from pi_runtime.kernels.ops.row_sums import row_sums
+
+
+@device
+def limit_of(f: Ffn, e: Batch, n: int) -> np.float32:
+    """Magnitudes of a token's activations up to here count as 0: the rung's limit, or the model's own."""
+    return weights_of(e).limit if e.select_N[n] != 0 else np.float32(f.threshold)
+
+
+@device
+def factor(f: Ffn, h: np.float32, up: np.float32) -> np.float32:
+    """a(first · x) times up · x, where the FFN is gated."""
+    return times_up(f.activation == DRELU, h, up) if f.gated else h
+
+
+@device
+def first_products(f: Ffn, e: Batch, list_K: Ints, begin: int, end: int, y_NK: Floats) -> None:
+    """y ← first · x + bias for the places [begin, end) of a list."""
+    _products(f, e, first_rows(f, e), weights_of(e).first_bias, list_K, begin, end, y_NK)
+
+
+@device
+def up_products(f: Ffn, e: Batch, list_K: Ints, begin: int, end: int, y_NK: Floats) -> None:
+    """y ← up · x + bias for the places [begin, end) of a list."""
+    _products(f, e, up_rows(f, e), weights_of(e).up_bias, list_K, begin, end, y_NK)
+
+
+@device
+def _products(f: Ffn, e: Batch, rows: MatrixView, bias: int, list_K: Ints, begin: int, end: int, y_NK: Floats) -> None:
+    """y ← rows · x + bias at places of a list; the rows that follow in it are fetched ahead."""
+    tokens, width = y_NK.shape
+    listed = listed_rows(address_of(list_K) + 8 * begin, end - begin, list_K.shape[0] - begin)
+    x = Vectors(f.inputs, input_nbytes(f.d_model), address_of(e.token_N), tokens)
+    row_products(rows, listed, x, address_of(y_NK) + 4 * begin, 4 * width)
+    if bias != 0:
+        bias_F = vector(bias, f.d_ff)
+        for n in range(tokens):
+            for k in range(begin, end):
+                y_NK[n, k] += bias_F[list_K[k]]
+
+
+@device
+def _list_products(f: Ffn, e: Batch, rows: MatrixView, bias: int, own: TokenLists, block: int, known: int) -> None:
+    """products ← rows · x + bias for a block's lists. The rows that follow, up to place `known`, are fetched ahead."""
+    stride, bias_F = input_nbytes(f.d_model), vector(bias, f.d_ff if bias != 0 else 0)
+    for n in range(e.token_N.shape[0]):
+        start, count = own.start_U[block * FEW_TOKENS + n], own.count_U[block * FEW_TOKENS + n]
+        listed = listed_rows(address_of(own.list_K) + 8 * start, count, known - start)
+        x = Vectors(f.inputs + e.token_N[n] * stride, stride, 0, 1)
+        row_products(rows, listed, x, address_of(own.product_K) + 4 * start, 0)
+        if bias != 0:
+            for k in range(start, start + count):
+                own.product_K[k] += bias_F[own.list_K[k]]
+
+
+@device
+def list_firing(f: Ffn, e: Batch, named: bool, chunk: int, block: int, end: int) -> None:
+    """List what fires in a block that ends at place `end`, for a few tokens.
+
+    `named`: a selector names the neurons of some tokens of the batch.
+    """
+    tokens, own, w = e.token_N.shape[0], lists_of(f, chunk), weights_of(e)
+    begin, list_K = own.block_B[block], list_of(f, chunk)
+    scored_N, h_NK = scored_of(f, e.first + tokens)[e.first :], factors_of(f, chunk, e.first + tokens)[e.first :]
+    tally_N3, fire = tally_of(f, chunk, e.first + tokens)[e.first :], own.size_2[1]
+    listed = named and _list_named(f, scored_N, list_K, own, block, end)
+    if listed:
+        last = block * FEW_TOKENS + tokens - 1
+        known = _list_ahead(f, e, chunk, end, own.start_U[last] + own.count_U[last])
+        _list_products(f, e, first_rows(f, e), w.first_bias, own, block, known)
+    else:
+        first_products(f, e, list_K, begin, end, h_NK)
+    for n in range(tokens):
+        limit, u = limit_of(f, e, n), block * FEW_TOKENS + n
+        start, read = fire, end - begin
+        if listed:  # what fires moves to the front of the lists
+            read = own.count_U[u]
+            for k in range(own.start_U[u], own.start_U[u] + read):
+                h = activate(f.activation, limit, own.product_K[k])
+                own.list_K[fire], own.place_K[fire], own.h_K[fire] = own.list_K[k], own.place_K[k], h
+                fire += h != 0
+        else:
+            if scored_N[n] >= 0:
+                read = _drop_unnamed(scores_of(f, scored_N[n]), list_K, begin, end, h_NK[n])
+            for k in range(begin, end):
+                h = activate(f.activation, limit, h_NK[n, k])
+                own.list_K[fire], own.place_K[fire], own.h_K[fire], h_NK[n, k] = list_K[k], k, h, h
+                fire += h != 0
+        own.start_U[u], own.count_U[u] = start, fire - start
+        tally_N3[n, READ] += read
+        tally_N3[n, KEPT] += read if w.dense != 0 else fire - start
+    most_fire = w.dense != 0 or 2 * (fire - own.size_2[1]) > tokens * (end - begin)
+    own.whole_B[block] = not listed and most_fire
+    own.size_2[1] = fire
+
+
+@device
+def _list_named(f: Ffn, scored_N: Ints, list_K: Ints, own: TokenLists, block: int, end: int) -> bool:
+    """List the neurons of a block that the tokens' selectors name; returns False where these are most of them."""
+    tokens, begin, total = scored_N.shape[0], own.block_B[block], own.size_2[1]
+    for n in range(tokens):
+        u, everything, score_F = block * FEW_TOKENS + n, scored_N[n] < 0, scores_of(f, scored_N[n])
+        own.start_U[u] = total
+        for k in range(begin, end):
+            own.list_K[total], own.place_K[total] = list_K[k], k
+            total += everything or score_F[list_K[k]] > 0
+        own.count_U[u] = total - own.start_U[u]
+    return tokens == 1 or 2 * (total - own.size_2[1]) <= tokens * (end - begin)
+
+
+@device
+def _drop_unnamed(score_F: Floats, list_K: Ints, begin: int, end: int, h_K: Floats) -> int:
+    """h ← 0 at the places [begin, end) whose neuron is not named; returns how many are."""
+    named = 0
+    for k in range(begin, end):
+        h_K[k] = h_K[k] if score_F[list_K[k]] > 0 else np.float32(0)
+        named += score_F[list_K[k]] > 0
+    return named
+
+
+@device
+def _list_ahead(f: Ffn, e: Batch, chunk: int, end: int, total: int) -> int:
+    """List the rows that will be read next behind the first `total` of a chunk's lists; returns how many it has then.
+
+    They are those that the first token reads in the next block, or in the next chunk up to neuron `high`.
+    """
+    own, list_K, score_F = lists_of(f, chunk), list_of(f, chunk), scores_of(f, scored_of(f, 1)[0])
+    count, most = list_K.shape[0], total + AHEAD_NBYTES // first_rows(f, e).stride
+    for k in range(end, count):
+        if total < most and score_F[list_K[k]] > 0:
+            own.list_K[total] = list_K[k]
+            total += 1
+    group = list_K[0] // GROUP // CHUNKS * CHUNKS + bit_reversed(chunk + 1)
+    while end == count and chunk + 1 < CHUNKS and total < most and group * GROUP < e.high:
+        for i in range(group * GROUP, min(e.high, (group + 1) * GROUP)):
+            if total < most and score_F[i] > 0:
+                own.list_K[total] = i
+                total += 1
+        group += CHUNKS
+    return total
+
+
+@device
+def add_block(f: Ffn, e: Batch, chunk: int, block: int, known: int, sums_NP: Floats) -> None:
+    """Add a block's sums for a few tokens. Rows up to place `known` of the lists are fetched ahead.
+
+    Where `sums_NP` has no tokens their factors are written instead, a whole block's for every place.
+    """
+    own, list_K = lists_of(f, chunk), list_of(f, chunk)
+    begin, end, summed = own.block_B[block], own.block_B[block + 1], sums_NP.shape[0] > 0
+    h_NK = factors_of(f, chunk, e.first + e.token_N.shape[0])[e.first :]
+    if own.whole_B[block]:
+        _whole_factors(f, e, list_K, begin, end, ups_of(f, chunk, e.token_N.shape[0]), h_NK)
+        if summed:
+            add_whole(down_rows(f, e), own, list_K, begin, end, h_NK, sums_NP)
+        return
+    if f.gated:
+        _list_products(f, e, up_rows(f, e), weights_of(e).up_bias, own, block, known)
+    for n in range(e.token_N.shape[0]):
+        u = block * FEW_TOKENS + n
+        start, behind = own.start_U[u], own.start_U[u] + own.count_U[u]
+        for k in range(start, behind):
+            own.h_K[k] = factor(f, own.h_K[k], own.product_K[k]) * e.route_weight_N[n]
+        if summed:
+            _add_list(down_rows(f, e), own, start, behind - start, f.activation == DRELU, known, sums_NP[n])
+        else:
+            h_NK[n, begin:end] = np.float32(0)
+            for k in range(start, behind):
+                h_NK[n, own.place_K[k]] = own.h_K[k]
+
+
+@device
+def _whole_factors(f: Ffn, e: Batch, list_K: Ints, begin: int, end: int, up_NK: Floats, h_NK: Floats) -> None:
+    """h ← h · (up · x + bias) · the route weight, at the places [begin, end) of a list."""
+    if f.gated:
+        up_products(f, e, list_K, begin, end, up_NK)
+    for n in range(e.token_N.shape[0]):
+        for k in range(begin, end):
+            h_NK[n, k] = factor(f, h_NK[n, k], up_NK[n, k]) * e.route_weight_N[n]
+
+
+@device
+def _add_list(down: MatrixView, own: TokenLists, start: int, count: int, gaps: bool, known: int, y_P: Floats) -> None:
+    """y ← y + the sum of the `count` rows listed from `start` on. The rows that follow in the lists are fetched ahead.
+
+    `gaps`: many factors are 0, and their rows are not read.
+    """
+    if gaps:
+        last = start
+        for k in range(start, start + count):
+            own.list_K[last], own.h_K[last] = own.list_K[k], own.h_K[k]
+            last += own.h_K[k] != 0
+        count = last - start
+    listed, following = address_of(own.list_K) + 8 * start, count if gaps else known - start
+    if is_quantised(down.fmt):
+        add_block_rows(down, listed, count, following, address_of(own.h_K) + 4 * start, y_P, own.sums)
+    else:
+        h_K = own.product_K[spare_place(own) :][: count + SUM_ROWS]  # the products are no longer needed
+        h_K[:count], h_K[count:] = own.h_K[start : start + count], np.float32(0)
+        row_sums(down, listed_rows(listed, count, following), address_of(h_K), 0, 1, address_of(y_P), 0)
+
+
+@device
+def add_whole(
+    down: MatrixView, own: TokenLists, list_K: Ints, begin: int, end: int, h_NK: Floats, y_NP: Floats
+) -> None:
+    """y ← y + the sums of the rows at the places [begin, end) of a list, times their factors, for a few tokens."""
+    tokens, count = y_NP.shape[0], end - begin
+    if not is_quantised(down.fmt) and count % SUM_ROWS == 0 and _mostly(h_NK, tokens, begin, end):
+        rows, h_at = listed_rows(address_of(list_K) + 8 * begin, count, count), address_of(h_NK) + 4 * begin
+        row_sums(down, rows, h_at, 4 * h_NK.shape[1], tokens, address_of(y_NP), 4 * y_NP.shape[1])
+        return
+    start = spare_place(own)
+    for n in range(tokens):
+        last = start
+        for k in range(begin, end):
+            own.list_K[last], own.h_K[last] = list_K[k], h_NK[n, k]
+            last += h_NK[n, k] != 0
+        _add_list(down, own, start, last - start, False, last, y_NP[n])
+
+
+@device
+def _mostly(h_NK: Floats, tokens: int, begin: int, end: int) -> bool:
+    """Whether most factors are not 0."""
+    found = 0
+    for n in range(tokens):
+        for k in range(begin, end):
+            found += h_NK[n, k] != 0
+    return 2 * found > tokens * (end - begin)
