@@ -78,15 +78,13 @@ class WaitingQueue(Generic[S]):
         queues = (queue for queue in (self._first, *self._by_client.values()) if queue)
         return next((queue[0] for queue in queues), None)
 
-    def pop(self) -> S:
+    def pop(self) -> None:
         """Take the head out; its client's next turn comes after those of all others."""
-        request = self.head
+        request, is_turn = self.head, not self._first
         assert request is not None
-        is_turn = not self._first
         self.remove(request)
         if is_turn and request.client in self._by_client:
             self._by_client[request.client] = self._by_client.pop(request.client)
-        return request
 
     def remove(self, request: S) -> None:
         """Take one out, wherever it waits."""
@@ -139,8 +137,10 @@ class Scheduler(Generic[S]):
 
     def join(self) -> None:
         """Make the request whose turn it is a live one."""
-        request = self.waiting.pop()
-        self.live.append(request)
+        request = self.waiting.head
+        assert request is not None
+        self.live.append(request)  # first: whoever looks meanwhile finds it
+        self.waiting.pop()
         self._turns.append(request)
 
     def preempt(self) -> S:

@@ -140,14 +140,20 @@ def drafted(engine: Engine, salt: str) -> None:
     session.close()
 
 
+def turned(engine: Engine, salt: str) -> None:
+    """Answer a turn of a session, and let its newest token run."""
+    session = engine.session(PROMPT[:9], cache_salt=salt)
+    "".join(session.generate(PROMPT[9:], max_tokens=1))
+    wait_until(lambda: not engine.stats.waiting and not engine.stats.running)
+    session.close()
+
+
 WAYS: dict[str, Callable[[Engine, str], object]] = {
     "answers": lambda engine, salt: [
         "".join(s) for s in engine.generate_many(PROMPT, 2, max_tokens=1, cache_salt=salt)
     ],
     "scores": lambda engine, salt: engine.score(PROMPT, first=60, cache_salt=salt).result(),
-    "session": lambda engine, salt: "".join(
-        engine.session(PROMPT[:9], cache_salt=salt).generate(PROMPT[9:], max_tokens=1)
-    ),
+    "session": turned,
     "draft": drafted,
 }
 
