@@ -6,8 +6,8 @@ An engine does so in a thread of its own, for many; `Model.generate` in the call
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -54,8 +54,7 @@ class Caches(Protocol):
         """Count what tokens of one kind took: of answers, or of prompts."""
 
 
-@dataclass(frozen=True)
-class _Planned:
+class _Planned(NamedTuple):
     """The part of one request in a step."""
 
     request: ScheduledRequest
@@ -247,7 +246,7 @@ class Core:
         self.accepted_tokens += sequence.num_computed - ran
         for sample in samples:
             assert isinstance(sample.sequence, AnswerSequence)
-            self._take(sample, sample.sequence.draw(replace(computed, draft=NO_DRAFT)))
+            self._take(sample, sample.sequence.draw(computed._replace(draft=NO_DRAFT)))
 
     def _start_samples(self, leader: ScheduledRequest) -> list[ScheduledRequest]:
         """Let further answers wait with one token each, ahead of their client's; they go on from stored pages."""

@@ -7,8 +7,7 @@ While prompts are read, steps without prompts come between, so that those who ar
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 PIECE = 32
 """Tokens that several prompts share in a step, and the fewest that one gets, unless asked otherwise."""
@@ -35,8 +34,7 @@ class Schedulable(Protocol):
 S = TypeVar("S", bound=Schedulable)
 
 
-@dataclass(frozen=True)
-class ScheduledTokens(Generic[S]):
+class ScheduledTokens(NamedTuple, Generic[S]):
     """The part of one request in a step."""
 
     request: S

@@ -9,9 +9,8 @@ Shape letters: T tokens of a step, V vocabulary, L layers.
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +36,7 @@ class Status(Enum):
     """Nothing of it runs any more."""
 
 
-@dataclass(frozen=True)
-class StepLogits:
+class StepLogits(NamedTuple):
     """What a step gives a sequence."""
 
     num_tokens: int
