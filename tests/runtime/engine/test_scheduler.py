@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pi_runtime.engine.scheduler import DecodeShare, Scheduler
@@ -127,6 +127,7 @@ def test_further_answers_wait_before_all_of_their_client_and_of_no_other() -> No
     assert [name for ((name, _),) in run(scheduler)] == ["a0", "b-", "a1", "b0"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 4))
 def test_nobody_waits_for_more_than_one_request_of_each_other_client(clients: list[int], slots: int) -> None:
     sequences = [Numbers(f"{client} {n}", 1, 1, client=str(client)) for n, client in enumerate(clients)]
@@ -152,6 +153,7 @@ def test_who_joined_last_waits_before_all_others() -> None:
     assert scheduler.idle
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 8),
     st.integers(1, 70),
@@ -180,6 +182,7 @@ def test_a_short_prompt_beside_long_ones_is_served_within_its_turn(others: int) 
     assert next(n for n, step in enumerate(steps) if any(name == "short" for name, _ in step)) == others
 
 
+@settings(deadline=None)
 @given(st.floats(0.1, 0.8), st.floats(0.001, 0.1), st.floats(0, 1))
 def test_answers_keep_their_share_and_prompts_the_rest(share: float, plain_s: float, piece_s: float) -> None:
     """Of the time of a long prompt, up to one cycle at its end."""
