@@ -1,12 +1,14 @@
-"""The output of a response as it grows: items, and the events of its stream."""
+"""The output of a response as it grows: items, the events of its stream, and the tokens that it took."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
+from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.logprobs import TokenLogprob
 from pi_runtime.server.api.served import new_id
+from pi_runtime.server.api.usage import Timings, timings
 from pi_runtime.server.events import CallArguments, CallBegan, CallBroken, Delta, ReasoningDelta, TextDelta
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -33,6 +35,30 @@ class OutputItem(TypedDict):
     call_id: NotRequired[str]
     name: NotRequired[str]
     arguments: NotRequired[str]
+
+
+class InputTokensDetails(TypedDict):
+    """Tokens of the input: those that did not run again, and those that ran and are kept while there is room."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(TypedDict):
+    """Tokens of the output that are thoughts."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+    timings: NotRequired[Timings]
 
 
 class ResponseOutput:
@@ -123,3 +149,18 @@ class ResponseOutput:
     def _item_event(self, kind: str) -> dict[str, Any]:
         item: Mapping[str, Any] = dict(self.items[-1])
         return self.event(kind, output_index=len(self.items) - 1, item=item)
+
+
+def response_usage(stats: Stats, reasoning_tokens: int) -> ResponseUsage:
+    """The tokens and times of an answer as a response has them."""
+    return {
+        "input_tokens": stats.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": stats.cached_tokens,
+            "cache_write_tokens": stats.prompt_tokens - stats.cached_tokens,
+        },
+        "output_tokens": stats.generated_tokens,
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "total_tokens": stats.prompt_tokens + stats.generated_tokens,
+        "timings": timings([stats], [stats]),
+    }

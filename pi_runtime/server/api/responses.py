@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.answer import SSE, GatheredAnswer, sse
 from pi_runtime.server.api.body import MANY, Body, Metadata, Unsupported, invalid
 from pi_runtime.server.api.chat_prompt import chat_prompt, reasoning_variables, rendered
@@ -32,10 +31,10 @@ from pi_runtime.server.api.response_items import (
     InputItem,
     template_messages,
 )
-from pi_runtime.server.api.response_output import OutputItem, ResponseOutput
+from pi_runtime.server.api.response_output import OutputItem, ResponseOutput, ResponseUsage, response_usage
 from pi_runtime.server.api.sampling import CacheFields, Count, IgnoredFields, SamplingFields
 from pi_runtime.server.api.served import Served, new_id
-from pi_runtime.server.api.usage import FINISH_REASONS, Timings, timings
+from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.events import End, Event, NothingShown, PromptLogprobs
 
@@ -108,30 +107,6 @@ class ResponseRequest(SamplingFields, OneAnswerFields, CacheFields, IgnoredField
     max_tool_calls: Annotated[None, Unsupported("there are no built-in tools")] = None
     access_programs: Annotated[None, Unsupported("there are none")] = None
     image: Annotated[None, Unsupported("this server reads and writes text")] = None
-
-
-class InputTokensDetails(TypedDict):
-    """Tokens of the input: those that did not run again, and those that ran and are kept while there is room."""
-
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class OutputTokensDetails(TypedDict):
-    """Tokens of the output that are thoughts."""
-
-    reasoning_tokens: int
-
-
-class ResponseUsage(TypedDict):
-    """Tokens of a response."""
-
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-    timings: NotRequired[Timings]
 
 
 class IncompleteDetails(TypedDict):
@@ -279,27 +254,13 @@ class ResponseWriter:
             "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
             "completed_at": int(time.time()),
             "output": self._output.items,
-            "usage": _usage(end.stats, end.reasoning_tokens),
+            "usage": response_usage(end.stats, end.reasoning_tokens),
         }
         return events
 
 
 def _written(events: Sequence[Mapping[str, Any]]) -> bytes:
     return b"".join(sse(event, event["type"]) for event in events)
-
-
-def _usage(stats: Stats, reasoning_tokens: int) -> ResponseUsage:
-    return {
-        "input_tokens": stats.prompt_tokens,
-        "input_tokens_details": {
-            "cached_tokens": stats.cached_tokens,
-            "cache_write_tokens": stats.prompt_tokens - stats.cached_tokens,
-        },
-        "output_tokens": stats.generated_tokens,
-        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
-        "total_tokens": stats.prompt_tokens + stats.generated_tokens,
-        "timings": timings([stats], [stats]),
-    }
 
 
 def _choice(body: ResponseRequest) -> ToolChoice | None:
