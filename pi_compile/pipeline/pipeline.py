@@ -259,7 +259,7 @@ class Pipeline:
             checkpoint=self.checkpoint.digest(),
             profile=profile and profile.digest(),
             trained=trained and trained.digest(),
-            quantised=self.quantised and self.quantised.inputs,
+            quantised=None if self.quantised is None else self.quantised.inputs,
             plans=[asdict(p) for p in self.plans],
             recipe=recipe,
             output=str(output.resolve()),
