@@ -166,8 +166,7 @@ class Model:
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        ids: list[int] = self._checked_ids(prompt).tolist()
-        return ids
+        return [*self._checked_ids(prompt).tolist()]
 
     def logits(
         self, token_ids: npt.ArrayLike, last: int | None = None, *, cache: KVCache | None = None
