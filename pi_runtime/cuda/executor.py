@@ -17,7 +17,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer, Manifest
 from pi_runtime.cuda.decode.device_ops import DeviceOps
-from pi_runtime.cuda.decode.host_ops import HostOps, token_blocks
+from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.decode.schedule import build_schedule
 from pi_runtime.cuda.decode.selection_stats import SelectionStats
 from pi_runtime.cuda.memory import weights
@@ -29,6 +29,7 @@ from pi_runtime.cuda.memory.workspace import Workspace
 from pi_runtime.cuda.prefill.crossover import measured_crossover
 from pi_runtime.cuda.prefill.prefill import Prefill
 from pi_runtime.execution.cpu import CpuModel
+from pi_runtime.execution.cpu_ops import token_blocks
 from pi_runtime.execution.executor import DiskStats, Floats, Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PagePool

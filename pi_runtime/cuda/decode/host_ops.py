@@ -9,25 +9,23 @@ arrives in `sum_to_host`.
 Shape letters: M tokens, D model width, F neurons of a token's experts, X experts, K experts of a token, L layers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.cuda.decode.selectors import picks
 from pi_runtime.cuda.memory.handover import HandoverArrays, PinnedBuffers
 from pi_runtime.execution.cpu import CpuModel, positions_of
+from pi_runtime.execution.cpu_ops import CpuOps
 from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_layout import Cuts
-from pi_runtime.kernels import moe
 from pi_runtime.kernels.ffn.memory import READ
-from pi_runtime.kernels.forward import after_ffn, attention, embed, head
 from pi_runtime.kernels.split_ffn import NeuronLists, cold_sum, predict
 
 
-class HostOps:
+class HostOps(CpuOps):
     """One artifact on the CPU, the tokens that are decoded, and the pinned memory that the GPU shares.
 
     `tokens` of them are decoded together.
@@ -36,9 +34,12 @@ class HostOps:
     def __init__(
         self, model: CpuModel, layers: Sequence[Layer], cuts: Sequence[Cuts], pinned: PinnedBuffers, tokens: int
     ) -> None:
-        self.model, self.layers, self.cuts, self._pinned = model, layers, cuts, pinned
+        super().__init__(model)
+        self.layers, self.cuts, self._pinned = layers, cuts, pinned
         self.tokens, cfg, pinned = tokens, model.cfg, pinned.first(tokens)
-        self._tally_M3, self._select_M = np.zeros((tokens, 3), np.int64), np.ones(tokens, np.int64)
+        self._tally_M3, self.count_all = np.zeros((tokens, 3), np.int64), False
+        self.select_T, self.wanted_N = np.ones(tokens, np.int64), np.arange(tokens)
+        self.x_TD, self.input_TD = model.workspace.x_TD[:tokens], model.workspace.normed_TD[:tokens]
         self.rows_ML2 = np.zeros((tokens, len(layers), 2), np.int64)
         """For each layer: rows of `first` read here, and neurons kept."""
         self._cut_LX = np.array([c.cut_X for c in cuts], np.int64)
@@ -58,39 +59,18 @@ class HostOps:
 
     def move_to(self, caches: Sequence[KVCache], token_M: Ints) -> None:
         """Go on behind what the sequences' caches hold, with as many of these tokens each."""
-        self.cache, self.start, self._token_M = caches[0], caches[0].length, token_M
-        self._at = positions_of([(len(token_M) // len(caches), cache.length, cache) for cache in caches])
+        self.cache, self.start, self.tokens_T = caches[0], caches[0].length, token_M
+        self.at = positions_of([(len(token_M) // len(caches), cache.length, cache) for cache in caches])
 
-    @property
-    def x_MD(self) -> Floats:
-        return self.model.workspace.x_TD[: self.tokens]
-
-    @property
-    def _input_MD(self) -> Floats:
-        """The FFN's input, where attention is on the CPU."""
-        return self.model.workspace.normed_TD[: self.tokens]
-
-    def embed(self) -> None:
-        m = self.model
-        embed(m.cfg, m.ends, m.eps, self._token_M, self._at.position_T, m.workspace, self.x_MD)
-
-    def attention(self, layer: int) -> None:
-        """x ← x + attention(norm(x)); then the FFN's input, and the tokens' experts."""
-        m, w = self.model, self.model.table_LX[layer, 0]
-        attention(m.cfg, w, m.eps, m.cos_SJ, m.sin_SJ, self._at, layer, self.x_MD, m.workspace)
-
-    def whole_ffn(self, layer: int) -> None:
+    def ffn(self, layer: int) -> None:
         """x ← x + FFN, where no neuron is on the GPU."""
-        m, w_X = self.model, self.model.table_LX[layer]
-        result = m.workspace, self._tally_M3, self.x_MD
-        moe.ffn_of_experts(m.cfg, w_X, self._input_MD, self._select_M, False, *result)
-        self.rows_ML2[:, layer] = self._tally_M3[:, READ:]
-        after_ffn(m.cfg, w_X[0], m.eps, self._input_MD, self.x_MD)
+        super().ffn(layer)
+        self.rows_ML2[:, layer] = self.model.workspace.counts_LT3[layer, : self.tokens, READ:]
 
     def send_handover(self) -> None:
         """Leave the FFN's input and the tokens' experts for the GPU."""
         ws, send, slots = self.model.workspace, self._send, self._send.expert_MK.shape[1]
-        send.x_MD[:] = self._input_MD
+        send.x_MD[:] = self.input_TD
         send.expert_MK[:] = ws.expert_TK[: self.tokens, :slots]
         send.route_weight_MK[:] = ws.route_weight_TK[: self.tokens, :slots]
 
@@ -99,12 +79,12 @@ class HostOps:
         m, send, expert_MK = self.model, self._send, self.model.workspace.expert_TK[: self.tokens]
         hot = NeuronLists(send.count_M, send.listed(self.cuts[layer].hot))
         cut_X, base_X = self._cut_LX[layer], self._base_LX[layer]
-        predict(m.ffn, m.table_LX[layer], self._input_MD, expert_MK, cut_X, base_X, hot, self._cold)
+        predict(m.ffn, m.table_LX[layer], self.input_TD, expert_MK, cut_X, base_X, hot, self._cold)
 
     def cold_sum(self, layer: int) -> None:
         """Sum the cold neurons where the residual is on the CPU."""
         if self.cuts[layer].cold:
-            self._cold_sum(layer, self._input_MD, self._send, self._cold, self._own_sum_MD)
+            self._cold_sum(layer, self.input_TD, self._send, self._cold, self._own_sum_MD)
 
     def cold_sum_for_device(self, layer: int) -> None:
         """Sum the cold neurons where the residual is on the GPU, which fetches the sum."""
@@ -124,24 +104,12 @@ class HostOps:
     def merge(self, layer: int) -> None:
         """x ← x + the cold neurons' sum + the GPU's sum + the bias."""
         if self.cuts[layer].cold:
-            self.x_MD[:] += self._own_sum_MD
-        self.x_MD[:] += self._sum_to_host
-        m = self.model
-        after_ffn(m.cfg, m.table_LX[layer, 0], m.eps, self._input_MD, self.x_MD)
+            self.x_TD[:] += self._own_sum_MD
+        self.x_TD[:] += self._sum_to_host
+        self.after_ffn(layer)
 
     def send_residual(self) -> None:
-        self._x_to_device[:] = self.x_MD
+        self._x_to_device[:] = self.x_TD
 
     def receive_residual(self) -> None:
-        self.x_MD[:] = self._x_to_host
-
-    def head(self) -> None:
-        """logits = norm(x) Wᵀ + bias."""
-        m = self.model
-        head(m.cfg, m.ends, m.eps, self.x_MD, m.workspace, m.workspace.logits_TV[: self.tokens])
-
-
-def token_blocks(count: int, size: int = BLOCK_TOKENS) -> Iterator[slice]:
-    """The tokens [0, count) in blocks of at most `size`, as many as the CPU works on at once."""
-    for low in range(0, count, size):
-        yield slice(low, min(count, low + size))
+        self.x_TD[:] = self._x_to_host

@@ -1,4 +1,4 @@
-"""The schedule of decoded tokens: a flat list of calls, made once from the plan.
+"""The schedule of decoded tokens on both sides: a flat list of calls, made once from the plan's operations.
 
 What the GPU does between two handovers is one captured graph, so that one call starts it. For a layer whose residual is
 on the GPU and whose neurons are on both sides the calls are:
@@ -23,7 +23,8 @@ from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.decode.selection_stats import SelectionStats
 from pi_runtime.cuda.decode.selectors import picks
 from pi_runtime.cuda.memory.devices import Device, Event, Op
-from pi_runtime.execution.plan_layout import GPU
+from pi_runtime.execution.plan_layout import CPU, GPU
+from pi_runtime.execution.schedule import Side, schedule_of
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Call:
 
 
 @dataclass
-class Schedule:
-    """Calls in their order, and the operations of the graph that is still open."""
+class CallRecorder:
+    """Calls in their order, and what is still open of the next graph."""
 
     device: Device
     calls: list[Call] = field(default_factory=list)
@@ -45,7 +46,7 @@ class Schedule:
     _open: list[Op] = field(default_factory=list)
 
     def gpu(self, *ops: Op) -> None:
-        """Add operations to the open graph."""
+        """Add to the open graph."""
         self._open.extend(ops)
 
     def call(self, kind: str, op: Op) -> None:
@@ -76,84 +77,109 @@ def build_schedule(
 
     Everything runs once on the way. Use it within `device.stream()`.
     """
-    s = Schedule(device)
+    s = CallRecorder(device)
+    sides: dict[str, Side] = {GPU: DeviceCalls(s, device_ops, host_ops), CPU: HostCalls(s, device_ops, host_ops)}
     uses_gpu = GPU in (plan.embedding, plan.head, *plan.attention) or any(plan.cuts)
     if uses_gpu:
         s.gpu(device_ops.receive_tokens)
-    side = plan.embedding
-    _on(s, side, device_ops.embed, host_ops.embed)
-    for layer, attention in enumerate(plan.attention):
-        s.layer = layer
-        side = _move_residual(s, side, attention, device_ops, host_ops)
-        _on(s, side, partial(device_ops.attention, layer), partial(host_ops.attention, layer))
-        if stats is not None:
-            _on(s, side, partial(stats.keep_device_input, layer), partial(stats.keep_host_input, layer))
-        if side == GPU:
-            _ffn_on_gpu(s, device_ops, host_ops, layer)
-        else:
-            _ffn_on_cpu(s, device_ops, host_ops, layer)
-    s.layer += 1
-    side = _move_residual(s, side, plan.head, device_ops, host_ops)
-    _on(s, side, device_ops.head, host_ops.head)
+    for operation in schedule_of(plan):
+        s.layer = operation.layer
+        operation.run(sides)
+        if stats is not None and operation.name == "attention":
+            if operation.side == GPU:
+                s.gpu(partial(stats.keep_device_input, s.layer))
+            else:
+                s.call("cpu", partial(stats.keep_host_input, s.layer))
     if uses_gpu:
         s.gpu(device_ops.send_rows)
         s.wait(s.record())
     return tuple(s.calls)
 
 
-def _on(s: Schedule, side: str, on_device: Op, on_host: Op) -> None:
-    if side == GPU:
-        s.gpu(on_device)
-    else:
-        s.call("cpu", on_host)
+@dataclass(frozen=True)
+class DeviceCalls:
+    """Records what is to be called for operations on the GPU."""
 
+    s: CallRecorder
+    device_ops: DeviceOps
+    host_ops: HostOps
 
-def _move_residual(s: Schedule, side: str, to: str, device_ops: DeviceOps, host_ops: HostOps) -> str:
-    """Bring the residual from one side to another; returns the side that has it then."""
-    if side == GPU and to != GPU:
-        s.gpu(device_ops.send_residual)
-        s.wait(s.record())
-        s.call("cpu", host_ops.receive_residual)
-    elif side != GPU and to == GPU:
-        s.call("cpu", host_ops.send_residual)
-        s.gpu(device_ops.receive_residual)
-    return to
+    def embed(self, _layer: int) -> None:
+        self.s.gpu(self.device_ops.embed)
 
+    def move(self, _layer: int) -> None:
+        self.s.call("cpu", self.host_ops.send_residual)
+        self.s.gpu(self.device_ops.receive_residual)
 
-def _ffn_on_gpu(s: Schedule, device_ops: DeviceOps, host_ops: HostOps, layer: int) -> None:
-    """An FFN whose residual is on the GPU."""
-    selects, cuts = picks(device_ops.layers[layer]), device_ops.cuts[layer]
-    if selects:
-        s.gpu(partial(device_ops.prepare_selector, layer))
-    if cuts.cold:
+    def attention(self, layer: int) -> None:
+        self.s.gpu(partial(self.device_ops.attention, layer))
+
+    def ffn(self, layer: int) -> None:
+        """Sums of hot neurons on the GPU, while the CPU computes the cold ones' and hands it over."""
+        s, device_ops, host_ops = self.s, self.device_ops, self.host_ops
+        selects, cuts = picks(device_ops.layers[layer]), device_ops.cuts[layer]
         if selects:
-            s.gpu(partial(device_ops.select_cold, layer))
-        s.gpu(partial(device_ops.send_handover, cuts.cold if selects else None))
-        sent = s.record()
-    if cuts.hot:
+            s.gpu(partial(device_ops.prepare_selector, layer))
+        if cuts.cold:
+            if selects:
+                s.gpu(partial(device_ops.select_cold, layer))
+            s.gpu(partial(device_ops.send_handover, cuts.cold if selects else None))
+            sent = s.record()
+        if cuts.hot:
+            if selects:
+                s.gpu(partial(device_ops.select_hot, layer))
+            s.gpu(partial(device_ops.hot_sums, layer))
+        if cuts.cold:
+            s.wait(sent)
+            s.call("cold", partial(host_ops.cold_sum_for_device, layer))
+            s.gpu(device_ops.receive_sum)
+
+    def after_ffn(self, layer: int) -> None:
+        cuts = self.device_ops.cuts[layer]
+        self.s.gpu(partial(self.device_ops.merge, layer, hot=cuts.hot > 0, cold=cuts.cold > 0))
+
+    def head(self, _layer: int) -> None:
+        self.s.gpu(self.device_ops.head)
+
+
+@dataclass(frozen=True)
+class HostCalls:
+    """Records what is to be called for operations on the CPU."""
+
+    s: CallRecorder
+    device_ops: DeviceOps
+    host_ops: HostOps
+
+    def embed(self, layer: int) -> None:
+        self.s.call("cpu", partial(self.host_ops.embed, layer))
+
+    def move(self, _layer: int) -> None:
+        self.s.gpu(self.device_ops.send_residual)
+        self.s.wait(self.s.record())
+        self.s.call("cpu", self.host_ops.receive_residual)
+
+    def attention(self, layer: int) -> None:
+        self.s.call("cpu", partial(self.host_ops.attention, layer))
+
+    def ffn(self, layer: int) -> None:
+        """Sums of cold neurons on the CPU, while the GPU computes the hot ones' and hands it over."""
+        s, device_ops, host_ops, hot = self.s, self.device_ops, self.host_ops, self.device_ops.cuts[layer].hot
+        if not hot:
+            s.call("cpu", partial(host_ops.ffn, layer))
+            return
+        selects = picks(device_ops.layers[layer])
+        s.call("cpu", host_ops.send_handover)
         if selects:
-            s.gpu(partial(device_ops.select_hot, layer))
-        s.gpu(partial(device_ops.hot_sums, layer))
-    if cuts.cold:
-        s.wait(sent)
-        s.call("cold", partial(host_ops.cold_sum_for_device, layer))
-        s.gpu(device_ops.receive_sum)
-    s.gpu(partial(device_ops.merge, layer, hot=cuts.hot > 0, cold=cuts.cold > 0))
+            s.call("cpu", partial(host_ops.select, layer))
+        s.gpu(partial(device_ops.receive_handover, hot if selects else None))
+        s.gpu(partial(device_ops.hot_sums, layer), device_ops.send_sum)
+        ready = s.record()
+        s.call("cold", partial(host_ops.cold_sum, layer))
+        s.wait(ready)
 
+    def after_ffn(self, layer: int) -> None:
+        hot = self.device_ops.cuts[layer].hot
+        self.s.call("cpu", partial(self.host_ops.merge if hot else self.host_ops.after_ffn, layer))
 
-def _ffn_on_cpu(s: Schedule, device_ops: DeviceOps, host_ops: HostOps, layer: int) -> None:
-    """An FFN whose residual is on the CPU."""
-    hot = device_ops.cuts[layer].hot
-    if not hot:
-        s.call("cpu", partial(host_ops.whole_ffn, layer))
-        return
-    selects = picks(device_ops.layers[layer])
-    s.call("cpu", host_ops.send_handover)
-    if selects:
-        s.call("cpu", partial(host_ops.select, layer))
-    s.gpu(partial(device_ops.receive_handover, hot if selects else None))
-    s.gpu(partial(device_ops.hot_sums, layer), device_ops.send_sum)
-    ready = s.record()
-    s.call("cold", partial(host_ops.cold_sum, layer))
-    s.wait(ready)
-    s.call("cpu", partial(host_ops.merge, layer))
+    def head(self, layer: int) -> None:
+        self.s.call("cpu", partial(self.host_ops.head, layer))

@@ -15,8 +15,9 @@ import numpy.typing as npt
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.cuda.decode.device_ops import DeviceOps
-from pi_runtime.cuda.decode.host_ops import HostOps, token_blocks
+from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.memory.devices import Device
+from pi_runtime.execution.cpu_ops import token_blocks
 from pi_runtime.execution.executor import Ints
 
 

@@ -19,10 +19,11 @@ import numpy.typing as npt
 import torch
 
 from pi_runtime.cuda.decode.device_ops import DeviceOps
-from pi_runtime.cuda.decode.host_ops import HostOps, token_blocks
+from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.kernels import gemm
 from pi_runtime.cuda.memory.weight_streaming import WeightStreamer
 from pi_runtime.cuda.prefill.block_buffers import BlockBuffers
+from pi_runtime.execution.cpu_ops import token_blocks
 from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.execution.plan_layout import GPU
 from pi_runtime.kernels import moe
