@@ -86,6 +86,8 @@ class Sizes:
     group: int
     """Number of neurons of the first group that is placed."""
     tied_head: bool
+    embedding_on_disk: int = 0
+    """Bytes of the embedding that the CPU reads when tokens come."""
 
     @classmethod
     def of(cls, work: Workload) -> "Sizes":
@@ -146,6 +148,7 @@ class Sizes:
         neurons = sum(a.cuts) if side == GPU else self.neurons * len(a.cuts) - sum(a.cuts)
         parts = self.parts
         matrix = parts.embedding if side in (a.embedding, a.head if self.tied_head else None) else 0
+        matrix -= self.embedding_on_disk if matrix and side == CPU else 0
         return {
             "embedding": matrix + (parts.positions if a.embedding == side else 0),
             "attention": len(layers) * (parts.attention + parts.ffn_bias),
@@ -258,7 +261,8 @@ def graphs_of(
     ends = tuple(product(sides, sides))
     graphs = []
     for embedding, head in ends:
-        first = _end_node(costs.embedding[embedding], sizes.embedding, embedding)
+        on_disk = sizes.embedding_on_disk if embedding == CPU else 0
+        first = _end_node(costs.embedding[embedding], sizes.embedding - on_disk, embedding)
         # A head beside the embedding shares its matrix, if it is tied.
         shared = sizes.parts.embedding if sizes.tied_head and embedding == head else 0
         last = _end_node(costs.head[head], sizes.head - shared, head)

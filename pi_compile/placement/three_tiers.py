@@ -11,12 +11,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pi_compile.cost_model import CPU, GPU, RowChoice, RowModel, RowOptions, TokenTime
-from pi_compile.placement.formulation import Assignment, Problem, Solution, all_cpu, graphs_of
+from pi_compile.placement.formulation import Assignment, Problem, Sizes, Solution, all_cpu, graphs_of
 from pi_compile.placement.solvers.constrained_path import solve
 from pi_compile.placement.solvers.layered_graph import LayeredGraph, Node, ShortestPath
 from pi_runtime.artifact.buffers import cache_format
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
-from pi_runtime.artifact.rows import all_rows, disk_workspace_bytes, least_row_buffers, row_buffers
+from pi_runtime.artifact.rows import (
+    all_rows,
+    disk_workspace_bytes,
+    embedding_on_disk_nbytes,
+    least_row_buffers,
+    row_buffers,
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,13 @@ class ThreeTiers:
     @property
     def _sides(self) -> tuple[int, ...]:
         return (GPU, CPU) if self.gpu else (CPU,)
+
+    @property
+    def _sizes(self) -> Sizes:
+        """Bytes of what is placed; in RAM an untied embedding is some rows."""
+        work = self.problem.work
+        on_disk = embedding_on_disk_nbytes(work.decoder, work.formats["embedding"])
+        return replace(self.problem.sizes, embedding_on_disk=on_disk)
 
     @property
     def _workspace(self) -> int:
@@ -103,11 +116,11 @@ class ThreeTiers:
         layers = range(self.problem.work.decoder.n_layers)
         options = [self.model.options(n, gpu=self.gpu) for n in layers]
         nodes = [[self._node(n, side, options[n]) for side in self._sides] for n in layers]
-        graphs, ends = graphs_of(self.problem.costs, self.problem.sizes, self._sides, nodes)
+        graphs, ends = graphs_of(self.problem.costs, self._sizes, self._sides, nodes)
         return graphs, ends, options
 
     def _node(self, layer: int, side: int, options: RowOptions) -> Node:
-        costs, sizes, cuts = self.problem.costs, self.problem.sizes, options.cuts
+        costs, sizes, cuts = self.problem.costs, self._sizes, options.cuts
         cost, attention = costs.layers[layer], sizes.attention(layer)
         ffn = np.maximum(cost.gpu_ffn[np.searchsorted(costs.cuts, cuts)], options.cpu_ps + options.disk_ps)
         split = cuts != (0 if side == CPU else sizes.neurons)
@@ -144,12 +157,12 @@ class ThreeTiers:
         self, assignment: Assignment, rows: tuple[RowChoice, ...], ram: int
     ) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes by part: (in RAM, on the GPU)."""
-        _, gpu = self.problem.sizes.used(assignment)
+        _, gpu = self._sizes.used(assignment)
         return {**self._parts(assignment, sum(row.nbytes for row in rows)), "scratch": self.buffers(ram)}, gpu
 
     def _parts(self, assignment: Assignment, slots: int) -> dict[str, int]:
         """Bytes of RAM by part, buffers apart, with so many bytes of slots."""
-        ram, _ = self.problem.sizes.used(assignment)
+        ram, _ = self._sizes.used(assignment)
         neurons = self.problem.sizes.neurons * len(assignment.cuts) - sum(assignment.cuts)
         return {**ram, "ffn": neurons * self.model.beside_nbytes + slots, "scratch": 0}
 

@@ -1,4 +1,4 @@
-"""Rows of FFNs in a run that reads them from disk: their bytes, and the memory beside them. Placing and running share
+"""Rows in a run that reads them from disk: their bytes, and the memory beside them. Placing and running share
 these counts.
 
 A run within a budget has what every run on the CPU has: the process, resident weights, the cache of keys and values,
@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 from pi_runtime.artifact.buffers import cpu_workspace, rotary_tables, table_bytes
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.footprint import FEW_TOKENS, chunk_places, padded_width
-from pi_runtime.artifact.sizes import ArraySpec
+from pi_runtime.artifact.footprint import BLOCK_TOKENS, FEW_TOKENS, chunk_places, padded_width
+from pi_runtime.artifact.sizes import ArraySpec, scales_name
 
 ROW_ARRAYS = ("first", "rest")
 """The arrays of an FFN whose rows are read when they are needed; scales of block formats stay in memory."""
 
+EMBEDDING_ARRAYS = ("embedding", scales_name("embedding"))
+"""The arrays of an embedding whose rows are read when their tokens come, unless a tied head needs all of them."""
 PROCESS_NBYTES = 256 << 20
 """What a budget of RAM counts for the process itself: interpreter, libraries, compiled kernels, tokenizer, server, and
 what aligning arrays takes."""
@@ -59,6 +61,16 @@ def row_nbytes(d: Decoder, fmt: str) -> dict[str, int]:
 def slot_nbytes(d: Decoder, fmt: str) -> dict[str, int]:
     """Bytes that one more slot takes in each of `ROW_ARRAYS`: the row and what is kept about it."""
     return {name: nbytes + SLOT_NBYTES for name, nbytes in row_nbytes(d, fmt).items()}
+
+
+def embedding_rows(d: Decoder) -> int:
+    """Rows of the embedding that are in memory at once: those of a block of tokens, or with a tied head all."""
+    return d.vocab_size if d.tied_head else min(d.vocab_size, BLOCK_TOKENS)
+
+
+def embedding_on_disk_nbytes(d: Decoder, fmt: str) -> int:
+    """Bytes of the embedding that are not in memory."""
+    return ArraySpec(fmt, (d.vocab_size - embedding_rows(d), d.d_embedding)).nbytes_with_scales
 
 
 def least_row_buffers(d: Decoder, both: int) -> int:
@@ -109,8 +121,9 @@ def token_nbytes(d: Decoder) -> int:
 
 
 def read_nbytes(d: Decoder) -> int:
-    """Most bytes of one read, and what each reader has to read into: any row of `rest`, in whatever format."""
-    return max(PIECE_NBYTES, 2 * 4 * padded_width(d.d_model))
+    """Most bytes of one read, and what each reader has to read into: any row of `rest` or of the embedding, in whatever
+    format."""
+    return max(PIECE_NBYTES, 2 * 4 * padded_width(d.d_model), 4 * padded_width(d.d_embedding))
 
 
 def disk_workspace_bytes(d: Decoder, rank: int, tokens: int, context: int, cache: str) -> int:

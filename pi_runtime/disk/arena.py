@@ -10,38 +10,60 @@ import numpy as np
 
 from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.rows import row_nbytes
+from pi_runtime.artifact.rows import EMBEDDING_ARRAYS, row_nbytes
+from pi_runtime.artifact.schema import ArrayEntry
 from pi_runtime.disk.kernels import neuron_cache
 from pi_runtime.disk.kernels.neuron_cache import Rows
-from pi_runtime.disk.ram_plan import RamPlan, resident_places
+from pi_runtime.disk.ram_plan import RamPlan, places_of, resident_nbytes
 from pi_runtime.disk.reader import Reader, page_aligned
 from pi_runtime.kernels.data.matrix_view import Ints
 
 
 class ResidentArrays:
-    """The arrays of an artifact that are in memory as a whole, read past the page cache."""
+    """What is in memory of an artifact's arrays beside rows of FFNs, read past the page cache.
 
-    def __init__(self, artifact: Artifact, reader: Reader) -> None:
+    Rows of an untied embedding are there while their tokens run, unless there is room for all.
+    """
+
+    def __init__(self, artifact: Artifact, plan: RamPlan, reader: Reader) -> None:
         self.manifest, self._artifact, self._reader = artifact.manifest, artifact, reader
-        self._places, nbytes = resident_places(artifact.manifest)
+        self._nbytes = resident_nbytes(artifact.manifest, plan.whole_embedding)
+        self._places, nbytes = places_of(self._nbytes)
         self._memory = page_aligned(nbytes)
+        self._by_token = [
+            name for name in EMBEDDING_ARRAYS if name in self._nbytes and self._nbytes[name] < self._entry(name).nbytes
+        ]
         reader.hold(self._memory)
-        for name, place in self._places.items():
-            entry = artifact.manifest.arrays[name]
-            reader.read_range(entry.offset, entry.nbytes, int(self._memory.ctypes.data) + place)
+        for name in (name for name in self._places if name not in self._by_token):
+            reader.read_range(self._entry(name).offset, self._nbytes[name], self._address(name))
+
+    def _entry(self, name: str) -> ArrayEntry:
+        return self.manifest.arrays[name]
+
+    def _address(self, name: str) -> int:
+        return int(self._memory.ctypes.data) + self._places[name]
 
     def array(self, name: str) -> Array:
-        """The stored array, rows padded; an empty one for rows that are read when they are needed."""
-        entry = self.manifest.arrays[name]
+        """The stored array, rows padded, or so many of its rows as there is room for."""
+        entry = self._entry(name)
         fmt = FORMATS[entry.format]
         if name not in self._places:
             return np.empty(0, fmt.stored)
-        count = entry.nbytes // fmt.itemsize
-        return (
-            self._memory[self._places[name] :][: entry.nbytes]
-            .view(fmt.stored)[:count]
-            .reshape(fmt.stored_shape(entry.shape))
-        )
+        found = self._memory[self._places[name] :][: self._nbytes[name]].view(fmt.stored)
+        shape = fmt.stored_shape(entry.shape)
+        return found[: self._nbytes[name] // fmt.itemsize].reshape(-1, *shape[1:])
+
+    def embedded(self, tokens_T: Ints) -> Ints:
+        """Read the embedding's rows of at most `BLOCK_TOKENS` tokens, if they are not there anyway; returns where each
+        token's row is in `array("embedding")`."""
+        if not self._by_token:
+            return tokens_T
+        row_I, place_T = np.unique(tokens_T, return_inverse=True)
+        for name in self._by_token:
+            entry = self._entry(name)
+            nbytes = entry.nbytes // self.manifest.decoder.vocab_size
+            read_rows(self._reader, row_I, np.arange(len(row_I)), entry.offset, nbytes, self._address(name))
+        return place_T
 
     def check_unchanged(self) -> None:
         """Raise ArtifactError where the file is no longer the one that was opened."""
@@ -116,7 +138,8 @@ def row_arena(artifact: Artifact, name: str, plan: RamPlan, reader: Reader) -> R
         else:
             held = _hottest(own.pinned + own.cached, d.n_experts, d.d_ff)
             neuron_cache.place(rows, held, begin)
-            _read_rows(reader, np.sort(held), rows.slot_N, offset_L[-1], nbytes, arena.address)
+            held.sort()
+            read_rows(reader, held, rows.slot_N[held], offset_L[-1], nbytes, arena.address)
         begin = cached + own.cached
     return arena
 
@@ -127,11 +150,10 @@ def _hottest(count: int, experts: int, neurons: int) -> Ints:
     return by_heat[:count]
 
 
-def _read_rows(reader: Reader, row_I: Ints, slot_N: Ints, offset: int, nbytes: int, target: int) -> None:
+def read_rows(reader: Reader, row_I: Ints, slot_I: Ints, offset: int, nbytes: int, target: int) -> None:
     """Read ascending rows to their slots."""
-    most = reader.rows
-    for first in range(0, len(row_I), most):
-        some = row_I[first : first + most]
-        reader.add_rows(0, some, slot_N[some], offset, nbytes, target)
+    for first in range(0, len(row_I), reader.rows):
+        some = slice(first, first + reader.rows)
+        reader.add_rows(0, row_I[some], slot_I[some], offset, nbytes, target)
         reader.submit(0)
         reader.wait(0)

@@ -12,10 +12,13 @@ from pi_runtime.artifact.buffers import cache_format, kv_page, kv_pages
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import (
+    EMBEDDING_ARRAYS,
     PROCESS_NBYTES,
     ROW_ARRAYS,
     all_rows,
     disk_workspace_bytes,
+    embedding_on_disk_nbytes,
+    embedding_rows,
     least_row_buffers,
     row_buffers,
     slot_nbytes,
@@ -59,6 +62,8 @@ class RamPlan:
     """Most tokens of a prompt that go through a layer before the next one is read."""
     two_phases_L: tuple[bool, ...]
     """Whether a layer's `rest` is read only for neurons that turned out to fire."""
+    whole_embedding: bool
+    """Whether all of the embedding is in memory."""
     stored: RowPlan | None = None
     """The stored division that this one follows; None where it goes by the rule."""
 
@@ -68,18 +73,23 @@ class RamPlan:
         return 1 + sum(one.pinned + one.cached for one in layers) + 2 * (self.staged + self.ahead)
 
 
-def is_resident(name: str) -> bool:
-    """Whether an array is in memory as a whole: all that a run reads but the rows."""
-    return not name.endswith(tuple(f"/ffn/{array}" for array in ROW_ARRAYS) + _NOT_RUN)
+def resident_nbytes(manifest: Manifest, whole_embedding: bool) -> dict[str, int]:
+    """Bytes of what is in memory of each array that a run reads, rows of FFNs apart: all of it, but of an untied
+    embedding some rows, unless it is `whole_embedding`."""
+    d = manifest.decoder
+    not_resident = tuple(f"/ffn/{array}" for array in ROW_ARRAYS) + _NOT_RUN
+    found = {name: entry.nbytes for name, entry in manifest.arrays.items() if not name.endswith(not_resident)}
+    if whole_embedding:
+        return found
+    return found | {name: found[name] // d.vocab_size * embedding_rows(d) for name in EMBEDDING_ARRAYS if name in found}
 
 
-def resident_places(manifest: Manifest) -> tuple[dict[str, int], int]:
-    """Where each resident array begins in their common memory, and the bytes of that."""
+def places_of(nbytes_of: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """Where each array begins in their common memory, and the bytes of that."""
     places, at = {}, 0
-    for name, entry in manifest.arrays.items():
-        if is_resident(name):
-            places[name] = at
-            at += -(-entry.nbytes // _ALIGN) * _ALIGN
+    for name, nbytes in nbytes_of.items():
+        places[name] = at
+        at += -(-nbytes // _ALIGN) * _ALIGN
     return places, at
 
 
@@ -97,15 +107,14 @@ def fixed_bytes(manifest: Manifest, context: int, cache: str, kv_nbytes: int) ->
     """Bytes of a run that no division changes, with so many for keys and values."""
     rank = max((layer.rank or 0 for layer in manifest.layers), default=0)
     workspace = disk_workspace_bytes(manifest.decoder, rank, BLOCK_TOKENS, context, cache)
-    weights = sum(entry.nbytes for name, entry in manifest.arrays.items() if is_resident(name))
-    return PROCESS_NBYTES + weights + workspace + kv_nbytes
+    return PROCESS_NBYTES + sum(resident_nbytes(manifest, whole_embedding=False).values()) + workspace + kv_nbytes
 
 
 def useful_budgets(manifest: Manifest, fixed: int) -> tuple[int, int]:
-    """The smallest budget with which a model runs, and the one from which on it holds all rows."""
+    """The smallest budget with which a model runs, and the one from which on nothing is read any more."""
     d, both = manifest.decoder, sum(slot_nbytes(manifest.decoder, manifest.formats["ffn"]).values())
     least = fixed + least_row_buffers(d, both)
-    return least, least + all_rows(d, both)
+    return least, least + all_rows(d, both) + embedding_on_disk_nbytes(d, manifest.formats["embedding"])
 
 
 def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
@@ -128,7 +137,8 @@ def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
     buffers = row_buffers(m.decoder, sum(nbytes.values()), budget - fixed)
     room = buffers.left
     gate_L, packed_L = ([rung_in_mode(layer.rung, how).needs_all_first for layer in m.layers] for how in (mode, "auto"))
-    stored = None if gate_L != packed_L or budget >= most else _largest(m, room)
+    holds_rows = budget >= most - embedding_on_disk_nbytes(m.decoder, m.formats["embedding"])
+    stored = None if gate_L != packed_L or holds_rows else _largest(m, room)
     slots = _by_rule(artifact, nbytes, gate_L, room) if stored is None else _as_stored(m, stored, nbytes, gate_L, room)
     return RamPlan(
         budget=budget,
@@ -139,6 +149,7 @@ def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
         ahead=buffers.staged // 2,
         block_tokens=buffers.tokens or BLOCK_TOKENS,
         two_phases_L=tuple(gate_L),
+        whole_embedding=budget >= most,
         stored=stored,
     )
 

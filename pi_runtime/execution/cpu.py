@@ -13,7 +13,7 @@ import numpy as np
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.errors import UsageError
-from pi_runtime.execution.executor import DiskStats, SequenceResult, SequenceStep
+from pi_runtime.execution.executor import DiskStats, Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import Allowance, PagePool
 from pi_runtime.execution.plan_choice import Allocation
@@ -70,6 +70,8 @@ class CpuModel:
     def run(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences together, at most `BLOCK_TOKENS` in all."""
         numba.set_num_threads(self.threads)
+        step = tokens_of(sequences)
+        step = step._replace(tokens_T=self.embedded(step.tokens_T))
         forward(
             self.cfg,
             self.ends,
@@ -77,11 +79,15 @@ class CpuModel:
             self.eps,
             self.cos_SJ,
             self.sin_SJ,
-            tokens_of(sequences),
+            step,
             sequences[0].count,
             self.workspace,
         )
         return self.finished(sequences)
+
+    def embedded(self, tokens_T: Ints) -> Ints:
+        """Where the tokens' rows are in the embedding as it is in memory."""
+        return tokens_T
 
     def finished(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """The results of sequences whose tokens have just run; their caches take the tokens."""

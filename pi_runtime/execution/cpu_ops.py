@@ -37,7 +37,7 @@ class CpuOps(_Ops):
 
     def embed(self, _layer: int) -> None:
         m = self.model
-        embed(m.cfg, m.ends, m.eps, self.tokens_T, self.at.position_T, m.workspace, self.x_TD)
+        embed(m.cfg, m.ends, m.eps, m.embedded(self.tokens_T), self.at.position_T, m.workspace, self.x_TD)
 
     def attention(self, layer: int) -> None:
         m, w = self.model, self.model.table_LX[layer, 0]
@@ -81,7 +81,8 @@ class BlockOps(_Ops):
     def embed(self, _layer: int) -> None:
         m = self.model
         for part, at in self.blocks:
-            embed(m.cfg, m.ends, m.eps, self._tokens_T[part], at.position_T, m.workspace, self.x_TD[part])
+            tokens_T = m.embedded(self._tokens_T[part])
+            embed(m.cfg, m.ends, m.eps, tokens_T, at.position_T, m.workspace, self.x_TD[part])
 
     def attention(self, layer: int) -> None:
         """x ← x + attention(x); the FFN's inputs and the tokens' experts are kept."""

@@ -24,10 +24,21 @@ from pi_runtime.disk.row_store import RowStore
 from pi_runtime.execution.cpu import CpuModel, HostExecutor
 from pi_runtime.execution.disk_ops import DiskOps
 from pi_runtime.execution.disk_prompt import PromptOps
-from pi_runtime.execution.executor import DiskStats, SequenceResult, SequenceStep
+from pi_runtime.execution.executor import DiskStats, Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.pages import Allowance
 from pi_runtime.execution.plan_layout import CPU
 from pi_runtime.execution.schedule import one_side_schedule
+
+
+class DiskModel(CpuModel):
+    """A model of which a row of an untied embedding is read when its token comes."""
+
+    artifact: ResidentArrays | None
+
+    def embedded(self, tokens_T: Ints) -> Ints:
+        """Read the tokens' rows of the embedding; returns where they are."""
+        assert self.artifact is not None
+        return self.artifact.embedded(tokens_T)
 
 
 class DiskExecutor(HostExecutor):
@@ -45,7 +56,8 @@ class DiskExecutor(HostExecutor):
         `kv_nbytes`: bytes that keys and values of all sequences may take.
         """
         self.plan, self.reader, self.kv = plan, reader, Allowance(kv_nbytes)
-        self._model = model = CpuModel(ResidentArrays(artifact, reader), mode, context, threads, cache, self.kv)
+        arrays = ResidentArrays(artifact, plan, reader)
+        self._model = model = DiskModel(arrays, mode, context, threads, cache, self.kv)
         self.context, self.neurons = context, model.neurons
         self.rows = RowStore(artifact, plan, reader)
         for name, arena in self.rows.arenas.items():

@@ -33,9 +33,13 @@ class PromptOps(BlockOps):
         self._named_F, self._all_F = np.empty(d.d_ff + 1, np.int64), np.arange(d.d_ff)
 
     def take(self, sequences: Sequence[SequenceStep]) -> None:
-        """Go on with the next tokens of a sequence, and begin to read rows."""
+        """Go on with the next tokens of a sequence."""
         (s,) = sequences
         self.take_piece(s.tokens, s.cache.length, s.cache)
+
+    def embed(self, layer: int) -> None:
+        """x ← the tokens' embeddings; behind these the rows of the layers begin to come."""
+        super().embed(layer)
         m, needs = self.model, [(name, self._all_F) for name in ROW_ARRAYS]
         requests = (Request(*which, needs) for which in product(range(len(m.table_LX)), range(m.cfg.experts)))
         self._layers = groupby(self._rows.ranges(requests, keep=False), lambda part: part.request.layer)
