@@ -107,6 +107,11 @@ class EngineCaches:
         self._sessions.forget(session)
         self._full_until = -math.inf
 
+    def close(self) -> None:
+        """Give all memory back."""
+        self._sessions.close()
+        self._memory.close()
+
     def count_step(self, tokens: int, seconds: float, *, decoding: bool) -> None:
         """Count what tokens of one kind took: it says what it costs to compute a session's again."""
         if decoding:

@@ -87,7 +87,7 @@ class Engine:
             PromptPace(decode_share, piece, model.executor.block_tokens),
             self._speculation,
         )
-        self._loop = Loop(self._core, caches, self._release)
+        self._loop = Loop(self._core, caches)
         self._inbox = self._loop.inbox
         # A thread that is killed amid a step when Python ends may take the process down.
         atexit.register(self.close)
@@ -273,10 +273,6 @@ class Engine:
             "cache format": self._memory.pool.format,
             "placement": "none" if plan is None else f"{self.model.device}, {plan.vram_bytes} bytes",
         }
-
-    def _release(self) -> None:
-        self._sessions.close()
-        self._memory.close()
 
 
 def _machine_memory() -> int:

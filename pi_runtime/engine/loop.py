@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty
 
@@ -17,9 +16,8 @@ from pi_runtime.errors import UsageError
 class Loop:
     """Runs the core in a thread of its own until it is asked to end, or anything fails."""
 
-    def __init__(self, core: Core, caches: EngineCaches, release: Callable[[], None]) -> None:
-        """`release`: gives all memory back, after the end."""
-        self._core, self._caches, self._release = core, caches, release
+    def __init__(self, core: Core, caches: EngineCaches) -> None:
+        self._core, self._caches = core, caches
         self.inbox, self.watch = Inbox(), StepWatch()
         self.busy_s = 0.0
         """Seconds in steps."""
@@ -86,4 +84,4 @@ class Loop:
             if request.cache is not None:
                 request.cache.close()
         self._core.finished += len(unfinished)
-        self._release()
+        self._caches.close()

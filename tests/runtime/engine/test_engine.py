@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -306,6 +307,19 @@ def test_closing_ends_what_runs_and_what_waits(talker: Model) -> None:
     assert engine.stats.pages_used == 0
     assert engine.stats.running == engine.stats.waiting == 0
     engine.close()
+
+
+def test_the_memory_of_a_closed_engine_does_not_wait_for_the_collector(model: Model) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with Engine(model) as engine:
+            "".join(engine.generate("x", max_tokens=3))
+        kept = weakref.ref(engine._memory)
+        del engine
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_the_model_is_closed_first(endless: Path) -> None:
