@@ -95,7 +95,7 @@ def weight_bytes(manifest: Manifest, plan: Plan) -> int:
 def allocated_bytes(executor: CudaExecutor) -> int:
     """Bytes of device memory that an executor holds, from the tensors themselves."""
     ops, prefill = executor._all_device_ops, executor._prefill
-    buffers = {name: getattr(prefill._buffers, name) for name in gpu_prompt_block(ops.decoder, 1)}
+    buffers = {name: getattr(prefill._on_device._buffers, name) for name in gpu_prompt_block(ops.decoder, 1)}
     streamed = [] if prefill._streamer is None else [chunk.arrays for chunk in prefill._streamer._buffers]
     held = _tensors([ops.workspace, ops.cache, ops.weights.arrays, buffers, streamed])
     return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in held)}.values())

@@ -134,8 +134,9 @@ class FfnBlocks:
         router = self._device_ops.weights.matrix(f"layers/{layer}/ffn/router")
         value_TX = gemm.linear(router, None, self._buffers.normed_TD[:count])
         best = value_TX.sort(dim=1, descending=True, stable=True)  # the lower expert of equal ones first
-        taken = self._device_ops.decoder.experts_per_token
-        route_weight_TK = best.values[:, :taken].softmax(1)
+        d, taken = self._device_ops.decoder, self._device_ops.decoder.experts_per_token
+        weighed_TN = best.values[:, :taken] if d.router_normalised else best.values
+        route_weight_TK = weighed_TN.softmax(1)[:, :taken]
         return best.indices[:, :taken].cpu().numpy(), route_weight_TK.cpu().numpy()
 
     def _route_on_host(self, layer: int, count: int) -> tuple[Ints, Floats]:

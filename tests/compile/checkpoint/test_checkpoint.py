@@ -71,7 +71,7 @@ def test_an_unsupported_family(folder: Path) -> None:
     edit_json(folder / "config.json", model_type="mamba")
     message = refusal(folder)
     assert "model type 'mamba' is not supported" in message
-    assert "gpt2, llama, mistral" in message
+    assert "gpt2, granite, granitemoe, llama, mistral" in message
 
 
 def test_a_classifier_of_a_known_family(folder: Path) -> None:

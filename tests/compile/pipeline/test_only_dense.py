@@ -14,7 +14,8 @@ import numpy as np
 from support.hf import edit_json
 from support.small_project import small_project
 
-from pi_compile.pipeline.pipeline import Pipeline, pack_plain
+from pi_compile.pipeline.packed import pack_plain
+from pi_compile.pipeline.pipeline import Pipeline
 from pi_runtime import load
 from pi_runtime.artifact.reader import Artifact
 

@@ -215,8 +215,8 @@ def test_a_second_start_waits_and_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         told.append(line)
         waiting.set()
 
-    def started(watch: Watch) -> run_room._Run:
-        return run_room._Run(small_recipe(), tmp_path, tmp_path / "out", accelerator, watch)  # type: ignore[arg-type]
+    def started(watch: Watch) -> run_room._Sparsification:
+        return run_room._Sparsification(small_recipe(), tmp_path, tmp_path / "out", accelerator, watch)  # type: ignore[arg-type]
 
     def second() -> str:
         with pytest.raises(UsageError) as found, started(Watch(notice=notice)).held():
@@ -236,7 +236,7 @@ def test_a_second_start_waits_and_is_told(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_others_put_in_the_outputs_place_costs_no_training(
     sparsified: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arm = run_room._Run._arm
+    arm = run_room._Sparsification._arm
 
     def beside(self: Any, *arguments: Any) -> Any:
         found = arm(self, *arguments)
@@ -245,12 +245,12 @@ def test_what_others_put_in_the_outputs_place_costs_no_training(
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_room._Run, "_arm", beside)
+        patch.setattr(run_room._Sparsification, "_arm", beside)
         with pytest.raises(UsageError, match="exists already"):
             sparsified(run={"control": False})
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
     shutil.rmtree(tmp_path / "out")
-    monkeypatch.setattr(run_room._Run, "_train_model", lambda *_: pytest.fail("trains again"))
+    monkeypatch.setattr(run_room._Sparsification, "_train_model", lambda *_: pytest.fail("trains again"))
     assert sparsified(run={"control": False})["steps"] == 8
     assert not (tmp_path / "out.work").exists()
 

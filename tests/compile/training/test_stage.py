@@ -261,7 +261,7 @@ def test_what_the_report_text_refuses_is_chosen_again_with_less(
     run: Callable[..., PredictorSet], monkeypatch: pytest.MonkeyPatch, refused: int
 ) -> None:
     """The choice gets down to no loss at all, where an exact rung is allowed."""
-    reported, original = [], stage._Run._measure
+    reported, original = [], stage._Training._measure
 
     def of_report(self: Any, text: Any, chosen: Any) -> Any:
         quality = original(self, text, chosen)
@@ -271,7 +271,7 @@ def test_what_the_report_text_refuses_is_chosen_again_with_less(
                 return replace(quality, divergence=0.02)
         return quality
 
-    monkeypatch.setattr(stage._Run, "_measure", of_report)
+    monkeypatch.setattr(stage._Training, "_measure", of_report)
     trained = run(perplexity_increase=0.01)
     assert len(reported) == refused + 1
     assert reported == sorted(reported, reverse=True)
@@ -318,7 +318,7 @@ def test_little_memory_finds_the_same(
     most, original = [], candidates.energy
     monkeypatch.setattr(candidates, "NEURON_VALUES", 50 * D_FF)
     monkeypatch.setattr(candidates, "energy", lambda h, w: most.append(len(h)) or original(h, w))
-    monkeypatch.setattr(stage._Run, "choose", lambda _: 1 / 0)  # the choice takes whole windows
+    monkeypatch.setattr(stage._Training, "choose", lambda _: 1 / 0)  # the choice takes whole windows
     with pytest.raises(ZeroDivisionError):
         run("found", rungs=rungs)
     assert max(most) == 50 < len(TEXTS.tune)

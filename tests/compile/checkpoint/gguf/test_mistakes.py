@@ -115,7 +115,7 @@ def test_a_revision_of_a_file(file: Path) -> None:
 CHANGES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "architecture": (
         {"general.architecture": "gemma2"},
-        ("architecture 'gemma2'", "llama, falcon, gpt2, nemotron, phi2, qwen2, qwen3"),
+        ("architecture 'gemma2'", "llama, arcee, falcon, gpt2, granite, granitemoe, nemotron, olmo2"),
     ),
     "adapter": ({"general.type": "adapter"}, ("not a model",)),
     "part": ({"split.count": 3}, ("one of 3 parts", "llama-gguf-split --merge")),
