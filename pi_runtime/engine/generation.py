@@ -72,16 +72,16 @@ class OneCache:
         return self.grow(cache, count)
 
     def catch_up(self, cache: KVCache, request: ScheduledRequest) -> None:
-        """Nothing: there are no others."""
+        """Do nothing: no other request stores tokens."""
 
     def share(self, cache: KVCache) -> None:
-        """Nothing: there are no others."""
+        """Do nothing: no other request stores tokens."""
 
     def keep(self, cache: KVCache) -> None:
-        """Nothing: it stays the caller's."""
+        """Do nothing: the cache stays the caller's."""
 
     def release(self, request: ScheduledRequest) -> ScheduledRequest | None:
-        """Nothing: it stays the caller's."""
+        """Do nothing: the cache stays the caller's."""
 
     def count_step(self, tokens: int, seconds: float, *, decoding: bool) -> None:
-        """Nothing: no session will have to be computed again."""
+        """Do nothing: no session will have to be computed again."""

@@ -139,6 +139,7 @@ class GrammarState:
     def __init__(self, matcher: Any, end_ids: npt.NDArray[np.int64], stand_in: int | None, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
         self._end_ids, self._stand_in = end_ids, stand_in
+        self._ends = frozenset([*end_ids.tolist(), stand_in])
         self._length = 0
 
     def allowed(self, answer_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Mask:
@@ -164,8 +165,7 @@ class GrammarState:
         The model may spell the same text in other tokens.
         """
         self._follow(answer_ids)
-        ends = {*self._end_ids.tolist(), self._stand_in}
-        return list(takewhile(lambda token: token not in ends, self._matcher.compute_ff_tokens()))
+        return list(takewhile(lambda token: token not in self._ends, self._matcher.compute_ff_tokens()))
 
     def _follow(self, answer_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
         assert len(answer_ids) >= self._length, (len(answer_ids), self._length)

@@ -134,7 +134,8 @@ class FfnBlocks:
         router = self._device_ops.weights.matrix(f"layers/{layer}/ffn/router")
         value_TX = gemm.linear(router, None, self._buffers.normed_TD[:count])
         best = value_TX.sort(dim=1, descending=True, stable=True)  # the lower expert of equal ones first
-        d, taken = self._device_ops.decoder, self._device_ops.decoder.experts_per_token
+        d = self._device_ops.decoder
+        taken = d.experts_per_token
         weighed_TN = best.values[:, :taken] if d.router_normalised else best.values
         route_weight_TK = weighed_TN.softmax(1)[:, :taken]
         return best.indices[:, :taken].cpu().numpy(), route_weight_TK.cpu().numpy()
