@@ -10,9 +10,9 @@ from pi_runtime.artifact.rungs import RUNGS, Rung
 
 FORMAT_NAME = "pi-artifact"
 FORMAT_VERSION = 3
-"""Of a file that uses no feature."""
+"""Version of a file that uses no feature."""
 FEATURE_VERSION = 4
-"""Of a file that lists the features it uses (see `features`)."""
+"""Version of a file that lists the features it uses (see `features`)."""
 OBJECTIVES = ("time", "hot-mass")
 SIDES = ("cpu", "gpu")
 REMEDY = "copy or download it again, or pack it anew with `pi-compile build`"

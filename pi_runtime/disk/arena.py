@@ -85,7 +85,7 @@ class RowArena:
     """Slots for the rows of one array of all layers: an empty one, the layers', and those of staged rows."""
 
     nbytes: int
-    """Of one row."""
+    """Bytes of one row."""
     memory: Array
     rows_L: list[Rows]
     offset_L: list[int]

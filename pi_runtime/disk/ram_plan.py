@@ -31,7 +31,7 @@ _NOT_RUN = ("/ffn/order", "/ffn/counts")
 _PINNED_SHARE = 0.5
 """Share of the slots that keep the rows that fire most often; the others are a cache."""
 _EXPONENT = 0.83
-"""Of the power law that frequencies are taken to follow without counts: neurons are stored hottest first."""
+"""Exponent of the power law that frequencies are taken to follow without counts. The hottest neuron comes first."""
 _ALIGN = 64
 
 

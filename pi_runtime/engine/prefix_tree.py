@@ -32,7 +32,7 @@ class _Node:
     parent: Optional["_Node"]
     children: dict[Key, "_Node"] = field(default_factory=dict)
     salt: str = ""
-    """Of a root."""
+    """Separates the trees of those who share nothing; a root has it."""
 
 
 class PrefixTree:

@@ -59,7 +59,7 @@ class BlockFormat(ABC):
     """
 
     bits: int
-    """Of one weight."""
+    """Bits of one weight."""
     zero: int
     """The unsigned integer that stands for 0."""
     unsigned: bool

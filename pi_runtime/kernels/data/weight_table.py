@@ -55,11 +55,11 @@ class LayerRecord:
     selector: int
     """Code of what names the neurons."""
     rank: int
-    """Of the predictor."""
+    """Rank of the predictor's matrices."""
     limit: np.float32
     """Magnitudes of the activation up to here count as 0."""
     margin: int
-    """Of the signs."""
+    """Margin of the rung that compares signs."""
     first_slots: int
     """Address of the slots of the rows of `first` (see `MatrixView.slots`), or 0."""
     rest_slots: int
