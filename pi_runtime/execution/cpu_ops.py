@@ -11,6 +11,7 @@ from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.execution.cpu import CpuModel, positions_of, tokens_of
 from pi_runtime.execution.executor import Floats, Ints, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.forward import after_ffn, attention, embed, head
 from pi_runtime.kernels.moe import ffn_of_experts
 
@@ -103,3 +104,19 @@ def token_blocks(count: int, size: int = BLOCK_TOKENS) -> Iterator[slice]:
     """The tokens [0, count) in blocks of at most `size`, as many as the CPU works on at once."""
     for low in range(0, count, size):
         yield slice(low, min(count, low + size))
+
+
+def tokens_by_expert(ws: Workspace, part: slice, experts: int) -> list[tuple[int, Ints, Floats]]:
+    """The tokens of a part that take each expert, counted from its first one, with their route weights.
+
+    Experts that none takes are left out.
+    """
+    expert_TK, route_weight_TK = ws.expert_TK[part], ws.route_weight_TK[part]
+    if experts == 1:
+        return [(0, ws.token_T[: len(expert_TK)], ws.one_T[: len(expert_TK)])]
+    found = []
+    for expert in range(experts):
+        token_N, slot_N = map(np.ascontiguousarray, np.nonzero(expert_TK == expert))
+        if len(token_N):
+            found.append((expert, token_N, route_weight_TK[token_N, slot_N]))
+    return found

@@ -10,10 +10,11 @@ import numpy as np
 from pi_runtime.artifact.footprint import FEW_TOKENS
 from pi_runtime.disk.row_store import Request, RowStore
 from pi_runtime.execution.cpu import CpuModel
+from pi_runtime.execution.cpu_ops import tokens_by_expert
 from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.kernels import moe
 from pi_runtime.kernels.data import weight_table
-from pi_runtime.kernels.data.workspace import Workspace, allocate_workspace
+from pi_runtime.kernels.data.workspace import allocate_workspace
 from pi_runtime.kernels.ffn import steps
 from pi_runtime.kernels.ffn.memory import ffn_of, whole_batch
 from pi_runtime.kernels.ops.linear import norm
@@ -72,21 +73,9 @@ class ReadAhead:
             moe.route(m.cfg, w_X[0], normed_TD, ws)
         steps.prepare(self._ffn, w_X[0], normed_TD)
         named: list[Ints] = []
-        for expert, token_N, weight_N in tokens_by_expert(ws, len(x_TD), m.cfg.experts):
+        for expert, token_N, weight_N in tokens_by_expert(ws, slice(0, len(x_TD)), m.cfg.experts):
             batch = whole_batch(self._ffn, w_X, expert, token_N, select_T[token_N], weight_N)
             count = steps.name_neurons(self._ffn, batch, self._named_F)
             named.append(expert * m.cfg.d_ff + self._named_F[:count])
         row_I = np.concatenate(named)
         self._rows.read_ahead(Request(layer, 0, [(name, row_I) for name in arrays]))
-
-
-def tokens_by_expert(ws: Workspace, tokens: int, experts: int) -> list[tuple[int, Ints, Floats]]:
-    """The tokens that take each expert, with their route weights; experts that none takes are left out."""
-    if experts == 1:
-        return [(0, ws.token_T[:tokens], ws.one_T[:tokens])]
-    found = []
-    for expert in range(experts):
-        token_N, slot_N = map(np.ascontiguousarray, np.nonzero(ws.expert_TK[:tokens] == expert))
-        if len(token_N):
-            found.append((expert, token_N, ws.route_weight_TK[token_N, slot_N]))
-    return found

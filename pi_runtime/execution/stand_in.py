@@ -5,59 +5,70 @@
 A thread with the CPU's serial kernels stands in for the GPU, by the same plan and with the same handover. It is no
 faster, but it runs on every machine, so that plans can be tested anywhere.
 
-Shape letters: D model width, L layers, X experts, G key-value heads, S positions.
+Shape letters: T tokens, N tokens that take one expert, D model width, L layers, X experts.
 """
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 
+from pi_runtime.artifact.footprint import FEW_TOKENS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.execution.cpu import CpuModel, HostExecutor
-from pi_runtime.execution.cpu_ops import CpuOps
+from pi_runtime.execution.cpu_ops import CpuOps, token_blocks, tokens_by_expert
 from pi_runtime.execution.executor import Floats, Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.execution.plan_layout import CPU, GPU
 from pi_runtime.execution.schedule import schedule_of
 from pi_runtime.kernels.data.weight_table import LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace, allocate_workspace
-from pi_runtime.kernels.ffn.memory import Ffn, every_token, ffn_of
+from pi_runtime.kernels.ffn.memory import Batch, Ffn, ffn_of
 from pi_runtime.kernels.ffn.network import add_neurons, serial_add_neurons
 
-ExpertRange = tuple[int, np.float32, int, int]
-"""An expert, its route weight, and the range of its neurons, which is not empty."""
+
+class ExpertRange(NamedTuple):
+    """A range of one expert's neurons, which is not empty, for the tokens that take the expert."""
+
+    low: int
+    high: int
+    expert: int
+    token_N: Ints
+    route_weight_N: Floats
 
 
 @dataclass(frozen=True)
 class NeuronWorker:
-    """Computes ranges of each layer's neurons for one token, in a workspace of its own."""
+    """Computes ranges of each layer's neurons for a few tokens, in a workspace of its own."""
 
     add: Any
     """`network.add_neurons` or `network.serial_add_neurons`."""
     ffn: Ffn
     workspace: Workspace
     """Kept: `ffn` holds its addresses."""
-    sum_1D: Floats
+    sum_TD: Floats
     """What it computed last."""
 
-    def run(self, w_X: LayerRecords, x_1D: Floats, ranges: Sequence[ExpertRange]) -> Ints:
-        """Compute these neurons of a layer; returns the sums of (rows of `first` read, neurons kept)."""
-        rows_2, tally_13 = np.zeros(2, np.int64), np.zeros((1, 3), np.int64)
-        self.sum_1D[:] = 0
-        for expert, route_weight, low, high in ranges:
-            batch = every_token(w_X, expert, low, high, tokens=1, route_weight=float(route_weight))
-            self.add(self.ffn, batch, x_1D, False, tally_13, self.sum_1D)
-            rows_2 += tally_13[0, 1:]
-        return rows_2
+    def run(self, w_X: LayerRecords, x_TD: Floats, ranges: Sequence[ExpertRange]) -> Ints:
+        """Compute these neurons of a layer; returns for each token the sums of (rows of `first` read, neurons kept)."""
+        tokens = len(x_TD)
+        rows_T2, tally_T3 = np.zeros((tokens, 2), np.int64), np.zeros((tokens, 3), np.int64)
+        self.sum_TD[:tokens] = 0
+        for r in ranges:
+            select_N = np.ones(len(r.token_N), np.int64)
+            batch = Batch(w_X, r.expert, r.low, r.high, r.token_N, select_N, r.route_weight_N, 0)
+            self.add(self.ffn, batch, x_TD, False, tally_T3, self.sum_TD[:tokens])
+            rows_T2 += tally_T3[:, 1:]
+        return rows_T2
 
 
 class StandInOps(CpuOps):
-    """One token in two parts: of each layer's neurons one worker has those below the cut, the other the rest.
+    """Tokens in two parts: of each layer's neurons one worker has those below the cut, the other the rest.
 
     Each expert has a cut of its own. Close it, or its thread stays.
     """
@@ -65,30 +76,36 @@ class StandInOps(CpuOps):
     def __init__(self, model: CpuModel, plan: Plan) -> None:
         super().__init__(model)
         self._cuts_LX = np.array(plan.cuts).reshape(len(model.table_LX), model.cfg.experts).tolist()
-        own = allocate_workspace(model.manifest.decoder, model.largest_rank, tokens=1)
-        sums_21D = np.zeros((2, 1, model.cfg.d_model), np.float32)
-        self.hot = NeuronWorker(serial_add_neurons, ffn_of(model.cfg, own), own, sums_21D[0])
-        self.cold = NeuronWorker(add_neurons, model.ffn, model.workspace, sums_21D[1])
+        own = allocate_workspace(model.manifest.decoder, model.largest_rank, tokens=FEW_TOKENS)
+        sums_2TD = np.zeros((2, FEW_TOKENS, model.cfg.d_model), np.float32)
+        self.hot = NeuronWorker(serial_add_neurons, ffn_of(model.cfg, own), own, sums_2TD[0])
+        self.cold = NeuronWorker(add_neurons, model.ffn, model.workspace, sums_2TD[1])
         self._gpu_thread = ThreadPoolExecutor(1, thread_name_prefix="pi-stand-in")
 
     def ffn(self, layer: int) -> None:
-        """Add both workers' sums, which they compute at once; a token wholly on one side needs no handover."""
-        m, ws, w_X, cut_X = self.model, self.model.workspace, self.model.table_LX[layer], self._cuts_LX[layer]
-        taken, rows_2 = sorted(zip(ws.expert_TK[0].tolist(), ws.route_weight_TK[0], strict=True)), np.zeros(2, np.int64)
-        hot: list[ExpertRange] = [(e, weight, 0, cut_X[e]) for e, weight in taken if cut_X[e] > 0]
-        cold: list[ExpertRange] = [(e, weight, cut_X[e], m.cfg.d_ff) for e, weight in taken if cut_X[e] < m.cfg.d_ff]
-        pending = self._gpu_thread.submit(self.hot.run, w_X, self.input_TD, hot) if hot else None
+        """Add both workers' sums, for a few tokens at a time."""
+        for part in token_blocks(len(self.x_TD), FEW_TOKENS):
+            self._ffn_of_few(layer, part)
+
+    def _ffn_of_few(self, layer: int, part: slice) -> None:
+        """Let both workers compute at once; a token wholly on one side needs no handover."""
+        m, w_X, input_TD, cuts_X = self.model, self.model.table_LX[layer], self.input_TD[part], self._cuts_LX[layer]
+        taken = tokens_by_expert(m.workspace, part, m.cfg.experts)
+        hot = [ExpertRange(0, cuts_X[of[0]], *of) for of in taken if cuts_X[of[0]] > 0]
+        cold = [ExpertRange(cuts_X[of[0]], m.cfg.d_ff, *of) for of in taken if cuts_X[of[0]] < m.cfg.d_ff]
+        rows_T2 = np.zeros((len(input_TD), 2), np.int64)
+        pending = self._gpu_thread.submit(self.hot.run, w_X, input_TD, hot) if hot else None
         try:
             if cold:
-                rows_2 += self.cold.run(w_X, self.input_TD, cold)
+                rows_T2 += self.cold.run(w_X, input_TD, cold)
         finally:
             # Whatever happens here, the other worker must have left its workspace; its own error surfaces from here.
             if pending is not None:
-                rows_2 += pending.result()
+                rows_T2 += pending.result()
         for worker, ranges in ((self.hot, hot), (self.cold, cold)):
-            if ranges:
-                self.x_TD += worker.sum_1D
-        ws.counts_LT3[layer, 0, 1:] = rows_2
+            for t in sorted({t for r in ranges for t in r.token_N.tolist()}):
+                self.x_TD[part][t] += worker.sum_TD[t]
+        m.workspace.counts_LT3[layer, part, 1:] = rows_T2
 
     def close(self) -> None:
         """Let the thread return."""
@@ -103,7 +120,6 @@ class StandInExecutor(HostExecutor):
     """
 
     device_name = "stand-in"
-    draft_tokens = 1
     allocation: Allocation
 
     def __init__(
@@ -114,22 +130,20 @@ class StandInExecutor(HostExecutor):
         self._schedule, self.ops = schedule_of(allocation.plan), StandInOps(model, allocation.plan)
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
-        """Run the next tokens of some sequences. A single token with selection goes to both workers."""
+        """Run the next tokens of some sequences. With selection they go to both workers, unless they are counted."""
         with self._model.turn(sequences) as batches:
-            return [self._run(s) for batch in batches for s in batch]
+            parts = [list(part) for batch in batches for _, part in groupby(batch, lambda s: s.select and not s.count)]
+            return [result for part in parts for result in self._run(part)]
 
-    def _run(self, s: SequenceStep) -> SequenceResult:
-        if len(s.tokens) > 1 and s.select and s.logits == "last":
-            # Each gets the bits that it gets alone.
-            return [self._run(replace(s, tokens=token_1)) for token_1 in np.split(s.tokens, len(s.tokens))][-1]
-        if len(s.tokens) > 1 or not s.select or s.logits == "all":
-            return self._model.run([s])[0]
+    def _run(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
+        if not sequences[0].select or sequences[0].count:
+            return self._model.run(sequences)
         # One core is the stand-in's.
         numba.set_num_threads(max(1, self._model.threads - 1))
-        self.ops.take([s])
+        self.ops.take(sequences)
         for operation in self._schedule:
             operation.run({CPU: self.ops, GPU: self.ops})
-        return self._model.finished([s])[0]
+        return self._model.finished(sequences)
 
     def _release(self) -> None:
         self.ops.close()

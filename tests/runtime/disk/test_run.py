@@ -26,6 +26,7 @@ from pi_runtime.artifact.schema import Text
 from pi_runtime.errors import ArtifactError, UsageError
 from pi_runtime.execution import devices, disk, disk_ahead
 from pi_runtime.execution.disk import DiskExecutor
+from pi_runtime.execution.executor import SequenceStep
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -114,6 +115,22 @@ def test_figures(path: Path) -> None:
     assert disk.misses * 256 <= disk.bytes_read
     assert disk.wait_share is not None
     assert 0 < disk.wait_share < 1
+
+
+def test_the_tokens_of_a_block_share_their_reads(path: Path) -> None:
+    """A row that several of them need is read once: dense, all of them need all."""
+    with from_disk(path, 0.2, "dense") as model:
+        cache, reader = model.new_cache(), executor_of(model).reader
+
+        def read_for(tokens: int) -> int:
+            before, ids = reader.bytes_read, np.arange(tokens) + cache.length
+            model.executor.step([SequenceStep(cache=cache, tokens=ids, select=True, logits="all")])
+            return reader.bytes_read - before
+
+        read_for(1)
+        one = read_for(1)
+        assert one > 0
+        assert read_for(8) <= 1.05 * one
 
 
 def test_stats_of_the_command(run: Run, path: Path) -> None:

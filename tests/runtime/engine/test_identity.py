@@ -61,7 +61,7 @@ def test_the_same_text_in_any_company(case: str, tmp_path: Path, long: bool, mon
             page = model.executor.new_pool(None).page_nbytes
             # As little as one full context takes, more, or no limit.
             budget = page * (CONTEXT // PAGE_POSITIONS + rng.randint(0, 3)) if rng.random() < 0.7 else None
-            speculate: str | int = "auto" if model.plan is not None else rng.choice(["auto", "off", 1, 4, 32])
+            speculate: str | int = rng.choice(["auto", "off", 1, 4, 32])
             settings: dict[str, Any] = {"kv_budget": budget, "speculate": speculate}
             piece = rng.choice([None, rng.randint(1, 64)])
             with (

@@ -12,6 +12,7 @@ from support.synthetic import FACTS, random_artifact, small_decoder, stored_plan
 from pi_runtime import load
 from pi_runtime.artifact.schema import Layer, Plan
 from pi_runtime.engine.model import Model
+from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.stand_in import NeuronWorker, StandInExecutor, StandInOps
 from pi_runtime.kernels.ffn import memory
 
@@ -65,6 +66,32 @@ def test_two_sides_give_what_one_gives_whatever_the_decoder(facts: dict[str, Any
         (wanted, wanted_rows), (found, rows) = decode(one, ids), decode(two, ids)
     assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
     np.testing.assert_array_equal(rows, wanted_rows)
+
+
+@pytest.mark.parametrize("fmt", ["f32", "q4"])
+@pytest.mark.parametrize("facts", [{}, {"n_experts": 3, "experts_per_token": 2}], ids=["one", "experts"])
+def test_a_block_has_the_bits_of_its_tokens_one_by_one(facts: dict[str, Any], fmt: str, tmp_path: Path) -> None:
+    """Also beside other sequences, and where there are more tokens than a worker takes at a time."""
+    cuts = (128, 64) if not facts else (128, 0, 64, 0, 200, 64)
+    decoder = small_decoder(d_ff=200, **facts)
+    path = random_artifact(
+        tmp_path / "a.pi",
+        decoder,
+        format=fmt,
+        ranks=[7] * decoder.n_layers,
+        plans=[stored_plan(cuts, 1000, 900, attention=("cpu", "cpu"))],
+    )
+    blocks_ST = [np.random.default_rng(n).integers(0, decoder.vocab_size, count) for n, count in enumerate((21, 4, 1))]
+    with load(path, device="stand-in") as model:
+        wanted = [decode(model, ids)[0] for ids in blocks_ST]
+        caches = [model.new_cache() for _ in blocks_ST]
+        steps = [
+            SequenceStep(cache=cache, tokens=ids, select=True, logits="all")
+            for cache, ids in zip(caches, blocks_ST, strict=True)
+        ]
+        found = model.executor.step(steps)
+        for block, alone in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(block.logits_TV, alone)
 
 
 RUNGS = (Layer(rung="sign", margin=2), Layer(rung="threshold", threshold=0.1), Layer(rung="predicted", rank=7))

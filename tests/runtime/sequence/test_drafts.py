@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.requests import alone, found_by, oracle, random_requests
-from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime import Model, Sampling, load
 from pi_runtime.errors import UsageError
@@ -133,15 +132,10 @@ def test_impossible_settings(model: Model, setting: object) -> None:
         model.generate([1], speculate=setting)  # type: ignore[arg-type]
 
 
-def test_a_placement_takes_no_number(tmp_path: Path) -> None:
-    decoder = small_decoder()
-    path = random_artifact(tmp_path / "a.pi", decoder, plans=(stored_plan((16, 8), 1 << 20, 20000, context=64),))
-    with load(path, device="stand-in") as model:
-        assert found_by(model.generate([1], max_tokens=5)) == found_by(
-            model.generate([1], max_tokens=5, speculate="off")
-        )
-        with pytest.raises(UsageError, match="does not go with a placement"):
-            model.generate([1], speculate=4)
+def test_an_executor_without_blocks_takes_no_number(model: Model) -> None:
+    assert not Speculation("auto", StepTimes(), can_gain=False, max_tokens=1).is_on
+    with pytest.raises(UsageError, match="does not go with a placement"):
+        Speculation(4, StepTimes(), can_gain=False, max_tokens=1)
 
 
 def test_a_loop_is_drafted(loop: Model, endless: Path) -> None:
