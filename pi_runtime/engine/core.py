@@ -7,30 +7,32 @@ An engine does so in a thread of its own, for many; `Model.generate` in the call
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-import numpy as np
-
+from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.engine.prompt_pace import PromptPace
-from pi_runtime.engine.request import Output, ScheduledRequest, SessionState
-from pi_runtime.engine.scheduler import ScheduledTokens, Scheduler
+from pi_runtime.engine.scheduler import Scheduler
+from pi_runtime.engine.session_state import SessionState
 from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.sequence.answer import AnswerSequence
 from pi_runtime.sequence.drafts import NO_DRAFT, Draft
-from pi_runtime.sequence.sequence import Status, StepLogits
+from pi_runtime.sequence.sequence import Output, Status, TokenSequence
 from pi_runtime.sequence.speculation import Speculation
 
 
 class Caches(Protocol):
     """What the core asks of whoever holds keys and values."""
 
+    held: dict[TokenSequence, KVCache]
+    """The caches of the sequences that have joined."""
+
     @property
     def may_open(self) -> bool:
         """Whether it is worth while to ask for a further cache."""
 
-    def open(self, request: ScheduledRequest) -> KVCache | None:
-        """A cache with room for a request's tokens, with what is stored of them; None where there is too little."""
+    def open(self, sequence: TokenSequence) -> KVCache | None:
+        """A cache with room for a sequence's tokens, with what is stored of them; None where there is too little."""
 
     def grow(self, cache: KVCache, count: int) -> bool:
         """Make room for so many further tokens; False where there is too little."""
@@ -38,44 +40,30 @@ class Caches(Protocol):
     def grow_freely(self, cache: KVCache, count: int) -> bool:
         """The same, with room that nobody uses."""
 
-    def catch_up(self, cache: KVCache, request: ScheduledRequest) -> None:
-        """Take what others have stored of a request's tokens meanwhile."""
+    def catch_up(self, sequence: TokenSequence) -> None:
+        """Take what others have stored of a sequence's tokens meanwhile."""
 
     def share(self, cache: KVCache) -> None:
-        """Let later requests begin with what a cache holds, which goes on."""
+        """Let later sequences begin with what a cache holds, which goes on."""
 
     def keep(self, cache: KVCache) -> None:
-        """Close a cache, and let later requests begin with what it held."""
+        """Close a cache, and let later sequences begin with what it held."""
 
-    def release(self, request: ScheduledRequest) -> ScheduledRequest | None:
-        """Take back the cache of a request that ends; returns what is to be read ahead of its session, if anything."""
+    def release(self, sequence: TokenSequence) -> TokenSequence | None:
+        """Take back the cache of a sequence that ends; returns what is to be read ahead of its session, if anything."""
 
     def count_step(self, tokens: int, seconds: float, *, decoding: bool) -> None:
         """Count what tokens of one kind took: of answers, or of prompts."""
 
 
-class _Planned(NamedTuple):
-    """The part of one request in a step."""
-
-    request: ScheduledRequest
-    step: SequenceStep
-    draft: Draft
-    is_decoding: bool
-
-    @property
-    def num_tokens(self) -> int:
-        """Its tokens, without those that are drafted."""
-        return len(self.step.tokens) - self.draft.num_run
-
-
 class Core:
-    """Runs requests step by step, and counts what it does."""
+    """Runs sequences step by step, and counts what it does."""
 
     def __init__(
         self,
         executor: Executor,
         caches: Caches,
-        scheduler: Scheduler[ScheduledRequest],
+        scheduler: Scheduler[TokenSequence],
         pace: PromptPace,
         speculation: Speculation,
     ) -> None:
@@ -87,203 +75,208 @@ class Core:
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self.guessed_tokens = self.accepted_tokens = 0
 
-    def submit(self, request: ScheduledRequest) -> None:
-        """Let a request wait for a slot; one of a session takes the place of what was being read ahead of it."""
-        self.scheduler.submit(request)
-        if request.session is not None:
-            self.leave_session(request.session, besides=request)
+    def submit(self, sequence: TokenSequence) -> None:
+        """Let a sequence wait for a slot; one of a session takes the place of what was being read ahead of it."""
+        self.scheduler.submit(sequence)
+        if isinstance(sequence.origin, SessionState):
+            self.leave_session(sequence.origin, besides=sequence)
 
     def step(self) -> None:
-        """Run one step: requests leave and join, tokens run, new ones are drawn."""
+        """Run one step: sequences leave and join, tokens run, new ones are drawn."""
         self._drop_cancelled()
         self._admit()
         self._catch_up()
         parts = self._plan()
         if not parts:
             return
+        decoding = [sequence.is_decoding for sequence, _ in parts]
         generated, began = self.generated_tokens, time.perf_counter()
-        for part in parts:
-            for request in (part.request, *part.request.samples):
-                request.sequence.start_step()
-        results = self._executor.step([part.step for part in parts])
+        for leader, _ in parts:
+            for sequence in (leader, *leader.samples):
+                sequence.start_step()
+        results = self._executor.step([step for _, step in parts])
         seconds = time.perf_counter() - began
-        for part, result in zip(parts, results, strict=True):
-            self._advance(part, result)
-        self._count(parts, seconds, self.generated_tokens - generated)
+        for (sequence, _), result in zip(parts, results, strict=True):
+            self._advance(sequence, result)
+        self._count(parts, decoding, seconds, self.generated_tokens - generated)
 
-    def leave(self, request: ScheduledRequest, error: BaseException | None = None) -> None:
-        """Take a request that has ended out of the schedule, give its cache back, and tell its reader."""
-        if request.samples:
+    def leave(self, sequence: TokenSequence, error: BaseException | None = None) -> None:
+        """Take a sequence that has ended out of the schedule, give its cache back, and tell its reader."""
+        if sequence.samples:
             # It ended before its prompt was read: the next answer reads it.
-            leader, *others = request.samples
-            leader.samples, request.samples = others, []
+            leader, *others = sequence.samples
+            leader.samples, sequence.samples = others, []
             self.scheduler.submit_next(leader)
-        ahead = self._caches.release(request)
-        request.cache = None
-        self.finished += not request.reads_ahead
+        ahead = self._caches.release(sequence)
+        self._caches.held.pop(sequence, None)
+        self.finished += not sequence.reads_ahead
         if ahead is not None:
             self.scheduler.submit(ahead)
         # Last: where anything before fails, the engine ends, and tells those who are in the schedule.
-        self.scheduler.remove(request)
-        request.finish(error)
+        self.scheduler.remove(sequence)
+        sequence.finish(error)
 
     def leave_session(
-        self, session: SessionState, *, besides: ScheduledRequest | None = None, reason: str | None = None
+        self, session: SessionState, *, besides: TokenSequence | None = None, reason: str | None = None
     ) -> None:
-        """Let all requests of a session leave, besides one. `reason`: why those end that had not ended."""
-        for request in self.scheduler.requests:
-            if request.session is session and request is not besides:
-                request.sequence.finish_reason = request.sequence.finish_reason or reason
-                self.leave(request)
+        """Let all sequences of a session leave, besides one. `reason`: why those end that had not ended."""
+        for sequence in self.scheduler.requests:
+            if sequence.origin is session and sequence is not besides:
+                sequence.finish_reason = sequence.finish_reason or reason
+                self.leave(sequence)
 
     # Plan.
 
     def _drop_cancelled(self) -> None:
         # An answer that leaves before its prompt was read puts the next one to it into the schedule.
-        while cancelled := [request for request in self.scheduler.requests if request.cancelled]:
-            for request in cancelled:
-                request.sequence.finish_reason = "cancelled"
-                self.leave(request)
+        while cancelled := [sequence for sequence in self.scheduler.requests if sequence.cancelled]:
+            for sequence in cancelled:
+                sequence.finish_reason = "cancelled"
+                self.leave(sequence)
 
     def _admit(self) -> None:
         """Let those that wait join, in order, as slots and memory allow."""
-        while self._caches.may_open and (request := self.scheduler.next_to_join()) is not None:
+        while self._caches.may_open and (sequence := self.scheduler.next_to_join()) is not None:
             try:
-                cache = self._caches.open(request)
-            except Exception as error:  # a fault of this request ends no other
-                self.leave(request, error)
+                cache = self._caches.open(sequence)
+            except Exception as error:  # a fault of this sequence ends no other
+                self.leave(sequence, error)
                 continue
             if cache is not None:
-                self._join(request, cache)
-            elif request.reads_ahead:
-                self.leave(request)  # reading ahead waits for nothing
+                self._join(sequence, cache)
+            elif sequence.reads_ahead:
+                self.leave(sequence)  # reading ahead waits for nothing
             else:
                 return
 
-    def _join(self, request: ScheduledRequest, cache: KVCache) -> None:
-        sequence = request.sequence
-        if sequence.status is Status.WAITING and not request.reads_ahead:
+    def _join(self, sequence: TokenSequence, cache: KVCache) -> None:
+        if sequence.status is Status.WAITING and not sequence.reads_ahead:
             sequence.cached_tokens = cache.length
             self.prompt_tokens += sequence.prompt_tokens
             self.cached_tokens += cache.length
-        request.cache, sequence.num_computed, sequence.status = cache, cache.length, Status.RUNNING
+        self._caches.held[sequence], sequence.num_computed, sequence.status = cache, cache.length, Status.RUNNING
+        block = self._executor.block_tokens
+        sequence.max_block = min(block, BLOCK_TOKENS) if sequence.needs_all_logits else block
         self.scheduler.join()
         if sequence.num_pending == 0:
-            self.leave(request)
+            self.leave(sequence)
 
     def _catch_up(self) -> None:
         """Let a prompt go on where another has come to, if both are being read and begin alike."""
         reading = self.scheduler.reading
         self._shares_pieces = len(reading) > 1 or (self._shares_pieces and len(reading) == 1)
         if self._shares_pieces:
-            request, sequence, cache = reading[0], reading[0].sequence, reading[0].cache
-            assert cache is not None
+            sequence, cache = reading[0], self._caches.held[reading[0]]
             try:
-                self._caches.catch_up(cache, request)
-            except Exception as error:  # a fault of this request ends no other
-                self.leave(request, error)
+                self._caches.catch_up(sequence)
+            except Exception as error:  # a fault of this sequence ends no other
+                self.leave(sequence, error)
                 return
             gained, sequence.num_computed = cache.length - sequence.num_computed, cache.length
             if len(sequence.tokens) == sequence.prompt_tokens:
                 sequence.cached_tokens += gained
                 self.cached_tokens += gained
 
-    def _plan(self) -> list[_Planned]:
-        """What runs in the next step: work for which there is memory, and what may come after it."""
+    def _plan(self) -> list[tuple[TokenSequence, SequenceStep]]:
+        """What runs in the next step: tokens for which there is memory, and what may come after them."""
         planned = self.scheduler.plan(self._pace.tokens(self.scheduler.decoding))
-        for w in planned:
+        for sequence, tokens in planned:
             try:
-                self._make_room(w)
-            except Exception as error:  # a fault of this request ends no other
-                self.leave(w.request, error)
-        work = [w for w in planned if w.request.is_running]
-        return [self._planned(w, draft) for w, draft in zip(work, self._drafts(work), strict=True)]
+                self._make_room(sequence, tokens)
+            except Exception as error:  # a fault of this sequence ends no other
+                self.leave(sequence, error)
+        work = [(sequence, tokens) for sequence, tokens in planned if sequence.is_running]
+        drafts = self._drafts([sequence for sequence, _ in work])
+        return [(s, self._step_of(s, tokens, draft)) for (s, tokens), draft in zip(work, drafts, strict=True)]
 
-    def _make_room(self, work: ScheduledTokens[ScheduledRequest]) -> None:
-        """Give a request memory for its part of a step; where there is too little, those that joined last wait."""
-        while (cache := work.request.cache) is not None and not self._caches.grow(cache, work.tokens):
+    def _make_room(self, sequence: TokenSequence, tokens: int) -> None:
+        """Give a sequence memory for its part of a step; where there is too little, those that joined last wait."""
+        held = self._caches.held
+        while (cache := held.get(sequence)) is not None and not self._caches.grow(cache, tokens):
             last = self.scheduler.preempt()
-            assert last.cache is not None
-            self._caches.keep(last.cache)
-            last.cache, last.sequence.num_computed, last.sequence.status = None, 0, Status.PREEMPTED
+            self._caches.keep(held[last])
+            del held[last]
+            last.num_computed, last.status = 0, Status.PREEMPTED
             self.preemptions += 1
 
-    def _drafts(self, work: Sequence[ScheduledTokens[ScheduledRequest]]) -> list[Draft]:
-        """For each part of a step what may come next; none where any prompt is read.
+    def _drafts(self, sequences: Sequence[TokenSequence]) -> list[Draft]:
+        """For each sequence of a step what may come next; none where any prompt is read.
 
         Drafts take only memory that nobody uses.
         """
-        answers = [s for w in work if isinstance(s := w.request.sequence, AnswerSequence) and s.is_decoding]
-        if not self._speculation.is_on or len(answers) < len(work):
-            return [NO_DRAFT] * len(work)
+        answers = [s for s in sequences if isinstance(s, AnswerSequence) and s.is_decoding]
+        if not self._speculation.is_on or len(answers) < len(sequences):
+            return [NO_DRAFT] * len(sequences)
         drafts = [answer.draft() for answer in answers]
         lengths = self._speculation.lengths([draft.expected for draft in drafts])
         found = []
-        for w, draft, length in zip(work, drafts, lengths, strict=True):
-            assert w.request.cache is not None
-            fits = length and self._caches.grow_freely(w.request.cache, 1 + length)
+        for answer, draft, length in zip(answers, drafts, lengths, strict=True):
+            fits = length and self._caches.grow_freely(self._caches.held[answer], 1 + length)
             found.append(replace(draft, num_run=length if fits else 0))
         return found
 
-    def _planned(self, work: ScheduledTokens[ScheduledRequest], draft: Draft) -> _Planned:
-        request, sequence = work.request, work.request.sequence
-        assert request.cache is not None
-        tokens, select = sequence.next_block(work.tokens)
-        tokens = np.append(tokens, np.array(draft.tokens[: draft.num_run], np.int64))
+    def _step_of(self, sequence: TokenSequence, max_tokens: int, draft: Draft) -> SequenceStep:
+        """The work of one sequence in the next step."""
+        tokens, select = sequence.next_block(max_tokens, draft)
         every = draft.num_run > 0 or sequence.needs_all_logits
-        step = SequenceStep(cache=request.cache, tokens=tokens, select=select, logits="all" if every else "last")
-        return _Planned(request, step, draft, sequence.is_decoding)
+        cache = self._caches.held[sequence]
+        return SequenceStep(cache=cache, tokens=tokens, select=select, logits="all" if every else "last")
 
     # Advance.
 
-    def _advance(self, part: _Planned, result: SequenceResult) -> None:
+    def _advance(self, sequence: TokenSequence, result: SequenceResult) -> None:
         """Let a sequence go on with the result of a step; further answers to its prompt begin with it."""
-        sequence, ran = part.request.sequence, part.request.sequence.num_computed + part.num_tokens
-        samples = self._start_samples(part.request) if ran == len(sequence.tokens) else []
-        computed = StepLogits(part.num_tokens, result.logits_TV, result.rows_L2, part.draft)
-        self._take(part.request, sequence.advance(computed))
-        self.guessed_tokens += part.draft.num_run
+        ran, draft = sequence.num_computed + sequence.num_scheduled, sequence.drafted
+        samples = self._start_samples(sequence) if ran == len(sequence.tokens) else []
+        self._take(sequence, sequence.advance(result.logits_TV, result.rows_L2))
+        self.guessed_tokens += draft.num_run
         self.accepted_tokens += sequence.num_computed - ran
         for sample in samples:
-            assert isinstance(sample.sequence, AnswerSequence)
-            self._take(sample, sample.sequence.draw(computed._replace(draft=NO_DRAFT)))
+            assert isinstance(sample, AnswerSequence)
+            self._take(sample, sample.draw(result.logits_TV, result.rows_L2))
 
-    def _start_samples(self, leader: ScheduledRequest) -> list[ScheduledRequest]:
+    def _start_samples(self, leader: TokenSequence) -> list[TokenSequence]:
         """Let further answers wait with one token each, ahead of their client's; they go on from stored pages."""
         samples, leader.samples = leader.samples, []
         for sample in reversed(samples):
             self.scheduler.submit_next(sample)
-        if samples and leader.cache is not None:
-            self._caches.keep(leader.cache.fork())
+        if samples:
+            self._caches.keep(self._caches.held[leader].fork())
         return samples
 
-    def _take(self, request: ScheduledRequest, texts: Iterator[str]) -> None:
+    def _take(self, sequence: TokenSequence, texts: Iterator[str]) -> None:
         """Hand out what a sequence yields as it advances, and let it leave if it is complete."""
-        sequence, cache, before = request.sequence, request.cache, len(request.sequence.tokens)
+        cache, before = self._caches.held.get(sequence), len(sequence.tokens)
         error: Exception | None = None
         try:
             for text in texts:
                 if text:
-                    request.put(Output(text, len(sequence.tokens) - sequence.prompt_tokens))
-        except Exception as fault:  # a fault of this request ends no other
+                    sequence.put(Output(text, len(sequence.tokens) - sequence.prompt_tokens))
+        except Exception as fault:  # a fault of this sequence ends no other
             error = fault
         self.generated_tokens += len(sequence.tokens) - before
         if cache is not None and cache.length > sequence.num_computed:
             cache.truncate(sequence.num_computed)
         has_read = before == sequence.prompt_tokens < len(sequence.tokens)
         if error is not None or sequence.complete:
-            self.leave(request, error)
+            self.leave(sequence, error)
         elif cache is not None and (has_read or (self._shares_pieces and not sequence.is_decoding)):
             self._caches.share(cache)
 
-    def _count(self, parts: Sequence[_Planned], seconds: float, generated: int) -> None:
-        """Count the time of a step, from which later ones are planned."""
-        tokens, decoding = sum(len(part.step.tokens) for part in parts), sum(part.is_decoding for part in parts)
-        selects = {part.step.select for part in parts}
-        if decoding == len(parts) and selects == {True}:
+    def _count(
+        self,
+        parts: Sequence[tuple[TokenSequence, SequenceStep]],
+        decoding: Sequence[bool],
+        seconds: float,
+        generated: int,
+    ) -> None:
+        """Count the time of a step, from which later ones are planned. `decoding`: which were, before it."""
+        tokens, selects = sum(len(step.tokens) for _, step in parts), {step.select for _, step in parts}
+        if all(decoding) and selects == {True}:
             self._speculation.times.count(len(parts), tokens, seconds)
             self._caches.count_step(tokens, seconds, decoding=True)
         elif selects == {False}:
             self._caches.count_step(tokens, seconds, decoding=False)
-        gained = max(1.0, generated / decoding) if decoding == len(parts) else 1.0
-        self._pace.count(seconds, decoding, sum(p.num_tokens for p in parts if not p.is_decoding), gained)
+        gained = max(1.0, generated / len(parts)) if all(decoding) else 1.0
+        reading = sum(s.num_scheduled for (s, _), is_decoding in zip(parts, decoding, strict=True) if not is_decoding)
+        self._pace.count(seconds, sum(decoding), reading, gained)

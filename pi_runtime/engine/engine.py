@@ -18,8 +18,8 @@ from pi_runtime.engine.memory import EngineMemory
 from pi_runtime.engine.model import Model
 from pi_runtime.engine.options import EngineOptions
 from pi_runtime.engine.prompt_pace import PromptPace
-from pi_runtime.engine.request import ScheduledRequest, SessionState
 from pi_runtime.engine.scheduler import PIECE, Scheduler
+from pi_runtime.engine.session_state import SessionState
 from pi_runtime.engine.sessions import session_file
 from pi_runtime.engine.sessions.session import Session
 from pi_runtime.engine.sessions.suspended import SuspendedSessions
@@ -28,7 +28,7 @@ from pi_runtime.engine.stream import Scores, Stream
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.kv_cache import pages_of
 from pi_runtime.sequence.answer import AnswerSequence
-from pi_runtime.sequence.sequence import ReadSequence
+from pi_runtime.sequence.sequence import Origin, ReadSequence, TokenSequence
 from pi_runtime.sequence.settings import AnswerSettings
 from pi_runtime.sequence.speculation import StepTimes
 
@@ -78,8 +78,8 @@ class Engine:
             selection_matters=model.mode != "dense" or model.plan is not None,
         )
         self._sessions = SuspendedSessions(self._memory)
-        scheduler: Scheduler[ScheduledRequest] = Scheduler(slots, piece or PIECE)
-        caches = EngineCaches(self._memory, self._sessions, scheduler, model.context, model.executor.block_tokens)
+        scheduler: Scheduler[TokenSequence] = Scheduler(slots, piece or PIECE)
+        caches = EngineCaches(self._memory, self._sessions, model.context)
         self._core = Core(
             model.executor,
             caches,
@@ -133,11 +133,11 @@ class Engine:
             first.lookup.prepare()  # here rather than in the engine's thread
             for answer in answers[1:]:
                 answer.lookup = first.lookup.beside(answer.tokens)
-        block_tokens, neurons = self._executor.block_tokens, self._executor.neurons
-        requests = [ScheduledRequest(answer, block_tokens, salt=cache_salt, client=client) for answer in answers]
-        requests[0].samples = requests[1:]
-        self._inbox.submit(requests[0])
-        return [Stream(request, answer, neurons) for request, answer in zip(requests, answers, strict=True)]
+        for answer in answers:
+            answer.origin = Origin(cache_salt, client)
+        first.samples = [*answers[1:]]
+        self._inbox.submit(first)
+        return [Stream(answer, self._executor.neurons) for answer in answers]
 
     def score(
         self,
@@ -154,19 +154,19 @@ class Engine:
         """
         sequence = self.model.new_scoring(prompt, first=first, top=top)
         self._memory.check(sequence.max_positions)
-        request = ScheduledRequest(sequence, self._executor.block_tokens, salt=cache_salt, client=client)
+        sequence.origin = Origin(cache_salt, client)
         if sequence.complete:
-            request.finish(None)
+            sequence.finish(None)
         else:
-            self._inbox.submit(request)
-        return Scores(request, sequence)
+            self._inbox.submit(sequence)
+        return Scores(sequence)
 
     def session(self, tokens: Sequence[int] = (), *, cache_salt: str = "", client: str = "") -> Session:
         """A text that is continued in turns, and what has been computed of it.
 
         It may begin with tokens, which are checked, and read, with the first turn.
         """
-        return Session(self, SessionState(list(tokens), [False] * len(tokens), cache_salt, client))
+        return Session(self, SessionState(cache_salt, client, list(tokens), [False] * len(tokens)))
 
     def load_session(self, path: str | Path, *, cache_salt: str = "", client: str = "") -> Session:
         """A session that `Session.save` wrote, by the same artifact, mode and cache format, in any process.
@@ -175,21 +175,22 @@ class Engine:
         InputError for a file that is damaged or no session, UsageError where it does not belong to this model.
         """
         stored = session_file.load(Path(path), self._run_settings(), self._memory.pool.page_nbytes)
-        state = SessionState(stored.tokens, stored.selected, cache_salt, client)
+        state = SessionState(cache_salt, client, stored.tokens, stored.selected)
         self._inbox.call(lambda: self._sessions.restore(state, stored))
         return Session(self, state)
 
-    def begin(self, sequence: AnswerSequence, session: SessionState | None = None) -> Stream:
-        """Let an answer be written, of a session or for itself."""
+    def begin(self, sequence: AnswerSequence, session: SessionState) -> Stream:
+        """Let an answer of a session be written."""
         self._memory.check(sequence.max_positions)
-        request = ScheduledRequest(sequence, self._executor.block_tokens, session)
-        self._inbox.submit(request)
-        return Stream(request, sequence, self._executor.neurons)
+        sequence.origin = session
+        self._inbox.submit(sequence)
+        return Stream(sequence, self._executor.neurons)
 
     def read_ahead(self, sequence: ReadSequence, session: SessionState) -> None:
         """Let the tokens of a session's next prompt be read, in place of what was being read of it."""
         self._memory.check(sequence.max_positions)
-        self._inbox.submit(ScheduledRequest(sequence, self._executor.block_tokens, session))
+        sequence.origin = session
+        self._inbox.submit(sequence)
 
     def save_session(self, session: SessionState, path: Path) -> None:
         """Write a session that is paused to a file."""
@@ -215,10 +216,10 @@ class Engine:
         """The figures up to now."""
         core, pool, scheduler = self._core, self._memory.pool, self._core.scheduler
         live, waiting = scheduler.live, list(scheduler.waiting)
-        samples = sum(len(request.samples) for request in [*live, *waiting])
+        samples = sum(len(sequence.samples) for sequence in [*live, *waiting])
         return EngineStats(
             running=len(live),
-            waiting=len(waiting) + samples + self._inbox.num_requests,
+            waiting=len(waiting) + samples + self._inbox.num_sequences,
             finished=core.finished,
             pages_used=pool.in_use,
             pages_kept=self._memory.kept,

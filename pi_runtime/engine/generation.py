@@ -4,13 +4,12 @@ from collections.abc import Iterator
 
 from pi_runtime.engine.core import Core
 from pi_runtime.engine.prompt_pace import PromptPace
-from pi_runtime.engine.request import Output, ScheduledRequest
 from pi_runtime.engine.scheduler import PIECE, Scheduler
 from pi_runtime.engine.stream import AnswerIterator
 from pi_runtime.execution.executor import Executor
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.sequence.answer import AnswerSequence
-from pi_runtime.sequence.sequence import TokenSequence
+from pi_runtime.sequence.sequence import Output, TokenSequence
 from pi_runtime.sequence.speculation import Speculation
 
 
@@ -35,11 +34,10 @@ def run_alone(
     """Run one sequence until it is complete, a step whenever more is asked for. Raises what ends it."""
     pace = PromptPace(0, None, executor.block_tokens)
     core = Core(executor, OneCache(cache), Scheduler(1, PIECE), pace, speculation)
-    request = ScheduledRequest(sequence, executor.block_tokens)
-    core.submit(request)
+    core.submit(sequence)
     while True:
-        while not request.outputs.empty():
-            output = request.outputs.get()
+        while not sequence.outputs.empty():
+            output = sequence.outputs.get()
             if output.error is not None:
                 raise output.error
             if output.ended:
@@ -49,17 +47,18 @@ def run_alone(
 
 
 class OneCache:
-    """A cache of the caller's, for one request after another. What it holds stays in it."""
+    """A cache of the caller's, for one sequence after another. What it holds stays in it."""
 
     may_open = True
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
+        self.held: dict[TokenSequence, KVCache] = {}
 
-    def open(self, request: ScheduledRequest) -> KVCache | None:
-        """The cache, with as much as it holds of the request's tokens."""
-        self._cache.keep_common_prefix(request.sequence.tokens)
-        self._cache.truncate(request.sequence.num_reusable)
+    def open(self, sequence: TokenSequence) -> KVCache | None:
+        """The cache, with as much as it holds of the sequence's tokens."""
+        self._cache.keep_common_prefix(sequence.tokens)
+        self._cache.truncate(sequence.num_reusable)
         return self._cache
 
     def grow(self, cache: KVCache, count: int) -> bool:
@@ -71,16 +70,16 @@ class OneCache:
         """The same: nobody else uses the room."""
         return self.grow(cache, count)
 
-    def catch_up(self, cache: KVCache, request: ScheduledRequest) -> None:
-        """Do nothing: no other request stores tokens."""
+    def catch_up(self, sequence: TokenSequence) -> None:
+        """Do nothing: no other sequence stores tokens."""
 
     def share(self, cache: KVCache) -> None:
-        """Do nothing: no other request stores tokens."""
+        """Do nothing: no other sequence stores tokens."""
 
     def keep(self, cache: KVCache) -> None:
         """Do nothing: the cache stays the caller's."""
 
-    def release(self, request: ScheduledRequest) -> ScheduledRequest | None:
+    def release(self, sequence: TokenSequence) -> TokenSequence | None:
         """Do nothing: the cache stays the caller's."""
 
     def count_step(self, tokens: int, seconds: float, *, decoding: bool) -> None:

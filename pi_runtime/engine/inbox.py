@@ -8,8 +8,9 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from pi_runtime.engine.request import ScheduledRequest, SessionState
+from pi_runtime.engine.session_state import SessionState
 from pi_runtime.errors import UsageError
+from pi_runtime.sequence.sequence import TokenSequence
 
 
 class Callback(NamedTuple):
@@ -19,8 +20,8 @@ class Callback(NamedTuple):
     done: Future[None]
 
 
-Message = ScheduledRequest | Callback | SessionState | None
-"""A request that is to run, a call, a session that nobody will continue, or None: the engine is to end."""
+Message = TokenSequence | Callback | SessionState | None
+"""A sequence that is to run, a call, a session that nobody will continue, or None: the engine is to end."""
 
 
 class Inbox:
@@ -32,21 +33,21 @@ class Inbox:
     def __init__(self) -> None:
         self.ended: UsageError | None = None
         """Set once nothing is taken any more: what those who bring something are told."""
-        self.num_requests = 0
-        """Requests that have not been taken, each with its further answers."""
+        self.num_sequences = 0
+        """Sequences that have not been taken, each with its further answers."""
         self._process = os.getpid()
         self._messages: SimpleQueue[Message] = SimpleQueue()
-        # Guards the number of requests, and whether they are taken.
+        # Guards the number of sequences, and whether they are taken.
         self._lock = threading.RLock()
 
-    def submit(self, request: ScheduledRequest) -> None:
-        """Bring a request. Raises UsageError once the engine has ended."""
+    def submit(self, sequence: TokenSequence) -> None:
+        """Bring a sequence. Raises UsageError once the engine has ended."""
         with self._lock:
             self._check_open()
-            if request.session is not None:
-                request.session.request = request
-            self.num_requests += 1 + len(request.samples)
-            self._messages.put(request)
+            if isinstance(sequence.origin, SessionState):
+                sequence.origin.sequence = sequence
+            self.num_sequences += 1 + len(sequence.samples)
+            self._messages.put(sequence)
 
     def call(self, function: Callable[[], object]) -> None:
         """Have something done between two steps; waits for it, and raises what it raises."""
@@ -75,12 +76,12 @@ class Inbox:
     def take(self, *, wait: bool) -> Message:
         """The message that was brought first. Raises Empty where there is none and nobody is to wait.
 
-        For the engine's thread, which puts a request where it is counted before it does anything that may fail.
+        For the engine's thread, which puts a sequence where it is counted before it does anything that may fail.
         """
         message = self._messages.get(block=wait)
-        if isinstance(message, ScheduledRequest):
+        if isinstance(message, TokenSequence):
             with self._lock:
-                self.num_requests -= 1 + len(message.samples)
+                self.num_sequences -= 1 + len(message.samples)
         return message
 
     def end(self, reason: UsageError) -> list[Message]:

@@ -8,9 +8,10 @@ from queue import Empty
 from pi_runtime.engine.caches import EngineCaches
 from pi_runtime.engine.core import Core
 from pi_runtime.engine.inbox import Callback, Inbox
-from pi_runtime.engine.request import ScheduledRequest, SessionState
+from pi_runtime.engine.session_state import SessionState
 from pi_runtime.engine.step_watch import StepWatch
 from pi_runtime.errors import UsageError
+from pi_runtime.sequence.sequence import TokenSequence
 
 
 class Loop:
@@ -56,8 +57,8 @@ class Loop:
             return False
         return True
 
-    def _handle(self, message: ScheduledRequest | Callback | SessionState) -> None:
-        if isinstance(message, ScheduledRequest):
+    def _handle(self, message: TokenSequence | Callback | SessionState) -> None:
+        if isinstance(message, TokenSequence):
             self._core.submit(message)
         elif isinstance(message, SessionState):
             self._core.leave_session(message, reason="cancelled")
@@ -73,15 +74,12 @@ class Loop:
     def _end(self, error: BaseException, reason: UsageError) -> None:
         """Tell everybody who still waits: those who read answers the error, the others the reason."""
         left = self.inbox.end(reason)
-        unfinished = [*self._core.scheduler.clear(), *(m for m in left if isinstance(m, ScheduledRequest))]
-        unfinished += [sample for request in unfinished for sample in request.samples]
-        for request in unfinished:
-            request.finish(error)
+        unfinished = [*self._core.scheduler.clear(), *(m for m in left if isinstance(m, TokenSequence))]
+        unfinished += [sample for sequence in unfinished for sample in sequence.samples]
+        for sequence in unfinished:
+            sequence.finish(error)
         for message in left:
             if isinstance(message, Callback):
                 message.done.set_exception(reason)
-        for request in unfinished:
-            if request.cache is not None:
-                request.cache.close()
         self._core.finished += len(unfinished)
         self._caches.close()

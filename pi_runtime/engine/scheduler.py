@@ -7,7 +7,7 @@ While prompts are read, steps without prompts come between, so that those who ar
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 PIECE = 32
 """Tokens that several prompts share in a step, and the fewest that one gets, unless asked otherwise."""
@@ -32,13 +32,6 @@ class Schedulable(Protocol):
 
 
 S = TypeVar("S", bound=Schedulable)
-
-
-class ScheduledTokens(NamedTuple, Generic[S]):
-    """The part of one request in a step."""
-
-    request: S
-    tokens: int
 
 
 class WaitingQueue(Generic[S]):
@@ -173,18 +166,19 @@ class Scheduler(Generic[S]):
         """The requests whose prompts are being read, in the order of their turns."""
         return [s for s in self._turns if not s.is_decoding]
 
-    def plan(self, prompt_tokens: int | None = None) -> list[ScheduledTokens[S]]:
-        """The work of the next step. Prompts that ran go behind the others.
+    def plan(self, prompt_tokens: int | None = None) -> list[tuple[S, int]]:
+        """What runs in the next step, and how many tokens of each. Prompts that ran go behind the others.
 
         `prompt_tokens`: most tokens of prompts, None for a piece. More than a piece goes to one prompt alone: those
         that are read in one step share no work.
         """
-        work = [ScheduledTokens(s, 1) for s in self.live if s.is_decoding]
+        work = [(s, 1) for s in self.live if s.is_decoding]
         left, ran = self.piece if prompt_tokens is None else prompt_tokens, []
         for s in self.reading:
             if left > 0:
-                work.append(ScheduledTokens(s, min(s.block, left)))
-                left = min(left, self.piece) - work[-1].tokens
+                tokens = min(s.block, left)
+                work.append((s, tokens))
+                left = min(left, self.piece) - tokens
                 ran.append(s)
         for s in ran:
             self._turns.remove(s)

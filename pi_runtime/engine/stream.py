@@ -4,10 +4,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from queue import Empty
 
-from pi_runtime.engine.request import Output, ScheduledRequest
 from pi_runtime.sequence.answer import AnswerSequence
 from pi_runtime.sequence.logprobs import TokenLogprobs
-from pi_runtime.sequence.sequence import ScoreSequence
+from pi_runtime.sequence.sequence import Output, ScoreSequence
 from pi_runtime.sequence.stats import Stats
 
 
@@ -56,17 +55,16 @@ class Stream(AnswerIterator):
     request, or the engine.
     """
 
-    def __init__(self, request: ScheduledRequest, sequence: AnswerSequence, neurons: int) -> None:
+    def __init__(self, sequence: AnswerSequence, neurons: int) -> None:
         super().__init__(sequence, neurons)
-        self._request = request
         self.session: object = None
-        weakref.finalize(self, request.cancel).atexit = False
+        weakref.finalize(self, sequence.cancel).atexit = False
 
     def __next__(self) -> str:
-        output = self._request.outputs.get()
+        output = self._sequence.outputs.get()
         if not output.ended:
             return output.text
-        self._request.outputs.put(output)  # for whoever asks again
+        self._sequence.outputs.put(output)  # for whoever asks again
         if output.error is None:
             raise StopIteration
         raise output.error
@@ -76,61 +74,61 @@ class Stream(AnswerIterator):
 
         It must not refer to the stream, which would then never be dropped.
         """
-        self._request.notify = notify
+        self._sequence.notify = notify
         notify()
 
     def read(self) -> Output:
         """What has come since the last call, without waiting. For those who `listen`, in place of iterating."""
         texts, num_tokens = [], 0
         try:
-            while not (output := self._request.outputs.get_nowait()).ended:
+            while not (output := self._sequence.outputs.get_nowait()).ended:
                 texts.append(output.text)
                 num_tokens = output.num_tokens
         except Empty:
             return Output("".join(texts), num_tokens)
-        self._request.outputs.put(output)  # for whoever asks again
+        self._sequence.outputs.put(output)  # for whoever asks again
         return output._replace(text="".join(texts))
 
     @property
     def is_running(self) -> bool:
         """Whether it has a slot, and neither waits for one nor has ended."""
-        return self._request.is_running
+        return self._sequence.is_running
 
     @property
     def chars(self) -> int:
         """Characters of text up to now, read or not."""
-        return self._request.chars
+        return self._sequence.num_chars
 
     def cancel(self) -> None:
         """End it before the engine's next step; its memory is free then. Does nothing once it has ended."""
-        self._request.cancel()
+        self._sequence.cancel()
 
 
 class Scores:
     """Log-probabilities of a prompt that are being computed. Scores that nobody refers to any more are cancelled."""
 
-    def __init__(self, request: ScheduledRequest, sequence: ScoreSequence) -> None:
-        self._request, self._sequence = request, sequence
-        weakref.finalize(self, request.cancel).atexit = False
+    def __init__(self, sequence: ScoreSequence) -> None:
+        self._sequence = sequence
+        weakref.finalize(self, sequence.cancel).atexit = False
 
     def result(self) -> list[TokenLogprobs]:
         """Wait for them; raises the error that ended this request, or the engine. Of cancelled ones those found."""
-        end = self._request.outputs.get()
-        self._request.outputs.put(end)  # for whoever asks again
+        end = self._sequence.outputs.get()
+        self._sequence.outputs.put(end)  # for whoever asks again
         if end.error is not None:
             raise end.error
         return self._sequence.logprobs
 
     def listen(self, notify: Callable[[], object]) -> None:
         """Have a function called by the engine's thread when `result` no longer waits; and once now."""
-        self._request.notify = notify
+        self._sequence.notify = notify
         notify()
 
     @property
     def done(self) -> bool:
         """Whether `result` no longer waits."""
-        return not self._request.outputs.empty()
+        return not self._sequence.outputs.empty()
 
     def cancel(self) -> None:
         """End it before the engine's next step. Does nothing once it has ended."""
-        self._request.cancel()
+        self._sequence.cancel()

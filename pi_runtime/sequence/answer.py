@@ -15,7 +15,7 @@ from pi_runtime.sequence.drafts import NO_DRAFT, Draft, ForcedText, PromptLookup
 from pi_runtime.sequence.logprobs import TokenLogprobs, check_logprobs, token_logprobs
 from pi_runtime.sequence.sampler import Sampler
 from pi_runtime.sequence.sampling import Sampling
-from pi_runtime.sequence.sequence import Floats, StepLogits, TokenSequence
+from pi_runtime.sequence.sequence import Floats, Ints, TokenSequence
 from pi_runtime.sequence.settings import AnswerSettings
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.text.stop_strings import StopStrings
@@ -122,26 +122,26 @@ class AnswerSequence(TokenSequence):
         forced = NO_DRAFT if self._forced is None else self._forced.draft(self.token_ids, max_tokens)
         return forced if forced.tokens else self.lookup.draft(max_tokens)
 
-    def advance(self, computed: StepLogits) -> Iterator[str]:
+    def advance(self, logits_TV: Floats, rows_L2: Ints | None) -> Iterator[str]:
         """Count the tokens that have run, and draw the next ones if none is left to run."""
-        self.num_computed += computed.num_tokens
+        self.num_computed += self.num_scheduled
         if self.num_pending:
             self._count_time()
         else:
-            yield from self.draw(computed)
+            yield from self.draw(logits_TV, rows_L2)
 
-    def draw(self, computed: StepLogits) -> Iterator[str]:
+    def draw(self, logits_TV: Floats, rows_L2: Ints | None) -> Iterator[str]:
         """Draw and take the next token, and one more after each token of the draft that was right.
 
         Yields the text that each token completes. Raises PiError for logits without meaning.
         """
-        draft = computed.draft
-        if computed.rows_L2 is not None:
-            self._rows_2 += computed.rows_L2.sum(0)
+        draft = self.drafted
+        if rows_L2 is not None:
+            self._rows_2 += rows_L2.sum(0)
             self._steps += 1
         self._guessed_tokens += draft.num_run
         drawn: list[int] = []
-        for n, logits_V in enumerate(computed.logits_TV):
+        for n, logits_V in enumerate(logits_TV):
             token = self._choose(logits_V)
             drawn.append(token)
             is_right = n < draft.num_run and token == draft.tokens[n]

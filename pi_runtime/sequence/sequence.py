@@ -1,4 +1,4 @@
-"""A sequence: its tokens, how many of them have been computed, what it is doing, and what it is run for.
+"""A sequence: its tokens, how many of them have been computed, what it is doing, and what has come of it.
 
 There is a class for each goal: `AnswerSequence` is continued by new tokens, `ScoreSequence` gives the log-probabilities
 of its own tokens, and `ReadSequence` is computed so that a later sequence can begin with it.
@@ -8,15 +8,18 @@ Shape letters: T tokens of a step, V vocabulary, L layers.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
+from queue import SimpleQueue
+from threading import Event
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.errors import ContextError, UsageError
-from pi_runtime.sequence.drafts import Draft
+from pi_runtime.sequence.drafts import NO_DRAFT, Draft
 from pi_runtime.sequence.logprobs import TokenLogprobs, check_finite, check_logprobs, token_logprobs
 
 Floats = npt.NDArray[np.float32]
@@ -36,24 +39,32 @@ class Status(Enum):
     """Nothing of it runs any more."""
 
 
-class StepLogits(NamedTuple):
-    """What a step gives a sequence."""
+@dataclass(eq=False)
+class Origin:
+    """Where a sequence comes from."""
 
+    salt: str = ""
+    """Only sequences with the same salt share stored keys and values."""
+    client: str = ""
+    """Whose it is: clients take turns where sequences wait."""
+
+
+class Output(NamedTuple):
+    """What has come of a sequence: some text, or its end."""
+
+    text: str
     num_tokens: int
-    """How many of its tokens have run."""
-    logits_TV: Floats
-    """One row for each token, or for the last one; and for each token of the draft that ran."""
-    rows_L2: Ints | None
-    """Rows of `first` read and neurons kept, if that was counted."""
-    draft: Draft
-    """What may come next: its first `num_run` tokens have run behind these."""
+    """How many tokens the answer has with this text; at the end all of them."""
+    ended: bool = False
+    error: BaseException | None = None
+    """What ended it, if it was an error."""
 
 
 class TokenSequence(ABC):
     """Tokens that run through the model until a goal is reached.
 
-    Whoever runs it brings the tokens of `next_block` to the executor, and gives the result to `advance`, until it is
-    `complete`.
+    Whoever runs it brings the tokens of `next_block` to the executor, gives the result to `advance`, and its text to
+    `put`, until it is `complete`. Whoever reads it takes `outputs`, in a thread of their own where they like.
     """
 
     needs_all_logits: ClassVar[bool] = False
@@ -71,6 +82,25 @@ class TokenSequence(ABC):
         self.cached_tokens = 0
         """How many of these were there when it began."""
         self.status = Status.WAITING
+        self.origin = Origin()
+        self.samples: list[TokenSequence] = []
+        """Further answers to its prompt (parallel samples): they begin once it, their leader, has read it."""
+        self.max_block = 1
+        """Most of its tokens that one step runs. Whoever runs it sets this."""
+        self.num_scheduled = 0
+        """How many of its tokens run in the present step."""
+        self.drafted = NO_DRAFT
+        """What may come next: the first `num_run` tokens run in the present step, behind its own."""
+        self.cancelled = False
+        """Whether its reader has no use for it any more: who runs it looks before each step."""
+        self.done = Event()
+        """Set when nothing of it runs any more."""
+        self.outputs: SimpleQueue[Output] = SimpleQueue()
+        """What its reader has not read yet."""
+        self.num_chars = 0
+        """Characters of text up to now, read or not."""
+        self.notify: Callable[[], object] = lambda: None
+        """Called when an output has come, by the thread that runs it."""
         self._step_began = 0.0
         self.finish_reason: str | None = None
         """Why its text ended; None while it goes on, and for a goal without a text unless it was cancelled."""
@@ -100,28 +130,73 @@ class TokenSequence(ABC):
     def complete(self) -> bool:
         """Whether its goal is reached."""
 
-    def block_length(self, max_tokens: int) -> int:
-        """How many tokens of one kind, with selection or without, come next: at most so many."""
-        kinds = self.selected[self.num_computed : self.num_computed + max_tokens]
+    @property
+    def client(self) -> str:
+        """Whose it is."""
+        return self.origin.client
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether it is only computed, with nothing for its caller to read."""
+        return False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has a slot, and neither waits for one nor has ended."""
+        return self.status is Status.RUNNING
+
+    @property
+    def block(self) -> int:
+        """How many of its tokens may run in one step: all of one kind, with selection or without."""
+        kinds = self.selected[self.num_computed : self.num_computed + self.max_block]
         return next((n for n, select in enumerate(kinds) if select != kinds[0]), len(kinds))
 
-    def next_block(self, max_tokens: int) -> tuple[Ints, bool]:
-        """The tokens to run next, at most so many and all of one kind; and whether they run with selection."""
-        first = self.num_computed
-        count = self.block_length(max_tokens)
-        return np.array(self.tokens[first : first + count], np.int64), self.selected[first]
+    def next_block(self, max_tokens: int, draft: Draft = NO_DRAFT) -> tuple[Ints, bool]:
+        """The tokens to run next, at most so many and a draft's; and whether they run with selection."""
+        first, drafted = self.num_computed, draft.tokens[: draft.num_run]
+        self.num_scheduled, self.drafted = min(self.block, max_tokens), draft
+        tokens = self.tokens[first : first + self.num_scheduled]
+        return np.array([*tokens, *drafted], np.int64), self.selected[first]
 
     def start_step(self) -> None:
         """Note that a step which it is part of begins."""
         self._step_began = time.perf_counter()
 
     @abstractmethod
-    def advance(self, computed: StepLogits) -> Iterator[str]:
-        """Go on with what a step has computed; yields new text. Raises PiError for logits without meaning."""
+    def advance(self, logits_TV: Floats, rows_L2: Ints | None) -> Iterator[str]:
+        """Go on with what a step has computed; yields new text. Raises PiError for logits without meaning.
+
+        `logits_TV`: one row for each of its tokens that ran, or for the last one; and for each token of the draft that
+        ran. `rows_L2`: rows of `first` read and neurons kept, if that was counted.
+        """
+
+    def put(self, output: Output) -> None:
+        """Give an output to the reader. Where the reader's function fails, nobody reads: it is cancelled."""
+        self.outputs.put(output)
+        self.num_chars += len(output.text)
+        try:
+            self.notify()
+        except Exception:  # it is the reader's, and the thread is everybody's
+            self.cancelled = True
+
+    def finish(self, error: BaseException | None) -> None:
+        """Say that nothing of it runs any more, and why if that was an error."""
+        self.status = Status.FINISHED
+        self.done.set()
+        self.put(Output("", len(self.tokens) - self.prompt_tokens, ended=True, error=error))
+
+    def cancel(self) -> None:
+        """Let whoever runs it drop it before the next step."""
+        self.cancelled = True
 
 
 class ReadSequence(TokenSequence):
     """A sequence that is only computed: what a session's next prompt begins with, or its newest token."""
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Always: its caller reads nothing."""
+        return True
 
     @property
     def max_positions(self) -> int:
@@ -133,9 +208,9 @@ class ReadSequence(TokenSequence):
         """Whether all its tokens have run."""
         return self.num_pending == 0
 
-    def advance(self, computed: StepLogits) -> Iterator[str]:
+    def advance(self, logits_TV: Floats, rows_L2: Ints | None) -> Iterator[str]:  # noqa: ARG002  nobody wants them
         """Count the tokens that have run."""
-        self.num_computed += computed.num_tokens
+        self.num_computed += self.num_scheduled
         return iter(())
 
 
@@ -172,10 +247,10 @@ class ScoreSequence(TokenSequence):
         """How many first tokens need not run if their keys and values are stored: the next one's logits are wanted."""
         return self._first + len(self.logprobs) - 1
 
-    def advance(self, computed: StepLogits) -> Iterator[str]:
+    def advance(self, logits_TV: Floats, rows_L2: Ints | None) -> Iterator[str]:  # noqa: ARG002  of no use here
         """Take the log-probabilities of the tokens that follow those that have run."""
-        self.num_computed += computed.num_tokens
-        for n, logits_V in enumerate(computed.logits_TV, self.num_computed - len(computed.logits_TV) + 1):
+        self.num_computed += self.num_scheduled
+        for n, logits_V in enumerate(logits_TV, self.num_computed - len(logits_TV) + 1):
             if n == self._first + len(self.logprobs):
                 check_finite(logits_V)
                 self.logprobs.append(token_logprobs(logits_V, self._ids[n], self._top))

@@ -23,7 +23,7 @@ import numpy as np
 from support.bench_model import VOCABULARY, add_arguments, opened, verdict
 
 from pi_runtime import Engine, Model, Sampling
-from pi_runtime.engine.request import SessionState
+from pi_runtime.engine.session_state import SessionState
 from pi_runtime.engine.sessions.session import Session
 from pi_runtime.engine.stream import Stream
 from pi_runtime.execution.executor import SequenceStep

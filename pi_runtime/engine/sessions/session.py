@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, Self, Unpack
 
 from pi_runtime.engine.model import Model
-from pi_runtime.engine.request import SessionState
+from pi_runtime.engine.session_state import SessionState
 from pi_runtime.engine.stream import Stream
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.kv_cache import common_length
@@ -27,7 +27,7 @@ class Host(Protocol):
 
     model: Model
 
-    def begin(self, sequence: AnswerSequence, session: SessionState | None = None) -> Stream:
+    def begin(self, sequence: AnswerSequence, session: SessionState) -> Stream:
         """Let an answer be written."""
 
     def read_ahead(self, sequence: ReadSequence, session: SessionState) -> None:
@@ -135,11 +135,11 @@ class Session:
         state = self._state
         if state.is_closed:
             raise UsageError("the session is closed")
-        request = state.request
-        if request is not None and not request.reads_ahead and not request.done.is_set():
-            if request.sequence.finish_reason is None and not request.cancelled:
+        sequence = state.sequence
+        if sequence is not None and not sequence.reads_ahead and not sequence.done.is_set():
+            if sequence.finish_reason is None and not sequence.cancelled:
                 raise UsageError("the session is still answering", remedy="read the stream to its end, or cancel it")
-            request.done.wait()
+            sequence.done.wait()
         return state
 
     def _encode(self, text: str) -> list[int]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pi_runtime.engine.memory import EngineMemory
-from pi_runtime.engine.request import SessionState, SuspendedKV
+from pi_runtime.engine.session_state import SessionState, SuspendedKV
 from pi_runtime.engine.sessions import session_file
 from pi_runtime.engine.sessions.session_file import read_pages, write_pages
 from pi_runtime.execution.kv_cache import KVCache, common_length, pages_of

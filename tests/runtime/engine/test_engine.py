@@ -21,12 +21,12 @@ from support.scripted import saying, scripted_artifact
 
 from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.artifact.buffers import Buffer
-from pi_runtime.engine.request import ScheduledRequest
 from pi_runtime.engine.stream import Stream
 from pi_runtime.errors import ArtifactError, DoesNotFitError, PiError, PromptError, UsageError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PAGE_POSITIONS
+from pi_runtime.sequence.sequence import TokenSequence
 
 Steps = list[list[SequenceStep]]
 
@@ -617,7 +617,7 @@ def test_answers_that_have_just_begun_hear_that_the_engine_failed(
     monkeypatch.setattr(KVCache, "fork", no_memory)
     with Engine(model, slots=2) as engine:
         for stream in engine.generate_many([1, 2, 3], 3, max_tokens=4):
-            assert isinstance(stream._request.outputs.get(timeout=30).error, MemoryError)
+            assert isinstance(stream._sequence.outputs.get(timeout=30).error, MemoryError)
 
 
 def test_answers_that_nobody_wants_any_more_read_no_prompt(talker: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -646,10 +646,10 @@ def test_a_client_with_many_answers_keeps_no_other_waiting(talker: Model, monkey
         streams["b"] = engine.generate("ab", max_tokens=2, client="b")
         streams["session"] = engine.session(client="c").generate("ba", max_tokens=2)
         for name, stream in streams.items():
-            request = stream._request
+            sequence = stream._sequence
 
-            def notify(name: str = name, request: ScheduledRequest = request) -> None:
-                if request.done.is_set() and name not in ended:
+            def notify(name: str = name, sequence: TokenSequence = sequence) -> None:
+                if sequence.done.is_set() and name not in ended:
                     ended.append(name)
 
             stream.listen(notify)

@@ -51,10 +51,10 @@ def run(scheduler: Scheduler[Numbers]) -> list[list[tuple[str, int]]]:
             scheduler.join()
         work = scheduler.plan()
         assert work
-        steps.append([(w.request.name, w.tokens) for w in work])
-        for w in work:
-            if w.request.run(w.tokens):
-                scheduler.remove(w.request)
+        steps.append([(s.name, tokens) for s, tokens in work])
+        for s, tokens in work:
+            if s.run(tokens):
+                scheduler.remove(s)
     return steps
 
 
@@ -88,9 +88,9 @@ def test_more_than_a_piece_is_for_one_prompt_alone() -> None:
         scheduler.join()
     for prompt_tokens, tokens in ((30, [30]), (4, [4]), (30, [3, 5]), (0, [1])):
         work = scheduler.plan(prompt_tokens)
-        assert [w.tokens for w in work] == tokens
-        for w in work:
-            w.request.run(w.tokens)
+        assert [count for _, count in work] == tokens
+        for s, count in work:
+            s.run(count)
 
 
 def test_a_block_of_one_kind_is_not_exceeded() -> None:

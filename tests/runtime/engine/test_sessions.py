@@ -22,7 +22,7 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.engine.caches import EngineCaches
 from pi_runtime.engine.generation import Generation
-from pi_runtime.engine.request import SessionState
+from pi_runtime.engine.session_state import SessionState
 from pi_runtime.engine.sessions import suspended as paused
 from pi_runtime.engine.sessions.session import Session
 from pi_runtime.engine.stream import Stream
@@ -585,7 +585,7 @@ def test_a_turn_that_ends_with_the_engine_is_heard_of(model: Model, monkeypatch:
     monkeypatch.setattr(EngineCaches, "_newest_of", no_memory)
     with Engine(model, speculate="off") as engine:
         stream = engine.session([1, 2, 3]).generate([4], max_tokens=4)
-        while not (output := stream._request.outputs.get(timeout=30)).ended:
+        while not (output := stream._sequence.outputs.get(timeout=30)).ended:
             pass
         assert isinstance(output.error, MemoryError)
-        assert stream._request.done.is_set()
+        assert stream._sequence.done.is_set()

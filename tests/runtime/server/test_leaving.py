@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.serving import Served, slowed, wait_until
 
-from pi_runtime.engine.request import ScheduledRequest
+from pi_runtime.sequence.sequence import TokenSequence
 from pi_runtime.server.in_flight import InFlight
 
 SOON_S = 1.0
@@ -137,9 +137,9 @@ def test_a_thousand_that_leave_lose_no_page(endless: Path, serve: Callable[..., 
     assert pool.in_use == 0
 
 
-def requests_in_memory() -> list[ScheduledRequest | InFlight]:
+def requests_in_memory() -> list[TokenSequence | InFlight]:
     gc.collect()
-    return [found for found in gc.get_objects() if type(found) in (ScheduledRequest, InFlight)]
+    return [found for found in gc.get_objects() if issubclass(type(found), (TokenSequence, InFlight))]
 
 
 def test_nothing_is_kept_of_a_request_that_has_been_answered(endless: Path, serve: Callable[..., Served]) -> None:
