@@ -2,16 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from pi_runtime.server.admission import Ticket
 from pi_runtime.server.api.answer import AnswerWriter
-from pi_runtime.server.api.request import GenerateRequest
+from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.clients import Client
 from pi_runtime.server.errors import ApiError, failed
 from pi_runtime.server.in_flight import InFlight
@@ -21,6 +22,7 @@ from pi_runtime.server.request_log import plain
 from pi_runtime.server.response import ResponseSender
 from pi_runtime.server.service import Service
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -42,27 +44,32 @@ class Exchange:
         """Who sent the request."""
         return Client.of(self.scope)
 
-    async def read(self, make: Callable[[Any], T], defaults: Mapping[str, Any] | None = None) -> T:
-        """What `make` makes of the typed body, beside the event loop. Raises ApiError for every error.
+    async def beside(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Let a thread call a function that may take long. Raises ApiError for every error, and after too long."""
+        return await self.service.preparation.run(self.client.name, partial(function, *args, **kwargs))
+
+    def typed(self, defaults: Mapping[str, Any] | None = None) -> Any:
+        """The typed body. Raises ApiError 400; it may take long.
 
         `defaults` are fields that hold where the body does not say otherwise.
         """
-        return await self.service.prepare(self.client, lambda: self._read(make, defaults or {}))
-
-    def _read(self, make: Callable[[Any], T], defaults: Mapping[str, Any]) -> T:
         policy = self.service.settings.unknown_fields
         unknown: list[str] | None = None if policy == "refuse" else []
         value = parsed(self.body, self.service.settings.limits)
         if defaults and isinstance(value, dict):
             value = {**defaults, **value}
-        made = make(self.route.read(value, unknown))
+        found = self.route.read(value, unknown)
         if policy == "warn" and unknown:
             self.scope["unknown_fields"] = ",".join(map(plain, unknown))
-        return made
+        return found
 
-    async def begin(self, request: GenerateRequest) -> InFlight:
-        """Hand what was asked for to the engine. Raises ApiError for what cannot be run."""
-        return await self.service.begin(request, self.ticket, self.arrived, self.client)
+    async def begin(self, prompt: Prompt) -> InFlight:
+        """Hand a prompt to the engine. Raises ApiError for what cannot be run."""
+        self.ticket.take(prompt.answers)
+        service = self.service
+        return await self.beside(
+            InFlight, prompt, service.engine, service.metrics, service.settings, self.arrived, self.client
+        )
 
     async def respond(self, request: InFlight, writer: AnswerWriter, *, streams: bool) -> None:
         """Send the answers to a request that the engine works on, as they come or all at once."""
@@ -83,17 +90,13 @@ class BodyEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service, arrived = self._service, time.monotonic()
-
-        async def handle(exchange: Exchange) -> None:
-            response = await self._route.handler(exchange)
-            if response is not None:
-                await response(scope, receive, send)
-
         try:
             with service.admitted(scope["owner"]) as ticket:
                 body = await read_body(receive, service.settings.limits.body_bytes, Headers(scope=scope))
                 exchange = Exchange(service, self._route, scope, send, body, ticket, arrived)
-                await while_connected(receive, handle(exchange))
+                response = await while_connected(receive, self._route.handler(exchange))
+                if response is not None:
+                    await response(scope, receive, send)
         except ClientGone:
             service.metrics.cancelled += 1
 
@@ -120,8 +123,8 @@ async def read_body(receive: Receive, most: int, headers: Headers) -> bytes:
     return bytes(found)
 
 
-async def while_connected(receive: Receive, answer: Coroutine[Any, Any, None]) -> None:
-    """Run what answers a request whose body has been read, and cancel it when the client leaves.
+async def while_connected(receive: Receive, answer: Awaitable[T]) -> T:
+    """Wait for what answers a request whose body has been read, and cancel it when the client leaves.
 
     `receive` says nothing more before that. It is asked all the time, because nobody who writes is notified: neither
     starlette's streams nor uvicorn's `send` notice it before something is written.
@@ -132,7 +135,7 @@ async def while_connected(receive: Receive, answer: Coroutine[Any, Any, None]) -
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
-        task.result()
+        return task.result()
     finally:
         for each in (task, gone):
             each.cancel()

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from pi_runtime.server.api.answer import AnswerWriter, to_json
 from pi_runtime.server.api.ollama_models import ollama_version
 from pi_runtime.server.api.plain import retrieve_model
-from pi_runtime.server.api.request import GenerateRequest
+from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.chat_page import chat_page
 from pi_runtime.server.exchange import Exchange
@@ -36,28 +36,31 @@ class Computed:
 
     async def __call__(self, exchange: Exchange) -> Response:
         """Answer an exchange."""
-        served = exchange.service.served
-        found = await exchange.read(lambda body: to_json(self.compute(body, served)))
-        return Response(found, media_type=JSON)
+        return Response(await exchange.beside(self._found, exchange, exchange.service.served), media_type=JSON)
+
+    def _found(self, exchange: Exchange, served: Served) -> bytes:
+        return to_json(self.compute(exchange.typed(), served))
 
 
 @dataclass(frozen=True)
 class Generated:
     """Answers with what the engine generates: what it is asked for, and what writes its answers."""
 
-    to_request: Callable[[Any, Served], GenerateRequest]
-    writer_of: Callable[[Any, GenerateRequest, Served], AnswerWriter]
+    to_prompt: Callable[[Any, Served], Prompt]
+    writer_of: Callable[[Any, Prompt, Served], AnswerWriter]
 
-    def read(self, body: Any, served: Served) -> tuple[GenerateRequest, AnswerWriter]:
+    def read(self, body: Any, served: Served) -> tuple[Prompt, AnswerWriter]:
         """What becomes of a body. Raises ApiError for what is wrong."""
-        request = self.to_request(body, served)
-        return request, self.writer_of(body, request, served)
+        prompt = self.to_prompt(body, served)
+        return prompt, self.writer_of(body, prompt, served)
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer an exchange."""
-        served = exchange.service.served
-        request, writer = await exchange.read(lambda body: self.read(body, served))
-        await exchange.respond(await exchange.begin(request), writer, streams=request.streams)
+        prompt, writer = await exchange.beside(self._found, exchange, exchange.service.served)
+        await exchange.respond(await exchange.begin(prompt), writer, streams=prompt.streams)
+
+    def _found(self, exchange: Exchange, served: Served) -> tuple[Prompt, AnswerWriter]:
+        return self.read(exchange.typed(), served)
 
 
 async def chat(_service: Service, _: Request) -> Response:

@@ -14,7 +14,7 @@ from pi_runtime.engine.engine import Engine
 from pi_runtime.engine.model import Model
 from pi_runtime.engine.stream import Scores, Stream
 from pi_runtime.server.api.answer import EventReader, GatheredAnswer
-from pi_runtime.server.api.request import GenerateRequest, Prompt
+from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.clients import Client
 from pi_runtime.server.errors import ApiError, failed
 from pi_runtime.server.events import End, Event, PromptLogprobs
@@ -22,21 +22,20 @@ from pi_runtime.server.metrics import Metrics
 from pi_runtime.server.settings import ServerSettings
 
 
-@dataclass(eq=False)
-class _AnswerInFlight:
-    """One answer, and how much of it has been read."""
+@dataclass(eq=False, kw_only=True)
+class _AnswerInFlight(GatheredAnswer):
+    """One answer, where the rest of it comes from, and how much of it has been read."""
 
-    gathered: GatheredAnswer
     reader: EventReader
     stream: Stream | None
     """None where nothing is generated."""
     scores: Scores | None
     """The log-probabilities of its prompt, which come first; None where they have been read, or are not wanted."""
-    tokens: int = 0
-    chars: int = 0
+    num_tokens: int = 0
+    num_chars: int = 0
     latest: float = 0.0
     """When the latest text or token of it came."""
-    ended: bool = False
+    has_ended: bool = False
 
     @property
     def sources(self) -> list[Stream | Scores]:
@@ -46,7 +45,7 @@ class _AnswerInFlight:
     @property
     def pending(self) -> int:
         """Characters of its text that have not been read."""
-        return 0 if self.stream is None else self.stream.chars - self.chars
+        return 0 if self.stream is None else self.stream.chars - self.num_chars
 
 
 class InFlight:
@@ -54,32 +53,32 @@ class InFlight:
 
     def __init__(
         self,
-        request: GenerateRequest,
+        prompt: Prompt,
         engine: Engine,
         metrics: Metrics,
         settings: ServerSettings,
         arrived: float,
         client: Client,
     ) -> None:
-        """Hand the prompts to the engine. Raises what the engine says of those that cannot be run."""
+        """Hand the texts to the engine. Raises what the engine says of those that cannot be run."""
         self._metrics, self._limits, self._arrived = metrics, settings.limits, arrived
-        salt = settings.cache_salt(client.owner, request.cache_salt)
+        salt = settings.cache_salt(client.owner, prompt.cache_salt)
         self._answers: list[_AnswerInFlight] = []
-        for n, prompt in enumerate(request.prompts):
+        for n, text in enumerate(prompt.texts):
             # What was begun before one of them is refused has no reference left, so it ends.
-            scores = _scores(engine, request, prompt, salt, client.name)
-            for stream in _streams(engine, request, prompt, salt, client.name):
-                gathered = GatheredAnswer(len(self._answers), n)
-                reader = EventReader(prompt, engine.model.tokenizer)
-                self._answers.append(_AnswerInFlight(gathered, reader, stream, scores))
+            scores = _scores(engine, prompt, text, salt, client.name)
+            for stream in _streams(engine, prompt, text, salt, client.name):
+                reader, index = EventReader(prompt, engine.model.tokenizer), len(self._answers)
+                answer = _AnswerInFlight(index=index, prompt=n, reader=reader, stream=stream, scores=scores)
+                self._answers.append(answer)
         self._error: ApiError | None = None
         self._news = asyncio.Event()
         self._is_notified = False
 
     @property
-    def answers(self) -> list[GatheredAnswer]:
+    def answers(self) -> Sequence[GatheredAnswer]:
         """All answers, in order; whoever takes an event adds it to its answer."""
-        return [answer.gathered for answer in self._answers]
+        return self._answers
 
     @property
     def streams(self) -> list[Stream]:
@@ -89,7 +88,7 @@ class InFlight:
     @property
     def ended(self) -> bool:
         """Whether everything has been read, and nothing went wrong."""
-        return self._error is None and all(answer.ended for answer in self._answers)
+        return self._error is None and all(answer.has_ended for answer in self._answers)
 
     def listen(self) -> None:
         """Have the running loop notified from now on when something has come."""
@@ -127,10 +126,10 @@ class InFlight:
         """The events of all that has come. Raises ApiError for what ended it, when all before that has been read."""
         if self._error is not None:
             raise self._error
-        return [(answer.gathered, event) for answer in self._answers for event in self._read(answer)]
+        return [(answer, event) for answer in self._answers for event in self._read(answer)]
 
     def _read(self, answer: _AnswerInFlight) -> Iterator[Event]:
-        if self._error is not None or answer.ended:
+        if self._error is not None or answer.has_ended:
             return
         if answer.scores is not None:
             if not answer.scores.done:
@@ -142,23 +141,23 @@ class InFlight:
                 return
             answer.scores = None
         if answer.stream is None:
-            answer.ended = True
+            answer.has_ended = True
             yield End("length")
         else:
             yield from self._read_stream(answer, answer.stream)
 
     def _read_stream(self, answer: _AnswerInFlight, stream: Stream) -> Iterator[Event]:
         output = stream.read()
-        first, answer.tokens = answer.tokens, max(output.num_tokens, answer.tokens)
-        answer.chars += len(output.text)
-        if output.text or answer.tokens > first:
-            self._time(answer, answer.tokens - first)
-            tokens, logprobs = stream.token_ids[first : answer.tokens], stream.logprobs[first : answer.tokens]
+        first, answer.num_tokens = answer.num_tokens, max(output.num_tokens, answer.num_tokens)
+        answer.num_chars += len(output.text)
+        if output.text or answer.num_tokens > first:
+            self._time(answer, answer.num_tokens - first)
+            tokens, logprobs = stream.token_ids[first : answer.num_tokens], stream.logprobs[first : answer.num_tokens]
             yield from answer.reader.read(output.text, tokens, logprobs, stream.stats)
         if output.error is not None:
             self.fail(failed(output.error))
         elif output.ended:
-            answer.ended = True
+            answer.has_ended = True
             assert stream.finish_reason is not None
             self._metrics.count(stream.stats)
             yield from answer.reader.end(stream.finish_reason, stream.stats, stream.ending)
@@ -185,30 +184,30 @@ class InFlight:
                 source.cancel()
 
 
-def _scores(engine: Engine, request: GenerateRequest, prompt: Prompt, salt: str, client: str) -> Scores | None:
-    """What computes the log-probabilities of a prompt, where these are wanted."""
-    if request.prompt_logprobs is None:
+def _scores(engine: Engine, prompt: Prompt, text: Sequence[int] | str, salt: str, client: str) -> Scores | None:
+    """What computes the log-probabilities of a text, where these are wanted."""
+    if prompt.logprobs is None:
         return None
-    return engine.score(prompt.tokens, top=request.prompt_logprobs, cache_salt=salt, client=client)
+    return engine.score(text, top=prompt.logprobs, cache_salt=salt, client=client)
 
 
 def _streams(
-    engine: Engine, request: GenerateRequest, prompt: Prompt, salt: str, client: str
+    engine: Engine, prompt: Prompt, text: Sequence[int] | str, salt: str, client: str
 ) -> Sequence[Stream | None]:
-    """The engine's streams of the answers to a prompt."""
-    if not request.generates:
-        return [None] * request.count
-    settings = request.settings.copy()
-    if request.prediction and engine.drafts:
-        settings["expected"] = _expected(engine.model, request, prompt)
-    if request.session is not None:
-        return [request.session.generate(prompt.tokens, stop_tokens=request.stop_tokens, **settings)]
-    return engine.generate_many(prompt.tokens, request.count, cache_salt=salt, client=client, **settings)
+    """The engine's streams of the answers to a text."""
+    if not prompt.generates:
+        return [None] * prompt.count
+    settings = prompt.settings.copy()
+    if prompt.prediction and engine.drafts:
+        settings["expected"] = _expected(engine.model, prompt, len(text))
+    if prompt.session is not None:
+        return [prompt.session.generate(text, stop_tokens=prompt.stop_tokens, **settings)]
+    return engine.generate_many(text, prompt.count, cache_salt=salt, client=client, **settings)
 
 
-def _expected(model: Model, request: GenerateRequest, prompt: Prompt) -> Sequence[int]:
-    """The tokens of what is likely to come, without what is beyond the longest answer."""
-    room = model.context - len(prompt.tokens)
-    most = min(room, request.settings.get("max_tokens") or room)
-    text = request.prediction[: most * model.tokenizer.least_tokens.longest]
+def _expected(model: Model, prompt: Prompt, tokens: int) -> Sequence[int]:
+    """The tokens of what is likely to come after so many, without what is beyond the longest answer."""
+    room = model.context - tokens
+    most = min(room, prompt.settings.get("max_tokens") or room)
+    text = prompt.prediction[: most * model.tokenizer.least_tokens.longest]
     return model.tokenizer.encode(text, prefix=False)

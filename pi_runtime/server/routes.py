@@ -28,10 +28,10 @@ async def openapi(service: Service, _: Request) -> Response:
     return Response(found, media_type=JSON)
 
 
-def _generated(path: str, summary: str, to_request: Callable[..., Any], writer: Any) -> Route:
+def _generated(path: str, summary: str, to_prompt: Callable[..., Any], writer: Any) -> Route:
     """A form of API: what makes a request of its body, and what writes its answers."""
-    types = {"body": get_type_hints(to_request)["body"], "answer": writer.answer_type, "chunk": writer.chunk_type}
-    handler = Generated(to_request, writer)
+    types = {"body": get_type_hints(to_prompt)["body"], "answer": writer.answer_type, "chunk": writer.chunk_type}
+    handler = Generated(to_prompt, writer)
     return Route("POST", path, summary, handler, stream_media=writer.media, errors=(404,), **types)
 
 

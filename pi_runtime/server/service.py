@@ -16,9 +16,7 @@ from typing import Literal, TypeVar
 from pi_runtime.engine.engine import Engine
 from pi_runtime.errors import PiError
 from pi_runtime.server.admission import Admission, Ticket
-from pi_runtime.server.api.request import GenerateRequest
 from pi_runtime.server.api.served import Served
-from pi_runtime.server.clients import Client
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.in_flight import InFlight
 from pi_runtime.server.metrics import Metrics
@@ -58,7 +56,7 @@ class Service:
         self._in_flight: dict[int, InFlight] = {}
         self._numbers = count()
         self._open_requests = 0
-        self._preparation = Preparation(settings.limits.prepare_s)
+        self.preparation = Preparation(settings.limits.prepare_s)
         self._tasks: list[asyncio.Task[None]] = []
         self._threads: set[threading.Thread] = set()
 
@@ -138,10 +136,6 @@ class Service:
             finally:
                 self._open_requests -= 1
 
-    async def prepare(self, client: Client, call: Callable[[], T]) -> T:
-        """Let a thread do something that takes long. Raises ApiError for every error, and where it takes too long."""
-        return await self._preparation.run(client.name, call)
-
     @contextmanager
     def running(self, request: InFlight) -> Iterator[None]:
         """Let a request be seen while the block runs, and end it afterwards."""
@@ -154,14 +148,6 @@ class Service:
             request.cancel()
             del self._in_flight[number]
             self.admission.count(time.monotonic() - began)
-
-    async def begin(self, request: GenerateRequest, ticket: Ticket, arrived: float, client: Client) -> InFlight:
-        """Hand a client's request to the engine. Raises ApiError for what cannot be run."""
-        ticket.take(request.answers)
-        engine = self.engine
-        return await self.prepare(
-            client, lambda: InFlight(request, engine, self.metrics, self.settings, arrived, client)
-        )
 
     async def drain(self) -> None:
         """Take on nothing more; let what runs go on for a while, then end it with an error."""
@@ -183,7 +169,7 @@ class Service:
         """Close the engine, and its model. Nobody waits long for an engine that does not end its step."""
         for task in self._tasks:
             task.cancel()
-        self._preparation.close()
+        self.preparation.close()
         if (engine := self._engine) is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORDS_S):

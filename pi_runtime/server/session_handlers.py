@@ -5,13 +5,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Scope
 
 from pi_runtime.server.api import sessions
-from pi_runtime.server.api.request import GenerateRequest
+from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.sessions import (
-    AnswerRequest,
     Beginning,
     SessionObject,
     SessionProgress,
-    SessionRequest,
     SessionWriter,
     answer_request,
     stop_token,
@@ -27,15 +25,15 @@ async def create(exchange: Exchange) -> Response:
     service.sessions.check_room(owner)
     engine, served = service.engine, service.served
 
-    def begin(body: SessionRequest) -> ServedSession:
-        beginning = Beginning(body, served)
+    def begin() -> ServedSession:
+        beginning = Beginning(exchange.typed(), served)
         salt = service.settings.cache_salt(owner, beginning.cache_salt)
         session = engine.session(beginning.tokens, cache_salt=salt, client=exchange.client.name)
         if beginning.draft:
             session.type(beginning.draft)
         return ServedSession(owner, session, beginning.defaults)
 
-    made = await exchange.read(begin)
+    made = await exchange.beside(begin)
     service.sessions.add(made)
     return _shown(service, made)
 
@@ -45,7 +43,7 @@ async def type_draft(exchange: Exchange) -> Response:
     found, service = _found(exchange.service, exchange.scope), exchange.service
     served = service.served
     async with service.sessions.changing(found):
-        await exchange.read(lambda body: sessions.type_draft(body, found.session, served))
+        await exchange.beside(lambda: sessions.type_draft(exchange.typed(), found.session, served))
     return _shown(service, found)
 
 
@@ -54,17 +52,18 @@ async def answer(exchange: Exchange) -> None:
     found, service = _found(exchange.service, exchange.scope), exchange.service
     served = service.served
 
-    def read(body: AnswerRequest) -> tuple[GenerateRequest, SessionWriter]:
-        request = answer_request(body, found.session, served)
-        return request, SessionWriter(body, request, served, found.id)
+    def read() -> tuple[Prompt, SessionWriter]:
+        body = exchange.typed(found.defaults)
+        prompt = answer_request(body, found.session, served)
+        return prompt, SessionWriter(body, prompt, served, found.id)
 
     async with service.sessions.changing(found):
-        request, writer = await exchange.read(read, found.defaults)
-        found.turn = turn = await exchange.begin(request)
+        prompt, writer = await exchange.beside(read)
+        found.turn = turn = await exchange.begin(prompt)
     try:
-        await exchange.respond(turn, writer, streams=request.streams)
+        await exchange.respond(turn, writer, streams=prompt.streams)
     finally:
-        found.turn, found.is_paused = None, stop_token(request, turn.answers[0]) is not None
+        found.turn, found.is_paused = None, stop_token(prompt, turn.answers[0]) is not None
         service.sessions.touch(found)
 
 

@@ -10,7 +10,7 @@ import pytest
 from pi_runtime import Engine
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.answer import AnswerWriter, EventReader, GatheredAnswer
-from pi_runtime.server.api.request import GenerateRequest
+from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.clients import Client
 from pi_runtime.server.errors import ApiError
@@ -39,14 +39,14 @@ STATS = Stats(
 """Figures of an answer that nobody wrote."""
 
 
-def read(path: str, value: object, served: Served) -> tuple[GenerateRequest, AnswerWriter]:
+def read(path: str, value: object, served: Served) -> tuple[Prompt, AnswerWriter]:
     """What becomes of the JSON of a request of this path."""
     handler = POSTS[path].handler
     assert isinstance(handler, Generated)
     return handler.read(POSTS[path].read(value), served)
 
 
-def asked(path: str, value: object, served: Served) -> GenerateRequest:
+def asked(path: str, value: object, served: Served) -> Prompt:
     """What the engine is asked for by a request of this path."""
     return read(path, value, served)[0]
 
@@ -91,8 +91,8 @@ def said(
     path: str, value: object, served: Served, pieces: Sequence[str], reason: str = "end", stats: Stats = STATS
 ) -> Any:
     """What is written of one answer whose tokens are these pieces: its whole, or the events of its stream."""
-    request, writer = read(path, value, served)
-    (prompt,), answer = request.prompts, GatheredAnswer(0, 0)
+    prompt, writer = read(path, value, served)
+    answer = GatheredAnswer(0, 0)
     reader, found = EventReader(prompt, served.model.tokenizer), b""
     for piece in pieces:
         for event in reader.read(piece, [1], (), stats):
@@ -101,7 +101,7 @@ def said(
         found += write(writer, answer, event)
     return (
         parsed(found + writer.final_events([answer]))
-        if request.streams
+        if prompt.streams
         else _whole(read(path, value, served)[1], [answer])
     )
 
@@ -126,7 +126,7 @@ def parsed(data: bytes) -> list[tuple[str | None, Any]]:
     return found
 
 
-def _events(request: GenerateRequest, served: Served, engine: Engine) -> list[tuple[GatheredAnswer, list[Event]]]:
+def _events(request: Prompt, served: Served, engine: Engine) -> list[tuple[GatheredAnswer, list[Event]]]:
     """The events of each answer, which are gathered too where it does not stream."""
     in_flight = InFlight(request, engine, Metrics(), served.settings, time.monotonic(), Client("", ""))
     found: list[tuple[GatheredAnswer, list[Event]]] = [(answer, []) for answer in in_flight.answers]

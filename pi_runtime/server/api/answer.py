@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 from pi_runtime.sequence.logprobs import TokenLogprobs
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.logprobs import ShownLogprobs
-from pi_runtime.server.api.request import Prompt
+from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.events import (
@@ -44,8 +44,8 @@ class EventReader:
     """Makes events of what the engine gives of one answer: text, thoughts and calls, whatever form they are in."""
 
     def __init__(self, prompt: Prompt, tokenizer: Tokenizer) -> None:
-        self._parser = prompt.output.parser(prompt.text, prompt.tools)
-        self._shown = ShownLogprobs(tokenizer, prompt.shown_tokens)
+        self._parser = prompt.output.parser(prompt.rendered, prompt.tools)
+        self._shown = ShownLogprobs(tokenizer, prompt.settings.get("shown_tokens", ()))
 
     def read(
         self, text: str, tokens: Sequence[int] = (), logprobs: Sequence[TokenLogprobs] = (), stats: Stats | None = None

@@ -1,6 +1,7 @@
 """`/v1/chat/completions`: an assistant's turn, with thoughts and calls of tools apart from its text."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
@@ -14,7 +15,7 @@ from pi_runtime.server.api.chat_prompt import chat_prompt, chat_text, text_of
 from pi_runtime.server.api.choices import ChoicesWriter, Chunk, Whole
 from pi_runtime.server.api.conversation import ConversationFields, Text, allowed_tools, schema_of
 from pi_runtime.server.api.logprobs import ChatLogprobs, chat_logprobs
-from pi_runtime.server.api.request import GenerateRequest
+from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.sampling import Count, IgnoredFields, LengthFields, StreamingFields, only_one
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.events import (
@@ -131,7 +132,7 @@ class ChatChunk(Chunk):
     choices: list[ChunkChoice]
 
 
-def chat_request(body: ChatRequest, served: Served) -> GenerateRequest:
+def chat_request(body: ChatRequest, served: Served) -> Prompt:
     """What the engine is asked for. Raises ApiError for what is wrong."""
     served.check_name(body.model)
     count = body.count(served)
@@ -153,8 +154,8 @@ def chat_request(body: ChatRequest, served: Served) -> GenerateRequest:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt=prompt,
     )
-    return GenerateRequest(
-        prompts=[prompt],
+    return replace(
+        prompt,
         count=count,
         settings=settings,
         streams=bool(body.stream),

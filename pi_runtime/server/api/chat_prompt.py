@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pi_runtime.errors import InputError, MissingExtraError, UsageError, spelled
+from pi_runtime.sequence.settings import AnswerSettings
 from pi_runtime.server.api.body import invalid
 from pi_runtime.server.api.conversation import (
     AssistantMessage,
@@ -16,7 +17,7 @@ from pi_runtime.server.api.conversation import (
     ToolMessage,
     allowed_tools,
 )
-from pi_runtime.server.api.request import Prompt
+from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import described, refused
 from pi_runtime.text.grammar import Grammar
@@ -34,7 +35,7 @@ def chat_prompt(
     schema: Mapping[str, Any] | None = None,
     schema_field: str = "response_format",
 ) -> Prompt:
-    """The prompt whose text a template made.
+    """The prompt whose text a template made; settings of its answers are those that the text asks for.
 
     `field` and `schema_field` are the request's names of the messages and of `schema`, which is the JSON that an answer
     without calls must be. `choice` is `auto`, `none`, `required`, or the function that must be called. Raises ApiError
@@ -45,7 +46,8 @@ def chat_prompt(
     grammar = served.output.grammar(text, tools=tools, choice=choice, parallel=parallel, schema=schema)
     if grammar is not None:
         _check(grammar, "tools" if schema is None else schema_field, served)
-    return Prompt(ids, text, tools, served.output, grammar)
+    settings = AnswerSettings(grammar=grammar, shown_tokens=served.output.shown_tokens(tools))
+    return Prompt(texts=[ids], rendered=text, tools=tools, output=served.output, settings=settings)
 
 
 def _check(grammar: Grammar, field: str, served: Served) -> None:

@@ -8,7 +8,7 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.answer import DONE, GatheredAnswer, SseWriter, sse
-from pi_runtime.server.api.request import GenerateRequest
+from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.sampling import StreamingFields
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.usage import Timings, Usage, timings, usage
@@ -44,10 +44,10 @@ class ChoicesWriter(SseWriter):
     kind: str
     chunk_kind: str
 
-    def __init__(self, body: StreamingFields, request: GenerateRequest, served: Served) -> None:
-        self._request, self.served = request, served
+    def __init__(self, body: StreamingFields, prompt: Prompt, served: Served) -> None:
+        self._prompt, self.served = prompt, served
         self.with_timings, self._with_usage = body.timings_per_token, body.include_usage
-        self.wants_logprobs = request.settings.get("logprobs") is not None
+        self.wants_logprobs = prompt.settings.get("logprobs") is not None
         self._id, self._created = new_id(self.prefix), int(time.time())
 
     def chunk(self, choice: Any, stats: Stats | None) -> bytes:
@@ -82,6 +82,6 @@ class ChoicesWriter(SseWriter):
     def _usage(self, answers: Sequence[GatheredAnswer]) -> Usage:
         ends = [answer.end for answer in answers if answer.end is not None]
         stats = [answer.stats for answer in answers if answer.stats is not None]
-        firsts = [answer.stats for answer in answers[:: self._request.count] if answer.stats is not None]
-        prompt_tokens = sum(len(prompt.tokens) for prompt in self._request.prompts)
+        firsts = [answer.stats for answer in answers[:: self._prompt.count] if answer.stats is not None]
+        prompt_tokens = sum(map(len, self._prompt.texts))
         return usage(prompt_tokens, stats, firsts, sum(end.reasoning_tokens for end in ends))

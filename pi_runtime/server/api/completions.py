@@ -10,7 +10,7 @@ from pi_runtime.server.api.answer import GatheredAnswer
 from pi_runtime.server.api.body import TOKENS, Unsupported, invalid
 from pi_runtime.server.api.choices import ChoicesWriter, Chunk, Whole
 from pi_runtime.server.api.logprobs import CompletionLogprobs, CompletionLogprobsWriter, joined
-from pi_runtime.server.api.request import GenerateRequest, Prompt
+from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.sampling import LengthFields, StreamingFields, only_one
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.api.usage import FINISH_REASONS
@@ -76,7 +76,7 @@ class CompletionChunk(Chunk):
     choices: list[CompletionChoice]
 
 
-def completion_request(body: CompletionRequest, served: Served) -> GenerateRequest:
+def completion_request(body: CompletionRequest, served: Served) -> Prompt:
     """What the engine is asked for. Raises ApiError for what is wrong."""
     served.check_name(body.model)
     prompts = _prompts(body.prompt)
@@ -86,13 +86,13 @@ def completion_request(body: CompletionRequest, served: Served) -> GenerateReque
     generates = body.most_tokens != 0
     ids = [_tokens(place, prompt, served, beside=int(generates)) for place, prompt in prompts.items()]
     most = body.most_tokens if generates else 1
-    return GenerateRequest(
-        prompts=[Prompt(tokens) for tokens in ids],
+    return Prompt(
+        texts=ids,
         count=count,
         settings=body.answer_settings(served, max_tokens=most, logprobs=body.logprobs),
         streams=bool(body.stream),
         generates=generates,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        logprobs=body.logprobs if body.echo else None,
         cache_salt=body.cache_salt,
     )
 
@@ -103,13 +103,12 @@ class CompletionWriter(ChoicesWriter):
     answer_type, chunk_type = Completion, CompletionChunk
     prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, body: CompletionRequest, request: GenerateRequest, served: Served) -> None:
-        super().__init__(body, request, served)
-        self._ids = [prompt.tokens for prompt in request.prompts]
-        self._echo = [""] * len(self._ids)
+    def __init__(self, body: CompletionRequest, prompt: Prompt, served: Served) -> None:
+        super().__init__(body, prompt, served)
+        self._echo = [""] * len(prompt.texts)
         if body.echo:
-            given = zip(_prompts(body.prompt).values(), request.prompts, strict=True)
-            self._echo = [text if isinstance(text, str) else self._decoded(prompt) for text, prompt in given]
+            decode, given = served.model.tokenizer.decode, _prompts(body.prompt).values()
+            self._echo = [text if isinstance(text, str) else decode(text) for text in given]
         self._prompt_logprobs: dict[int, CompletionLogprobs] = {}
         """Log-probabilities of prompts, by their places; all answers to one prompt show the same."""
         self._logprobs: dict[int, CompletionLogprobsWriter] = {}
@@ -131,14 +130,10 @@ class CompletionWriter(ChoicesWriter):
                     self._keep(answer.prompt, event)
         return self.with_usage([self._choice(answer, answer.events) for answer in answers], answers)
 
-    def _decoded(self, prompt: Prompt) -> str:
-        assert not isinstance(prompt.tokens, str)
-        return self.served.model.tokenizer.decode(prompt.tokens)
-
     def _keep(self, prompt: int, event: PromptLogprobs) -> None:
         """Keep the log-probabilities of a prompt as completions have them, once for all its answers."""
         if prompt not in self._prompt_logprobs:
-            writer, ids = CompletionLogprobsWriter(self.served.model.tokenizer), self._ids[prompt]
+            writer, ids = CompletionLogprobsWriter(self.served.model.tokenizer), self._prompt.texts[prompt]
             assert not isinstance(ids, str)
             self._prompt_logprobs[prompt] = joined([writer.first(ids[0]), writer.write(event.found)])
 

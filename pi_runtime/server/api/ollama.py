@@ -7,6 +7,7 @@ nothing here.
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -18,7 +19,7 @@ from pi_runtime.server.api.body import MANY, AtMost, Body, Unsupported, invalid
 from pi_runtime.server.api.chat_prompt import chat_prompt, rendered
 from pi_runtime.server.api.conversation import Tool, allowed_tools
 from pi_runtime.server.api.ollama_models import LATEST
-from pi_runtime.server.api.request import GenerateRequest, Prompt
+from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.sampling import Penalty, Probability, RepetitionPenalty, SamplingFields, StopString
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.api.usage import FINISH_REASONS
@@ -172,7 +173,7 @@ class OllamaGenerateAnswer(OllamaFigures):
     thinking: NotRequired[str]
 
 
-def ollama_chat_request(body: OllamaChatRequest, served: Served) -> GenerateRequest:
+def ollama_chat_request(body: OllamaChatRequest, served: Served) -> Prompt:
     """What the engine is asked for: without messages, nothing. Raises ApiError for what is wrong."""
     served.check_name(body.model.removesuffix(LATEST))
     if not body.messages:
@@ -182,7 +183,7 @@ def ollama_chat_request(body: OllamaChatRequest, served: Served) -> GenerateRequ
     return _request(body, served, _prompt(body, served, messages, tools=tools, choice=choice))
 
 
-def ollama_generate_request(body: OllamaGenerateRequest, served: Served) -> GenerateRequest:
+def ollama_generate_request(body: OllamaGenerateRequest, served: Served) -> Prompt:
     """What the engine is asked for: without a prompt, nothing. Raises ApiError for what is wrong."""
     served.check_name(body.model.removesuffix(LATEST))
     if not body.prompt:
@@ -194,11 +195,11 @@ def ollama_generate_request(body: OllamaGenerateRequest, served: Served) -> Gene
     return _request(body, served, _prompt(body, served, messages, field="prompt"))
 
 
-def _request(body: OllamaFields, served: Served, prompt: Prompt | None = None) -> GenerateRequest:
+def _request(body: OllamaFields, served: Served, prompt: Prompt | None = None) -> Prompt:
     """A request without a prompt asks for the model to be loaded, which it is."""
     streams = body.stream is not False
     if prompt is None:
-        return GenerateRequest(prompts=[], streams=streams)
+        return Prompt(texts=[], streams=streams)
     options = body.options or Options()
     most = options.num_predict
     settings = options.sampling_fields().answer_settings(
@@ -206,7 +207,7 @@ def _request(body: OllamaFields, served: Served, prompt: Prompt | None = None) -
         max_tokens=None if most is None or most < 1 else most,
         prompt=prompt,
     )
-    return GenerateRequest(prompts=[prompt], settings=settings, streams=streams)
+    return replace(prompt, settings=settings, streams=streams)
 
 
 def _prompt(
@@ -233,7 +234,7 @@ def _raw_prompt(body: OllamaGenerateRequest, served: Served) -> Prompt:
         raise invalid("format" if body.format else "system", "not with a raw prompt, nor for a model without template")
     ids = served.encode(body.prompt, "prompt")
     served.check_length(len(ids), "prompt")
-    return Prompt(ids, body.prompt)
+    return Prompt(texts=[ids], rendered=body.prompt)
 
 
 class OllamaChatWriter:
@@ -243,7 +244,7 @@ class OllamaChatWriter:
     answer_type: type[OllamaFigures] = OllamaChatAnswer
     chunk_type: type[OllamaFigures] = OllamaChatAnswer
 
-    def __init__(self, body: OllamaFields, _: GenerateRequest, __: Served) -> None:
+    def __init__(self, body: OllamaFields, _: Prompt, __: Served) -> None:
         self._model, self._began = body.model, time.perf_counter()
 
     def write(self, answer: GatheredAnswer, event: Event) -> bytes:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
@@ -23,7 +24,7 @@ from pi_runtime.server.api.conversation import (
 )
 from pi_runtime.server.api.logprobs import TokenLogprob, chat_logprobs
 from pi_runtime.server.api.other_servers import OneAnswerFields
-from pi_runtime.server.api.request import GenerateRequest
+from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.response_items import (
     AllowedChoice,
     FunctionChoice,
@@ -167,7 +168,7 @@ class ResponseEvent(TypedDict):
     response: NotRequired[Response]
 
 
-def response_request(body: ResponseRequest, served: Served) -> GenerateRequest:
+def response_request(body: ResponseRequest, served: Served) -> Prompt:
     """What the engine is asked for. Raises ApiError for what is wrong."""
     served.check_name(body.model)
     if body.stream_options is not None and not body.stream:
@@ -195,7 +196,7 @@ def response_request(body: ResponseRequest, served: Served) -> GenerateRequest:
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
         prompt=prompt,
     )
-    return GenerateRequest(prompts=[prompt], settings=settings, streams=bool(body.stream), cache_salt=body.cache_salt)
+    return replace(prompt, settings=settings, streams=bool(body.stream), cache_salt=body.cache_salt)
 
 
 class ResponseWriter:
@@ -203,7 +204,7 @@ class ResponseWriter:
 
     media, answer_type, chunk_type = SSE, Response, ResponseEvent
 
-    def __init__(self, body: ResponseRequest, _: GenerateRequest, served: Served) -> None:
+    def __init__(self, body: ResponseRequest, _: Prompt, served: Served) -> None:
         self._tokenizer, self._output = served.model.tokenizer, ResponseOutput()
         self._pending: list[TokenLogprob] = []
         """Log-probabilities of tokens without text: they belong to the text that comes next."""

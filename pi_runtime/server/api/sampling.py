@@ -10,7 +10,7 @@ from pi_runtime.sequence.sampling import Sampling
 from pi_runtime.sequence.settings import AnswerSettings
 from pi_runtime.server.api.body import MANY, Body, Metadata, Unsupported, invalid
 from pi_runtime.server.api.other_servers import OtherServersFields
-from pi_runtime.server.api.request import Prompt
+from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.served import Served
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -89,17 +89,16 @@ class SamplingFields(OtherServersFields):
         logprobs: int | None = None,
         prompt: Prompt | None = None,
     ) -> AnswerSettings:
-        """All settings of an answer, with those that its prompt asks for."""
+        """All settings of an answer, with those that its prompt has."""
         if max_tokens is not None and (self.min_tokens or 0) > max_tokens:
             raise invalid("min_tokens", f"at most the {max_tokens} tokens that the answer may have")
-        return AnswerSettings(
+        found = AnswerSettings() if prompt is None else prompt.settings
+        return found | AnswerSettings(
             max_tokens=max_tokens,
             min_tokens=self.min_tokens or 0,
             sampling=self.sampling(served),
             stop=self.stop_strings(served.settings.limits.stop_strings),
             logprobs=logprobs,
-            grammar=None if prompt is None else prompt.grammar,
-            shown_tokens=() if prompt is None else prompt.shown_tokens,
         )
 
 

@@ -21,7 +21,7 @@ from pi_runtime.server.api.body import MANY, TOKENS, Body, invalid
 from pi_runtime.server.api.chat_prompt import chat_text
 from pi_runtime.server.api.conversation import ConversationFields
 from pi_runtime.server.api.other_servers import OneAnswerFields
-from pi_runtime.server.api.request import GenerateRequest, Prompt
+from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.sampling import CacheFields, Count, SamplingFields
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.usage import FINISH_REASONS, Timings, Usage, timings, usage
@@ -171,16 +171,16 @@ def type_draft(body: TypeRequest, session: Session, served: Served) -> None:
     session.edit(body.text, at)
 
 
-def answer_request(body: AnswerRequest, session: Session, served: Served) -> GenerateRequest:
+def answer_request(body: AnswerRequest, session: Session, served: Served) -> Prompt:
     """What the engine is asked for. Raises ApiError for what is wrong."""
     append = "" if body.append is None else body.append
     if not isinstance(append, str) and session.draft:
         raise invalid("append", "tokens cannot follow a draft; append text, or empty the draft")
-    prompt = session.draft + append if isinstance(append, str) else append
-    _check(prompt, "append", served, beside=len(session.tokens) + 1)
+    text = session.draft + append if isinstance(append, str) else append
+    _check(text, "append", served, beside=len(session.tokens) + 1)
     settings, stop_tokens = _settings(body, served)
-    return GenerateRequest(
-        prompts=[Prompt(prompt)],
+    return Prompt(
+        texts=[text],
         settings=settings,
         streams=bool(body.stream),
         session=session,
@@ -188,18 +188,18 @@ def answer_request(body: AnswerRequest, session: Session, served: Served) -> Gen
     )
 
 
-def stop_token(request: GenerateRequest, answer: GatheredAnswer) -> int | None:
+def stop_token(prompt: Prompt, answer: GatheredAnswer) -> int | None:
     """The stop token that ended a turn, so that somebody else goes on; None where none did."""
     if answer.end is None or answer.end.finish_reason != "stop":
         return None
-    return next((token for token in answer.tokens[-1:] if token in request.stop_tokens), None)
+    return next((token for token in answer.tokens[-1:] if token in prompt.stop_tokens), None)
 
 
 class SessionWriter(SseWriter):
     """Writes the turns of sessions and their chunks."""
 
-    def __init__(self, body: AnswerRequest, request: GenerateRequest, served: Served, session_id: str) -> None:
-        self._with_timings, self._request, self._model = body.timings_per_token, request, served.name
+    def __init__(self, body: AnswerRequest, prompt: Prompt, served: Served, session_id: str) -> None:
+        self._with_timings, self._prompt, self._model = body.timings_per_token, prompt, served.name
         self._id, self._created, self._session_id = new_id("answer_"), int(time.time()), session_id
 
     def write(self, answer: GatheredAnswer, event: Event) -> bytes:
@@ -231,7 +231,7 @@ class SessionWriter(SseWriter):
         assert answer.stats is not None
         return {
             "finish_reason": FINISH_REASONS[answer.end.finish_reason],
-            "stop_token": stop_token(self._request, answer),
+            "stop_token": stop_token(self._prompt, answer),
             "usage": usage(answer.stats.prompt_tokens, [answer.stats], [answer.stats]),
         }
 

@@ -71,7 +71,7 @@ def test_messages_of_all_roles_reach_the_template(random_chat: Chat) -> None:
         says("why?"),
     ]
     request = asking.asked(CHAT, {"model": "m", "messages": messages}, served)
-    assert served.model.tokenizer.decode(request.prompts[0].tokens) == "s:be brief;s:a\nb;u:hi;a:;t:42;a:no;u:why?;a:"
+    assert served.model.tokenizer.decode(request.texts[0]) == "s:be brief;s:a\nb;u:hi;a:;t:42;a:no;u:why?;a:"
 
 
 CALL = {"name": "f", "arguments": '{"x": 1}'}
@@ -81,7 +81,7 @@ def test_an_answer_goes_on_where_a_message_ends(random_chat: Chat) -> None:
     served, _ = random_chat
     messages = [says("hi"), says("well", "assistant")]
     request = asking.asked(CHAT, {"model": "m", "messages": messages, "continue_final_message": True}, served)
-    assert served.model.tokenizer.decode(request.prompts[0].tokens) == "u:hi;a:well"
+    assert served.model.tokenizer.decode(request.texts[0]) == "u:hi;a:well"
 
 
 def test_a_stream_says_what_the_whole_says(random_chat: Chat) -> None:

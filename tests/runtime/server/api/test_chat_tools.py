@@ -152,13 +152,13 @@ def test_what_the_template_is_given(hermes: tuple[Served, Engine]) -> None:
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
     messages.append({"role": "tool", "tool_call_id": "1", "content": "2"})
     request = asking.asked(CHAT, body(messages=messages, reasoning_effort="none"), served)
-    text = served.model.tokenizer.decode(request.prompts[0].tokens)
+    text = served.model.tokenizer.decode(request.texts[0])
     assert text.startswith('[{"type": "function", "function": {"name": "add", "description": "Adds."')
     assert text.endswith(
         'u:x;a:<tool_call>{"name": "add", "arguments": {"ok": true}}</tool_call>;t:2;a:<think></think>'
     )
     request = asking.asked(CHAT, body(tool_choice="none", reasoning_effort="high"), served)
-    assert served.model.tokenizer.decode(request.prompts[0].tokens) == "u:x;a:"
+    assert served.model.tokenizer.decode(request.texts[0]) == "u:x;a:"
 
 
 def test_a_template_without_calls_takes_no_tools(random_chat: tuple[Served, Engine]) -> None:

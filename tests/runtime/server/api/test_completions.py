@@ -154,7 +154,7 @@ def test_tokens_of_a_stop_string_are_not_shown(alphabet_chat: Chat, stream: bool
     for cuts in ([5], [1, 5], [3, 5], [1, 2, 3, 4, 5]):
         body = {"model": "m", "prompt": "abc", "stop": "gh", "logprobs": 0, "stream": stream}
         request, writer = asking.read(COMPLETIONS, body, served)
-        reader, gathered = EventReader(request.prompts[0], served.model.tokenizer), GatheredAnswer(0, 0)
+        reader, gathered = EventReader(request, served.model.tokenizer), GatheredAnswer(0, 0)
         events = []
         for start, end in zip([0, *cuts], cuts, strict=False):
             events += reader.read(text[start:end], answer.token_ids[start:end], answer.logprobs[start:end])

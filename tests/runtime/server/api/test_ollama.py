@@ -62,7 +62,7 @@ def test_a_prompt_goes_through_the_template_unless_it_is_raw(random_chat: Chat) 
 
     def prompt(**fields: Any) -> str:
         request = asking.asked(OLLAMA_GENERATE, {"model": "m:latest", "prompt": "x", **fields}, served)
-        return served.model.tokenizer.decode(request.prompts[0].tokens)
+        return served.model.tokenizer.decode(request.texts[0])
 
     assert prompt(system="be brief") == "s:be brief;u:x;a:"
     assert prompt(raw=True) == "x"

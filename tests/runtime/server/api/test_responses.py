@@ -117,7 +117,7 @@ def test_thoughts_and_calls_are_items_of_their_own(hermes: Chat) -> None:
 
 def test_an_error_ends_a_stream(alphabet_chat: Chat) -> None:
     request, writer = asking.read(RESPONSES, {"model": "m", "input": "abc", "stream": True}, alphabet_chat[0])
-    reader, answer = EventReader(request.prompts[0], alphabet_chat[0].model.tokenizer), GatheredAnswer(0, 0)
+    reader, answer = EventReader(request, alphabet_chat[0].model.tokenizer), GatheredAnswer(0, 0)
     written = b"".join(asking.write(writer, answer, event) for event in reader.read("d", [1]))
     *_, told, failed = checked(asking.parsed(written + writer.failed(ApiError(500, "broken"))))
     assert (told.type, told.message) == ("error", "broken")
@@ -155,7 +155,7 @@ def test_a_conversation_of_items_reaches_the_template(hermes: Chat) -> None:
     request = asking.asked(RESPONSES, {"model": "m", "input": items, "instructions": "Hi."}, served)
     call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     expected = f"s:Hi.;s:be brief;u:1+1?;a:{call};t:2;a:2;u:thanks;a:"
-    assert served.model.tokenizer.decode(request.prompts[0].tokens) == expected
+    assert served.model.tokenizer.decode(request.texts[0]) == expected
 
 
 def test_json_follows_a_schema(random_chat: Chat) -> None:
