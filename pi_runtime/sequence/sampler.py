@@ -1,19 +1,4 @@
-"""From logits to the next token: penalties, biases, transformers' filters in transformers' order, then one draw.
-
-    x_V  logits      p = softmax(x)      C  the candidates still in play      n_i  how often the answer has i so far
-
-    repetition penalty   x_i ← x_i · r  if x_i < 0  else  x_i / r,   for every i seen so far
-    frequency penalty    x_i ← x_i − f · n_i
-    presence penalty     x_i ← x_i − a · [n_i > 0]
-    logit bias           x_i ← x_i + b_i
-    grammar              x_i ← −∞  for tokens that may not follow
-    end of text          x_i ← −∞  for its ids, in the first tokens of an answer that is to have so many
-    temperature          x ← x / t
-    top-k                C = {i : x_i ≥ the k-th largest x}
-    top-p                C without the least likely tokens, as long as those removed sum to at most 1 − p
-    min-p                C = {i : p_i ≥ m · max p}
-
-Temperature 0 is greedy: the largest penalised logit, the lowest id on ties; the filters then change nothing.
+"""From logits to the next token: what `sampling` says, then one draw.
 
 A draw depends on the seed, the number of the answer and the position alone, not on the draws before it.
 
@@ -26,9 +11,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from pi_runtime.errors import Setting, UsageError
-from pi_runtime.sequence.filters import Float32s, Ids, Mask, candidates, penalise, penalise_repeats
 from pi_runtime.sequence.logprobs import check_finite
-from pi_runtime.sequence.sampling import Sampling
+from pi_runtime.sequence.sampling import Float32s, Ids, Mask, Sampling, candidates, penalise, penalise_repeats
 
 
 class Sampler:

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from pi_runtime.errors import ArtifactError, PiError, UsageError
-from pi_runtime.sequence import filters as ours
-from pi_runtime.sequence.filters import candidates
+from pi_runtime.sequence import sampling as ours
 from pi_runtime.sequence.logprobs import token_logprobs
 from pi_runtime.sequence.sampler import Sampler
-from pi_runtime.sequence.sampling import Sampling
+from pi_runtime.sequence.sampling import Sampling, candidates
 
 V = 307
 
