@@ -41,7 +41,7 @@ AHEAD = 256
 
 @dataclass(frozen=True)
 class _Pending:
-    """What the engine does for a line."""
+    """The answers and log-probabilities that a line of prompts waits for."""
 
     model: Model
     streams: Sequence[Stream]

@@ -38,7 +38,7 @@ class Caches(Protocol):
         """Make room for so many further tokens; False where there is too little."""
 
     def grow_freely(self, cache: KVCache, count: int) -> bool:
-        """The same, with room that nobody uses."""
+        """Make room for so many further tokens where nobody uses it; False where none is free."""
 
     def catch_up(self, sequence: TokenSequence) -> None:
         """Take what others have stored of a sequence's tokens meanwhile."""
@@ -270,7 +270,7 @@ class Core:
         seconds: float,
         generated: int,
     ) -> None:
-        """Count the time of a step, from which later ones are planned. `decoding`: which were, before it."""
+        """Count the time of a step, from which later ones are planned. `decoding`: which parts were, before it."""
         tokens, selects = sum(len(step.tokens) for _, step in parts), {step.select for _, step in parts}
         if all(decoding) and selects == {True}:
             self._speculation.times.count(len(parts), tokens, seconds)

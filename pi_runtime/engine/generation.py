@@ -67,7 +67,7 @@ class OneCache:
         return True
 
     def grow_freely(self, cache: KVCache, count: int) -> bool:
-        """The same: nobody else uses the room."""
+        """Make room for so many further tokens: nobody else uses it."""
         return self.grow(cache, count)
 
     def catch_up(self, sequence: TokenSequence) -> None:

@@ -62,7 +62,7 @@ class Inbox:
         self._messages.put(session)
 
     def close(self) -> None:
-        """Ask for the end."""
+        """Ask the engine to end."""
         self._messages.put(None)
 
     def _check_open(self) -> None:
@@ -85,7 +85,7 @@ class Inbox:
         return message
 
     def end(self, reason: UsageError) -> list[Message]:
-        """Take what is left; whoever brings something from now on is told the reason."""
+        """Close the inbox and take what is left in it; whoever brings something from now on is told the reason."""
         left: list[Message] = []
         with self._lock, suppress(Empty):
             self.ended = reason

@@ -26,7 +26,7 @@ class Loop:
         self._thread.start()
 
     def close(self) -> None:
-        """End after the present step, and wait for that."""
+        """End the thread after its present step, and wait for that."""
         self.inbox.close()
         self._thread.join()
 

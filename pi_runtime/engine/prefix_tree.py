@@ -102,13 +102,13 @@ class PrefixTree:
             self._drop(node)
 
     def _keys(self, tokens: Sequence[int], selected: Sequence[bool]) -> list[Key]:
-        """The positions, page by page."""
+        """The positions of a sequence as the tree's keys, one for each page."""
         pairs = zip(tokens, selected, strict=True)
         both = [2 * token + (select and self._selection_matters) for token, select in pairs]
         return [tuple(both[first : first + PAGE_POSITIONS]) for first in range(0, len(both), PAGE_POSITIONS)]
 
     def _add(self, parent: _Node, key: Key, page: int) -> _Node:
-        """The child that holds these positions: one that is there, or this page in place of those that hold less."""
+        """Add a page below a node, in place of children that hold less of it; returns the child that holds it."""
         closest, common = _closest(parent, key)
         if closest is not None and common == len(key):
             return closest
@@ -121,7 +121,7 @@ class PrefixTree:
         return found
 
     def _keeps_a_page(self, leaf: _Node) -> bool:
-        """Whether nobody but the tree holds the leaf's page, or one before it, which is dropped after it."""
+        """Whether dropping a leaf, and then the nodes above it, frees a page: one that only the tree holds."""
         node = leaf
         while node.parent is not None:
             if self._pool.references(node.page) == 1:

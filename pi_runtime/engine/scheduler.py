@@ -47,7 +47,7 @@ class WaitingQueue(Generic[S]):
         """The round: the client whose turn it is comes first. None has an empty queue."""
 
     def __iter__(self) -> Iterator[S]:
-        """In no certain order, but for those of one client. Another thread may look too."""
+        """All that wait; those of one client in order. Another thread may look too."""
         queues = [self._first, *self._by_client.values()]
         return iter([s for queue in queues for s in list(queue)])
 
@@ -65,7 +65,7 @@ class WaitingQueue(Generic[S]):
 
     @property
     def head(self) -> S | None:
-        """Whose turn it is."""
+        """The request whose turn it is; None where none waits."""
         queues = (queue for queue in (self._first, *self._by_client.values()) if queue)
         return next((queue[0] for queue in queues), None)
 

@@ -7,7 +7,10 @@ from pi_runtime.kernels.codegen import progress
 
 
 class StepWatch:
-    """Begun and ended by the thread that runs steps, looked at by one other: more often than `stalled_s` is to tell."""
+    """Says for how long the present step has made no progress.
+
+    The thread that runs steps begins and ends it. One other looks, more often than `stalled_s` is to tell.
+    """
 
     def __init__(self, count: Callable[[], int] = progress.count, clock: Callable[[], float] = time.monotonic) -> None:
         self._count, self._clock = count, clock

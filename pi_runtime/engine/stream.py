@@ -112,7 +112,7 @@ class Scores:
         weakref.finalize(self, sequence.cancel).atexit = False
 
     def result(self) -> list[TokenLogprobs]:
-        """Wait for them; raises the error that ended this request, or the engine. Of cancelled ones those found."""
+        """Wait for the log-probabilities; of a cancelled request those found. Raises what ended it, or the engine."""
         end = self._sequence.outputs.get()
         self._sequence.outputs.put(end)  # for whoever asks again
         if end.error is not None:

@@ -121,7 +121,7 @@ class PromptLookup:
             self._shared, self._followed_by = self._followed_by, {}
 
     def beside(self, tokens: Sequence[int]) -> "PromptLookup":
-        """One for another answer to the same prompt: what is expected is put into an index once for both.
+        """A look-up for another answer to the same prompt; the index of what is expected is made once for both.
 
         To be called before either has grown.
         """

@@ -132,7 +132,7 @@ class TokenSequence(ABC):
 
     @property
     def client(self) -> str:
-        """Whose it is."""
+        """The client that asked for it."""
         return self.origin.client
 
     @property

@@ -16,14 +16,14 @@ LATEST = 0.1
 
 
 class Ticket:
-    """The right of one request to so many answers."""
+    """Counts the answers that one request takes of the server's slots and queue."""
 
     def __init__(self, admission: "Admission", owner: str) -> None:
         self._admission, self._owner, self._answers = admission, owner, 0
         self.take(1)
 
     def take(self, answers: int) -> None:
-        """Take on so many answers in all. Raises ApiError (429) where they do not fit beside the others."""
+        """Let a request have so many answers in all. Raises ApiError (429) where they do not fit beside others."""
         admission, more = self._admission, max(answers, 1) - self._answers
         if answers > admission.most_each:
             raise ApiError(400, f"{answers} answers", param="n", code="too_many_answers")
@@ -35,7 +35,7 @@ class Ticket:
         self._answers += more
 
     def release(self) -> None:
-        """Give back the right to all answers of this ticket."""
+        """Let others have what this request took, once it has ended."""
         self._admission.of[self._owner] -= self._answers
         self._answers = 0
 
@@ -58,7 +58,7 @@ class Admission:
 
     @contextmanager
     def ticket(self, owner: str) -> Iterator[Ticket]:
-        """An owner's right to one answer for as long as the block runs. Raises ApiError (429) where none is left."""
+        """Count one answer of an owner for as long as the block runs. Raises ApiError (429) where none is left."""
         ticket = Ticket(self, owner)
         try:
             yield ticket

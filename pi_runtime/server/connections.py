@@ -50,7 +50,7 @@ class Connections:
 
 
 class ListeningSocket(socket.socket):
-    """A listening socket that accepts connections within their bounds."""
+    """A listening socket that accepts no more connections than `Connections` allows."""
 
     connections: Connections
 

@@ -45,7 +45,7 @@ class Exchange:
         return Client.of(self.scope)
 
     async def beside(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Let a thread call a function that may take long. Raises ApiError for every error, and after too long."""
+        """Let a thread call a function that may take long. Raises ApiError for any error, and for too long a time."""
         return await self.service.preparation.run(self.client.name, partial(function, *args, **kwargs))
 
     def typed(self, defaults: Mapping[str, Any] | None = None) -> Any:

@@ -20,7 +20,7 @@ from pi_runtime.server.service import Service
 
 
 def known(describe: Callable[[Served], Any]) -> Callable[[Service, Request], Awaitable[Response]]:
-    """Answers with JSON of the model that is served, without admission."""
+    """A handler that answers with what a function says of the served model."""
 
     async def answer(service: Service, _: Request) -> Response:
         return JSONResponse(describe(service.served))
@@ -30,7 +30,7 @@ def known(describe: Callable[[Served], Any]) -> Callable[[Service, Request], Awa
 
 @dataclass(frozen=True)
 class Computed:
-    """Answers with JSON that takes no engine, though it may take long."""
+    """A handler that answers with JSON which a function computes of the body, without the engine."""
 
     compute: Callable[[Any, Served], Any]
 
@@ -44,7 +44,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Generated:
-    """Answers with what the engine generates: what it is asked for, and what writes its answers."""
+    """A handler that answers with text which the engine generates, written in one form of API."""
 
     to_prompt: Callable[[Any, Served], Prompt]
     writer_of: Callable[[Any, Prompt, Served], AnswerWriter]

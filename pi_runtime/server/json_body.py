@@ -12,7 +12,7 @@ OTHERS = bytes(set(range(256)) - set(b'[]{}"'))
 
 
 def parsed(body: bytes, limits: Limits) -> Any:
-    """The JSON of a body. Raises ApiError for what is none, or would take those who read it too long."""
+    """Parse the JSON of a body. Raises ApiError where it is no JSON, or too complex to be read quickly."""
     _check_values(body, limits)
     _check_brackets(body, limits)
     try:
@@ -22,7 +22,7 @@ def parsed(body: bytes, limits: Limits) -> Any:
 
 
 def _check_values(body: bytes, limits: Limits) -> None:
-    """Commas are counted, those in texts too: each value but the first of its list or object comes after one."""
+    """Refuse a body with too many commas: each value but the first of its list or object comes after one."""
     if (found := body.count(b",")) > limits.commas:
         raise ApiError(400, f"the body has {found} commas; at most {limits.commas}", code="too_complex")
 

@@ -34,7 +34,7 @@ CLOSE_S = 5
 
 
 class TooManyPartsError(Exception):
-    """A body comes in more parts than are taken."""
+    """A body has come in more parts than the limit."""
 
 
 class _Connection(h11.Connection):

@@ -22,7 +22,7 @@ MOST_OF_ONE = WORKERS - 1
 
 
 class Preparation:
-    """The threads. Everything but the work itself belongs to the event loop's thread."""
+    """A few threads that prepare requests. Everything but their work belongs to the event loop's thread."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s

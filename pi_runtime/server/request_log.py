@@ -40,7 +40,7 @@ def plain(name: str) -> str:
 
 
 class RequestLog:
-    """Writes what becomes of requests. Belongs to the event loop's thread."""
+    """Writes a line for each request that has ended, and for events. Belongs to the event loop's thread."""
 
     def __init__(self, write: Write, *, every_request: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._write, self._every_request, self._clock = write, every_request, clock

@@ -24,7 +24,7 @@ class ResponseSender:
         self._has_begun = False
 
     async def send(self, request: InFlight) -> None:
-        """Send until everything has been said. Raises ApiError for what ends it before."""
+        """Send all answers to a request. Raises ApiError for what ends it before."""
         while not request.ended:
             if await request.wait(self._keep_alive_s):
                 data = await self._written(request)

@@ -29,20 +29,20 @@ async def openapi(service: Service, _: Request) -> Response:
 
 
 def _generated(path: str, summary: str, to_prompt: Callable[..., Any], writer: Any) -> Route:
-    """A form of API: what makes a request of its body, and what writes its answers."""
+    """The route of a form of API: a function that makes a prompt of its body, and the class that writes answers."""
     types = {"body": get_type_hints(to_prompt)["body"], "answer": writer.answer_type, "chunk": writer.chunk_type}
     handler = Generated(to_prompt, writer)
     return Route("POST", path, summary, handler, stream_media=writer.media, errors=(404,), **types)
 
 
 def _computed(path: str, summary: str, compute: Callable[..., Any], *errors: int) -> Route:
-    """What a function computes of its body and the model. The types are those of its annotations."""
+    """The route of a function that computes JSON of body and model. The types are those of its annotations."""
     types = get_type_hints(compute)
     return Route("POST", path, summary, Computed(compute), body=types["body"], answer=types["return"], errors=errors)
 
 
 def _described(path: str, summary: str, describe: Callable[..., Any]) -> Route:
-    """What a function says of the model. The type is that of its annotation."""
+    """The route of a function that says something of the model. The type is that of its annotation."""
     return Route("GET", path, summary, known(describe), answer=get_type_hints(describe)["return"], errors=(503,))
 
 

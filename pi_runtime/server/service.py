@@ -124,7 +124,7 @@ class Service:
 
     @contextmanager
     def admitted(self, owner: str) -> Iterator[Ticket]:
-        """A place for one request of an owner for as long as the block runs. Raises ApiError 429 where there is none
+        """Admit one request of an owner for as long as the block runs. Raises ApiError 429 where there is none
         for it, and 503 while loading, draining, or after a fault."""
         _ = self.engine
         if self.phase == "draining":
@@ -138,7 +138,7 @@ class Service:
 
     @contextmanager
     def running(self, request: InFlight) -> Iterator[None]:
-        """Let a request be seen while the block runs, and end it afterwards."""
+        """List a request as in flight while the block runs, and cancel what is left of it afterwards."""
         number, began = next(self._numbers), time.monotonic()
         self._in_flight[number] = request
         request.listen()

@@ -113,7 +113,7 @@ class Sessions:
 
     @asynccontextmanager
     async def changing(self, session: ServedSession) -> AsyncIterator[None]:
-        """A time in which nothing else changes the session. Raises ApiError (409) while a turn is being answered."""
+        """Lock a session for as long as the block runs. Raises ApiError (409) while a turn is being answered."""
         session.check_idle()
         async with session.lock:
             self.find(session.id, session.owner)

@@ -93,5 +93,5 @@ class ServerSettings:
         return most if len(self.api_keys) < 2 else max(self.slots, 3 * most // 4)
 
     def cache_salt(self, owner: str, given: str | None) -> str:
-        """What divides stored prompts: only requests of one key, and with the same `cache_salt`, share them."""
+        """The salt of stored prompts: only requests of one key, and with the same `cache_salt`, share them."""
         return f"{'' if self.share_prefixes else owner}:{given or ''}"

@@ -63,7 +63,7 @@ class Grammar:
 
     @classmethod
     def of(cls, *, json_schema: Any = None, regex: str | None = None, lark: str | None = None) -> Self | None:
-        """The one that is given; None where none is. Raises UsageError for several."""
+        """The one grammar that settings name; None where they name none. Raises UsageError for several."""
         if [json_schema, regex, lark].count(None) < 2:
             names = Setting("json_schema"), ", ", Setting("regex"), " and ", Setting("lark")
             raise UsageError(("give one of ", names))

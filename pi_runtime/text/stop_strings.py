@@ -6,7 +6,7 @@ from pi_runtime.errors import Setting, UsageError
 
 
 class StopStrings:
-    """A filter between the parts of a text and their reader.
+    """Holds back what may begin a stop string, and ends a text at the first one.
 
     The text ends at the first position where some stop string is complete; of several that are complete there, the
     longest counts. The stop string itself is not let through. The division into parts does not change the joined

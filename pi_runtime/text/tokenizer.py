@@ -209,7 +209,7 @@ class TextStream:
         return self._show(self._held_text()) if self._held else ""
 
     def _special_text(self, token_id: int) -> str:
-        """What is held, which cannot go on beyond a special token, and the token's own text."""
+        """The text that is held, and that of a special token: no character goes on beyond such a token."""
         rest = self.finish()
         self._held, self._shown_chars = [], 0
         return rest + self._tokenizer.special_text(token_id)

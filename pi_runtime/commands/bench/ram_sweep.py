@@ -64,7 +64,7 @@ def sweep(
 
 
 def _useful(open_model: Callable[[int], Model], budget: int) -> tuple[int, int]:
-    """The useful budgets of a model that this one holds."""
+    """The least and the largest budget that are of use to the model, which is opened within this one."""
     with open_model(budget) as model:
         if model.context <= LEAD:
             raise UsageError(

@@ -84,7 +84,7 @@ def cells(rows: Sequence[Row]) -> list[dict[str, str]]:
 
 
 def _share(share_L: Sequence[float] | None, *, spread: bool = False) -> str:
-    """The mean over layers, and from which to which layer it goes."""
+    """A share as text: its mean over layers, and on request its least and largest."""
     if share_L is None:
         return "–"
     mean = f"{sum(share_L) / len(share_L):.1%}"

@@ -28,16 +28,16 @@ class Host(Protocol):
     model: Model
 
     def begin(self, sequence: AnswerSequence, session: SessionState) -> Stream:
-        """Let an answer be written."""
+        """Let an answer of a session be written."""
 
     def read_ahead(self, sequence: ReadSequence, session: SessionState) -> None:
         """Let the tokens of the next prompt be read, in place of what was being read of it."""
 
     def save_session(self, session: SessionState, path: Path) -> None:
-        """Write what is known of it to a file."""
+        """Write what is known of a session to a file."""
 
     def forget(self, session: SessionState) -> None:
-        """Drop what is kept of it."""
+        """Drop what is kept of a session."""
 
 
 class Session:

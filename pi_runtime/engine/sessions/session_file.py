@@ -34,7 +34,7 @@ class Sink(Protocol):
     """Something that bytes are written to, all of them."""
 
     def write(self, data: memoryview, /) -> object:
-        """Write them."""
+        """Write bytes, all of them."""
 
 
 @dataclass(frozen=True)

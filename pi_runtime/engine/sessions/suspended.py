@@ -68,7 +68,7 @@ class SuspendedSessions:
 
     @property
     def caches(self) -> list[KVCache]:
-        """The caches that are kept."""
+        """The caches of paused sessions that are in memory."""
         return [s.suspended.cache for s in self._paused if s.suspended is not None and s.suspended.cache is not None]
 
     @property

@@ -80,7 +80,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _few_unknown(cls, value: Any) -> Any:
-        """The value with no more fields that are not known than are named."""
+        """An object with no more unknown fields than an error or a warning names."""
         if not isinstance(value, dict) or len(value) <= len(cls.model_fields) + MOST_NAMED:
             return value
         names = {field.alias or name for name, field in cls.model_fields.items()}

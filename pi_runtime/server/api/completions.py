@@ -156,7 +156,7 @@ class CompletionWriter(ChoicesWriter):
 
 
 def _tokens(place: str, prompt: str | list[int], served: Served, *, beside: int) -> list[int]:
-    """A prompt's tokens. Raises ApiError for what is none, or too long."""
+    """The token ids of a prompt that is text or ids. Raises ApiError for one that is empty, wrong or too long."""
     ids = served.encode(prompt, place, beside=beside) if isinstance(prompt, str) else prompt
     if not ids:
         raise invalid(place, "the prompt is empty, and the model has no begin-of-text token to start from")

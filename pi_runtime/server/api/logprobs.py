@@ -86,7 +86,7 @@ class ShownLogprobs:
         return due
 
     def finish(self, finish_reason: str) -> list[TokenLogprobs]:
-        """Return the rest, unless it belongs to a stop string."""
+        """Return the log-probabilities that are still held, unless their tokens belong to a stop string."""
         return [] if finish_reason == "stop" else [token for _, token in self._held]
 
 

@@ -246,7 +246,7 @@ class CallParser:
                 self._read(late)
 
     def _break_off(self, char: str) -> None:
-        """End what is no call, or no longer one, before this character."""
+        """Give up a call that cannot go on with this character: what was read of it is text."""
         raw, self._raw, self._read = self._raw, "", self._read_text
         if self._in_arguments and self._has_begun:
             self._deltas.append(CallBroken(self._count - 1, raw))

@@ -22,7 +22,7 @@ CALL_ID: /[a-zA-Z0-9]{9}/
 
 
 class GrammarWriter:
-    """Writes rules. `tokens`: markers that are tokens of their own."""
+    """Writes the rules of a grammar. `tokens`: markers that are tokens of their own."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self._tokens = tokens

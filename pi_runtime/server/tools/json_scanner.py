@@ -19,7 +19,7 @@ COLON, STRING, ESCAPE, UNICODE, SCALAR_TEXT, AFTER, DONE = (
 
 
 class JsonScanner:
-    """Reads one object or array.
+    """Follows one JSON object or array, character by character.
 
     >>> scanner = JsonScanner()
     >>> all(map(scanner.push, '{"a": ["b')), scanner.depth, scanner.is_in_text

@@ -49,7 +49,7 @@ class OutputParser:
         return self._reasoning is not None and self._reasoning.thinks
 
     def _with_calls(self, deltas: list[Delta]) -> list[Delta]:
-        """Find calls in what is no thought."""
+        """Find calls of tools in the text that is no thought."""
         if self._calls is None:
             return [delta for delta in deltas if not isinstance(delta, TextDelta) or delta.text]
         found: list[Delta] = []
@@ -69,7 +69,7 @@ class OutputFormat:
 
     @classmethod
     def of(cls, template: str, tokenizer: Tokenizer) -> Self:
-        """Read them from a template. Neither tools nor thoughts where it has no conventions that are known here."""
+        """The conventions of a template; no tools and no thoughts where it has none that are known here."""
         tools, reasoning = ToolFormat.of(template), ReasoningFormat.of(template)
         markers = [*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ())]
         tokens = {marker: token for marker in markers if (token := tokenizer.added_token(marker)) is not None}
