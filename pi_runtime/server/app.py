@@ -16,7 +16,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Scope
 
 from pi_runtime.engine.engine import Engine
 from pi_runtime.server.errors import ApiError, failed
@@ -39,15 +38,10 @@ def build_app(settings: ServerSettings, open_engine: Callable[[], Engine], log: 
     the service.
     """
     service = Service(open_engine, settings)
-    requests = RequestLog(log, every_request=settings.log_requests)
+    requests = RequestLog(log, service.metrics, every_request=settings.log_requests)
     service.on_event = requests.event
     routes = [Route(route.path, _endpoint(service, route), methods=[route.method]) for route in ROUTES]
-    paths: dict[Any, str] = {route.endpoint: route.path for route in routes}
-
-    def count(scope: Scope, status: int, seconds: float) -> None:
-        path = paths.get(scope.get("endpoint"), "other")
-        service.metrics.requests[path, status] += 1
-        requests.count(scope, path, status, seconds)
+    requests.paths |= {route.endpoint: route.path for route in routes}
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -57,7 +51,7 @@ def build_app(settings: ServerSettings, open_engine: Callable[[], Engine], log: 
         requests.event("the server has stopped")
 
     handlers = {ApiError: _refuse, HTTPException: _refuse_http, Exception: _refuse_fault}
-    guards = _guards(settings, count)
+    guards = _guards(settings, requests)
     found = Starlette(routes=routes, middleware=guards, exception_handlers=handlers, lifespan=lifespan)
     found.state.service = service
     return found
@@ -68,10 +62,10 @@ def _endpoint(service: Service, route: RouteSpec) -> Any:
     return partial(route.handler, service) if route.body is None else BodyEndpoint(service, route)
 
 
-def _guards(settings: ServerSettings, count: Callable[[Scope, int, float], None]) -> list[Middleware]:
+def _guards(settings: ServerSettings, requests: RequestLog) -> list[Middleware]:
     """The middleware that every request passes before its route."""
     open_paths = [route.path for route in ROUTES if not route.needs_key]
-    guard = Middleware(Guard, settings=settings, count=count, open_paths=open_paths)
+    guard = Middleware(Guard, settings=settings, requests=requests, open_paths=open_paths)
     if not settings.cors:
         return [guard]
     allowed: dict[str, Any] = {"allow_origins": settings.allowed_origins, "expose_headers": SHOWN_HEADERS}

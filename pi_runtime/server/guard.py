@@ -8,7 +8,7 @@ or one that was allowed.
 import hashlib
 import hmac
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pi_runtime.server.clients import address_of
 from pi_runtime.server.errors import ApiError
-from pi_runtime.server.request_log import request_id
+from pi_runtime.server.request_log import RequestLog, request_id
 from pi_runtime.server.settings import ServerSettings
 
 OWNER_CHARS = 16
@@ -37,12 +37,11 @@ class Guard:
         self,
         app: ASGIApp,
         settings: ServerSettings,
-        count: Callable[[Scope, int, float], None],
+        requests: RequestLog,
         open_paths: Sequence[str] = (),
     ) -> None:
-        """`count` is called for every request at its end, with its status and the seconds that it took. `open_paths`
-        need no key."""
-        self._app, self._count, self._open_paths = app, count, open_paths
+        """`requests` counts every request at its end. `open_paths` need no key."""
+        self._app, self._requests, self._open_paths = app, requests, open_paths
         self._hosts = {name.lower() for name in settings.allowed_hosts}
         self._origins = set(settings.allowed_origins)
         self._keys = [_digest(key.encode()) for key in settings.api_keys]
@@ -73,7 +72,7 @@ class Guard:
         else:
             await self._app(scope, receive, watched)
         finally:
-            self._count(scope, status, time.perf_counter() - began)
+            self._requests.count(scope, status, time.perf_counter() - began)
 
     def _check(self, scope: Scope, headers: Headers) -> str:
         """The owner of a request. Raises ApiError for one that may not be answered."""

@@ -9,11 +9,13 @@ import secrets
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from pi_runtime.server.errors import ApiError
+from pi_runtime.server.metrics import Metrics
 
 Write = Callable[[str], object]
 ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -40,18 +42,26 @@ def plain(name: str) -> str:
 
 
 class RequestLog:
-    """Writes a line for each request that has ended, and for events. Belongs to the event loop's thread."""
+    """Counts requests that have ended, and writes a line for each, and for events, as far as that is wanted.
 
-    def __init__(self, write: Write, *, every_request: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._write, self._every_request, self._clock = write, every_request, clock
+    Belongs to the event loop's thread.
+    """
+
+    def __init__(
+        self, write: Write, metrics: Metrics, *, every_request: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._write, self._metrics, self._every_request, self._clock = write, metrics, every_request, clock
+        self.paths: dict[Any, str] = {}
+        """The paths of routes, by their endpoints."""
         self._full_since: float | None = None
         """When it was last said that the queue is full."""
         self._refused = 0
         """Requests that were refused since."""
 
-    def count(self, scope: Scope, path: str, status: int, seconds: float) -> None:
-        """Log a request that has ended: `path` is its route's."""
-        error = scope.get("error")
+    def count(self, scope: Scope, status: int, seconds: float) -> None:
+        """Count a request that has ended with this status after so long."""
+        path, error = self.paths.get(scope.get("endpoint"), "other"), scope.get("error")
+        self._metrics.requests[path, status] += 1
         if self._every_request:
             self._write(_line(scope, path, status, seconds, error))
         if error is not None and error.code == "queue_full":

@@ -7,6 +7,8 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from pi_runtime.server.guard import Guard
+from pi_runtime.server.metrics import Metrics
+from pi_runtime.server.request_log import RequestLog
 from pi_runtime.server.routes import ROUTES
 from pi_runtime.server.settings import LOOPBACK, ServerSettings
 
@@ -41,7 +43,8 @@ def asked(
 
     pairs = [(name.encode(), value.encode()) for name, value in headers]
     scope: dict[str, Any] = {"type": "http", "method": "GET", "path": path, "server": (server, 8080), "headers": pairs}
-    asyncio.run(Guard(application, settings, lambda *_: None, OPEN_PATHS)(scope, receive, send))
+    log = RequestLog(lambda _: None, Metrics(), every_request=False)
+    asyncio.run(Guard(application, settings, log, OPEN_PATHS)(scope, receive, send))
     return found[0], owners[-1]
 
 

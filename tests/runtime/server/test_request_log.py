@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 from support.serving import Served, serving, wait_until
 
 from pi_runtime.server.errors import ApiError
+from pi_runtime.server.metrics import Metrics
 from pi_runtime.server.request_log import FULL_EVERY_S, RequestLog, plain, request_id
 
 Serve = Callable[..., Served]
@@ -42,25 +43,28 @@ def test_names_are_short_and_cannot_end_a_line() -> None:
 
 def test_a_line_says_who_what_and_what_was_wrong() -> None:
     lines: list[str] = []
-    log = RequestLog(lines.append, every_request=True)
-    log.count(scope(), "/v1/models", 200, 0.01)
+    metrics = Metrics()
+    log = RequestLog(lines.append, metrics, every_request=True)
+    log.paths |= {1: "/v1/models", 2: "/v1/completions"}
+    log.count(scope(endpoint=1), 200, 0.01)
     wrong = ApiError(400, "private", param="messages[0].a b", code="unknown_parameter")
-    log.count(scope(error=wrong, client=None), "/v1/completions", 400, 0.0)
+    log.count(scope(endpoint=2, error=wrong, client=None), 400, 0.0)
     assert re.fullmatch(TIME + r" 192\.0\.2\.1 abc POST /v1/models 200 0\.010 s", lines[0])
     expected = r" - abc POST /v1/completions 400 code=unknown_parameter param=messages\[0\]\.a\?b 0\.000 s"
     assert re.fullmatch(TIME + expected, lines[1])
+    assert metrics.requests == {("/v1/models", 200): 1, ("/v1/completions", 400): 1}
 
 
 def test_a_full_queue_is_said_now_and_then() -> None:
     lines: list[str] = []
     now = [5.0]
-    log = RequestLog(lines.append, every_request=False, clock=lambda: now[0])
+    log = RequestLog(lines.append, Metrics(), every_request=False, clock=lambda: now[0])
     for _ in range(100):
-        log.count(scope(error=FULL), "/v1/completions", 429, 0.0)
+        log.count(scope(error=FULL), 429, 0.0)
     now[0] += FULL_EVERY_S
     for _ in range(100):
-        log.count(scope(error=FULL), "/v1/completions", 429, 0.0)
-    log.count(scope(error=ApiError(429, "", code="too_many_sessions")), "/v1/sessions", 429, 0.0)
+        log.count(scope(error=FULL), 429, 0.0)
+    log.count(scope(error=ApiError(429, "", code="too_many_sessions")), 429, 0.0)
     assert [line.split(" ", 1)[1] for line in lines] == [
         "the queue is full: a request was refused",
         "the queue is full: a request was refused, and 99 more since this was last said",
