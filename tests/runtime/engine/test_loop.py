@@ -1,6 +1,6 @@
 """A step that goes on is well however long it takes; one that stands still is not."""
 
-from pi_runtime.engine.step_watch import StepWatch
+from pi_runtime.engine.loop import StepWatch
 
 
 class World:
