@@ -45,7 +45,7 @@ class AnswerSequence(TokenSequence):
         self._context, self._top_logprobs = context, settings.get("logprobs")
         # Compiled last: an answer that cannot be is refused sooner.
         grammar = settings.get("grammar")
-        self._grammar = None if grammar is None else tokenizer.grammars.start(grammar)
+        self._grammar = None if grammar is None else tokenizer.grammars.start(grammar, len(prompt))
         self._sampler = Sampler(
             settings.get("sampling") or Sampling(),
             vocab_size,
@@ -119,7 +119,7 @@ class AnswerSequence(TokenSequence):
         if self.num_computed < self.prompt_tokens or not self.is_decoding:
             return NO_DRAFT
         max_tokens = self.max_positions - len(self.tokens)
-        forced = NO_DRAFT if self._forced is None else self._forced.draft(self.token_ids, max_tokens)
+        forced = NO_DRAFT if self._forced is None else self._forced.draft(self.tokens, max_tokens)
         return forced if forced.tokens else self.lookup.draft(max_tokens)
 
     def advance(self, logits_TV: Floats, rows_L2: Ints | None) -> Iterator[str]:
@@ -187,7 +187,7 @@ class AnswerSequence(TokenSequence):
             return text
         if may_stop and token in self._stop_tokens:
             return text + self._end("stop")
-        if self._grammar is not None and self._grammar.is_complete(self.token_ids):
+        if self._grammar is not None and self._grammar.is_complete(self.tokens):
             return text + self._end("end")
         if self._max_tokens is not None and len(self.tokens) - self.prompt_tokens >= self._max_tokens:
             return text + self._end("length")

@@ -87,10 +87,10 @@ class ForcedText:
         self._grammar = grammar
         self._acceptance = Acceptance(right=FORCED_RIGHT)
 
-    def draft(self, answer_ids: Sequence[int], max_tokens: int) -> Draft:
-        """The tokens that must follow an answer, at most so many."""
-        tokens = self._grammar.forced(answer_ids)[: max(0, min(max_tokens, MAX_DRAFT_TOKENS))]
-        return Draft(tokens, LONGEST_MATCH, acceptance=self._acceptance) if tokens else NO_DRAFT
+    def draft(self, tokens: Sequence[int], max_tokens: int) -> Draft:
+        """The tokens that must follow a sequence, at most so many."""
+        forced = self._grammar.forced(tokens)[: max(0, min(max_tokens, MAX_DRAFT_TOKENS))]
+        return Draft(forced, LONGEST_MATCH, acceptance=self._acceptance) if forced else NO_DRAFT
 
 
 class PromptLookup:

@@ -19,8 +19,8 @@ class Sampler:
     """Chooses the next token of a sequence. It has no state: the same tokens before it give the same choice.
 
     `prompt_tokens`: how many of these are the prompt's. `end_ids`: tokens that end a text, which come only once the
-    answer has `min_tokens` tokens, or where a grammar lets nothing else follow. `allowed`: says for the tokens of an
-    answer which ones a grammar lets follow.
+    answer has `min_tokens` tokens, or where a grammar lets nothing else follow. `allowed`: says for the
+    tokens so far, prompt included, which ones a grammar lets follow.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Sampler:
         s = self.sampling
         scores = self._scores(logits, seen_ids)
         check_finite(scores)
-        scores = self._constrained(scores, seen_ids[self._prompt_tokens :])
+        scores = self._constrained(scores, seen_ids)
         if s.temperature == 0 or (self._allowed is not None and np.isfinite(scores).sum() == 1):
             # Where a grammar leaves one token there is nothing to draw.
             return int(scores.argmax())
@@ -66,19 +66,21 @@ class Sampler:
 
     def _scores(self, logits: Float32s, seen_ids: Ids) -> Float32s:
         """The logits with penalties and biases; the given ones where nothing changes them."""
-        s, answer_ids = self.sampling, seen_ids[self._prompt_tokens :]
+        s = self.sampling
         scores = penalise(logits, seen_ids, s.repetition_penalty)
-        scores = penalise_repeats(scores, answer_ids, s.presence_penalty, s.frequency_penalty)
+        if s.presence_penalty or s.frequency_penalty:
+            answer_ids = seen_ids[self._prompt_tokens :]
+            scores = penalise_repeats(scores, answer_ids, s.presence_penalty, s.frequency_penalty)
         if self._bias_ids.size:
             scores = scores.copy()
             scores[self._bias_ids] += self._bias
         return scores
 
-    def _constrained(self, scores: Float32s, answer_ids: Ids) -> Float32s:
+    def _constrained(self, scores: Float32s, seen_ids: Ids) -> Float32s:
         """The scores, −∞ for tokens that may not follow. Raises UsageError where none is left."""
         if self._allowed is not None:
-            scores = np.where(self._allowed(answer_ids), scores, np.float32(-np.inf))
-        if len(answer_ids) < self._min_tokens and self._end_ids.size:
+            scores = np.where(self._allowed(seen_ids), scores, np.float32(-np.inf))
+        if len(seen_ids) < self._prompt_tokens + self._min_tokens and self._end_ids.size:
             others = scores.copy()
             others[self._end_ids] = -np.inf
             if self._allowed is None or others.max() > -np.inf:

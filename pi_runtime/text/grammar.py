@@ -19,6 +19,7 @@ from pi_runtime.errors.exit_codes import missing_extra
 from pi_runtime.text.kept import Kept
 
 Mask = npt.NDArray[np.bool_]
+Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 COMPILED_BYTES = 64 << 20
 """What the compiled grammars may take that a model keeps for later answers."""
@@ -114,11 +115,11 @@ class GrammarCompiler:
         self._stand_in = None if self._end_ids.size else ends[0]
         self._compiled = Kept[Grammar, Any](COMPILED_BYTES)
 
-    def start(self, grammar: Grammar) -> "GrammarState":
-        """The state before an answer's first token. Raises UsageError for a grammar that is none."""
+    def start(self, grammar: Grammar, prompt_tokens: int = 0) -> "GrammarState":
+        """The state after a prompt of so many tokens. Raises UsageError for a grammar that is none."""
         nbytes = LEAST_COMPILED + COMPILED_OF_SOURCE * len(grammar.source)
         compiled = self._compiled.get(grammar, nbytes, lambda: self._compile(grammar))
-        return GrammarState(compiled.deep_copy(), self._end_ids, self._stand_in, self._vocab_size)
+        return GrammarState(compiled.deep_copy(), self._end_ids, self._stand_in, self._vocab_size, prompt_tokens)
 
     def _compile(self, grammar: Grammar) -> Any:
         matcher = self._llguidance.LLMatcher
@@ -134,17 +135,19 @@ class GrammarCompiler:
 
 
 class GrammarState:
-    """How far an answer has come in its grammar. It is given the answer so far, which only grows."""
+    """How far an answer has come in its grammar. It is given the tokens so far, prompt included, which only grow."""
 
-    def __init__(self, matcher: Any, end_ids: npt.NDArray[np.int64], stand_in: int | None, vocab_size: int) -> None:
+    def __init__(
+        self, matcher: Any, end_ids: npt.NDArray[np.int64], stand_in: int | None, vocab_size: int, prompt_tokens: int
+    ) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
         self._end_ids, self._stand_in = end_ids, stand_in
         self._ends = frozenset([*end_ids.tolist(), stand_in])
-        self._length = 0
+        self._length = prompt_tokens
 
-    def allowed(self, answer_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Mask:
+    def allowed(self, seen_ids: Ids) -> Mask:
         """Whether each token of the vocabulary may follow. Raises PiError where the grammar has become too complex."""
-        self._follow(answer_ids)
+        self._follow(seen_ids)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
         mask: Mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(np.bool_)
@@ -154,24 +157,24 @@ class GrammarState:
         mask[self._end_ids] = self._matcher.is_accepting()
         return mask
 
-    def is_complete(self, answer_ids: Sequence[int]) -> bool:
+    def is_complete(self, seen_ids: Ids) -> bool:
         """Whether nothing may follow but the end."""
-        self._follow(answer_ids)
+        self._follow(seen_ids)
         return bool(self._matcher.is_stopped())
 
-    def forced(self, answer_ids: Sequence[int]) -> list[int]:
+    def forced(self, seen_ids: Ids) -> list[int]:
         """The tokens that the tokenizer makes of the text that alone may follow; none where several texts may.
 
         The model may spell the same text in other tokens.
         """
-        self._follow(answer_ids)
+        self._follow(seen_ids)
         return list(takewhile(lambda token: token not in self._ends, self._matcher.compute_ff_tokens()))
 
-    def _follow(self, answer_ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
-        assert len(answer_ids) >= self._length, (len(answer_ids), self._length)
-        for token in answer_ids[self._length :]:
+    def _follow(self, seen_ids: Ids) -> None:
+        assert len(seen_ids) >= self._length, (len(seen_ids), self._length)
+        for token in seen_ids[self._length :]:
             self._matcher.consume_token(int(token))
-        self._length = len(answer_ids)
+        self._length = len(seen_ids)
         self._check()
 
     def _check(self) -> None:

@@ -40,7 +40,7 @@ def answer_of(
     """The answer to a prompt; the settings are those of `Model.generate`."""
     manifest, cache = model.manifest, model.new_cache()
     ends, vocabulary = manifest.text.end_ids, manifest.decoder.vocab_size
-    state = None if grammar is None else model.tokenizer.grammars.start(grammar)
+    state = None if grammar is None else model.tokenizer.grammars.start(grammar, len(prompt))
     allowed = None if state is None else state.allowed
     draw = Sampler(
         sampling, vocabulary, prompt_tokens=len(prompt), end_ids=ends, min_tokens=min_tokens, allowed=allowed
@@ -64,7 +64,7 @@ def answer_of(
         waiting = [token]
         if before_stop("".join(pieces[min_tokens:]), stop) is not None:
             reason = "stop"
-        elif state is not None and state.is_complete(tokens[len(prompt) :]):
+        elif state is not None and state.is_complete(tokens):
             reason = "end"
         elif len(pieces) == max_tokens:
             reason = "length"
