@@ -80,6 +80,9 @@ def report(model: "Model", load_s: float, disk: "DiskStats | None", answer: "Gen
         "active_share": s.active_share,
         "guessed_tokens": s.guessed_tokens,
         "accepted_tokens": s.accepted_tokens,
+        "acceptance": s.acceptance,
+        "accepted_length": s.accepted_length,
+        "drafts_won_s": s.drafts_won_s,
     }
     if disk is not None and model.executor.disk is not None:
         figures |= (model.executor.disk - disk).figures()

@@ -73,7 +73,8 @@ class Core:
         """Whether several prompts are being read, or were beside the one that is left: they may begin alike."""
         self.finished = self.preemptions = 0
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
-        self.guessed_tokens = self.accepted_tokens = 0
+        self.guessed_tokens = self.accepted_tokens = self.checked_drafts = 0
+        self.drafts_won_s = 0.0
 
     def submit(self, sequence: TokenSequence) -> None:
         """Let a sequence wait for a slot; one of a session takes the place of what was being read ahead of it."""
@@ -209,10 +210,11 @@ class Core:
             return [NO_DRAFT] * len(sequences)
         drafts = [answer.draft() for answer in answers]
         lengths = self._speculation.lengths([draft.expected for draft in drafts])
+        plain_s = self._speculation.times.plain(len(drafts))
         found = []
         for answer, draft, length in zip(answers, drafts, lengths, strict=True):
             fits = length and self._caches.grow_freely(self._caches.held[answer], 1 + length)
-            found.append(replace(draft, num_run=length if fits else 0))
+            found.append(replace(draft, num_run=length if fits else 0, plain_s=plain_s))
         return found
 
     def _step_of(self, sequence: TokenSequence, max_tokens: int, draft: Draft) -> SequenceStep:
@@ -230,6 +232,7 @@ class Core:
         samples = self._start_samples(sequence) if ran == len(sequence.tokens) else []
         self._take(sequence, sequence.advance(result.logits_TV, result.rows_L2))
         self.guessed_tokens += draft.num_run
+        self.checked_drafts += draft.num_run > 0
         self.accepted_tokens += sequence.num_computed - ran
         for sample in samples:
             assert isinstance(sample, AnswerSequence)
@@ -273,6 +276,9 @@ class Core:
         """Count the time of a step, from which later ones are planned. `decoding`: which parts were, before it."""
         tokens, selects = sum(len(step.tokens) for _, step in parts), {step.select for _, step in parts}
         if all(decoding) and selects == {True}:
+            plain_s = self._speculation.times.plain(len(parts))
+            if tokens > len(parts) and plain_s is not None:
+                self.drafts_won_s += generated / len(parts) * plain_s - seconds
             self._speculation.times.count(len(parts), tokens, seconds)
             self._caches.count_step(tokens, seconds, decoding=True)
         elif selects == {False}:

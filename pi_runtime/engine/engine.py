@@ -230,6 +230,8 @@ class Engine:
             generated_tokens=core.generated_tokens,
             guessed_tokens=core.guessed_tokens,
             accepted_tokens=core.accepted_tokens,
+            checked_drafts=core.checked_drafts,
+            drafts_won_s=core.drafts_won_s,
             preemptions=core.preemptions,
             paused_sessions=self._sessions.count,
             written_sessions=self._sessions.written,

@@ -61,7 +61,8 @@ class AnswerSequence(TokenSequence):
         self._began = time.perf_counter()
         self._first_token_s = self._prefill_s = self._decode_s = 0.0
         self._rows_2 = np.zeros(2, np.int64)
-        self._steps = self._guessed_tokens = self._accepted_tokens = 0
+        self._steps = self._guessed_tokens = self._accepted_tokens = self._checked_drafts = 0
+        self._drafts_won_s = 0.0
         # What cannot come any more is of no use.
         expected = settings.get("expected", ())[: self.max_positions + 1 - len(prompt)]
         self.lookup = PromptLookup(self.tokens, self._end_ids, expected)
@@ -140,6 +141,7 @@ class AnswerSequence(TokenSequence):
             self._rows_2 += rows_L2.sum(0)
             self._steps += 1
         self._guessed_tokens += draft.num_run
+        spent_s = time.perf_counter() - self._step_began if draft.num_run else 0.0
         drawn: list[int] = []
         for n, logits_V in enumerate(logits_TV):
             token = self._choose(logits_V)
@@ -151,6 +153,7 @@ class AnswerSequence(TokenSequence):
             text = self._take(token)
             if not is_right or self.finish_reason is not None:
                 draft.count(drawn)
+                self._count_draft(draft, len(drawn), spent_s)
                 yield text
                 return
             yield text
@@ -208,6 +211,12 @@ class AnswerSequence(TokenSequence):
             self._prefill_s += ended - self._step_began
             self._first_token_s = ended - self._began
 
+    def _count_draft(self, draft: Draft, drawn: int, spent_s: float) -> None:
+        """Count a draft that ran: so many tokens were drawn in a step that took so long."""
+        if draft.num_run:
+            self._checked_drafts += 1
+            self._drafts_won_s += 0.0 if draft.plain_s is None else drawn * draft.plain_s - spent_s
+
     def stats(self, neurons: int) -> Stats:
         """The figures up to now, for a model with so many neurons."""
         ran = self._steps * neurons
@@ -222,6 +231,8 @@ class AnswerSequence(TokenSequence):
             active_share=float(self._rows_2[1]) / ran if ran else None,
             guessed_tokens=self._guessed_tokens,
             accepted_tokens=self._accepted_tokens,
+            checked_drafts=self._checked_drafts,
+            drafts_won_s=self._drafts_won_s,
         )
 
 

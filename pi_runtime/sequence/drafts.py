@@ -58,6 +58,8 @@ class Draft:
     tokens: list[int]
     match: int
     num_run: int = 0
+    plain_s: float | None = None
+    """What the step takes where nothing is drafted, if that was measured."""
     acceptance: Acceptance = field(default_factory=Acceptance, compare=False, repr=False)
     """What is known of drafts of its kind, where this one counts too."""
 

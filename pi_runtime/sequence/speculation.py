@@ -49,6 +49,10 @@ class StepTimes:
         """The times that were taken of steps of so many sequences, by tokens."""
         return dict(self._by_sequences.get(sequences, {}))
 
+    def plain(self, sequences: int) -> float | None:
+        """The latest time of a step of so many sequences without drafts; None before there is one."""
+        return self._by_sequences.get(sequences, {}).get(sequences)
+
     def seconds(self, sequences: int, max_tokens: int) -> list[float]:
         """Seconds of a step with `sequences` tokens, one more, and so on up to `max_tokens`, as far as is known.
 

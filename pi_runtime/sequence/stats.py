@@ -3,6 +3,11 @@
 from dataclasses import dataclass
 
 
+def accepted_length(accepted_tokens: int, checked_drafts: int) -> float | None:
+    """1 + accepted tokens ÷ drafts: the model's own token comes behind those that were right."""
+    return 1 + accepted_tokens / checked_drafts if checked_drafts else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stats:
     """Seconds and tokens of one generation; rates are None where nothing was timed."""
@@ -23,6 +28,16 @@ class Stats:
     """Drafted tokens that ran."""
     accepted_tokens: int
     """Those of them that were right, and became part of the answer."""
+
+    checked_drafts: int
+    """Drafts of which any token ran."""
+    drafts_won_s: float
+    """What checked drafts saved: the time that their steps' tokens take one by one, less the time of these steps."""
+
+    @property
+    def accepted_length(self) -> float | None:
+        """Mean number of tokens that a step with a draft gave; None where none ran."""
+        return accepted_length(self.accepted_tokens, self.checked_drafts)
 
     @property
     def acceptance(self) -> float | None:

@@ -26,6 +26,8 @@ ENGINE = (
     ("generated_tokens_total", "counter", "Tokens of answers.", "generated_tokens"),
     ("guessed_tokens_total", "counter", "Guessed tokens that ran.", "guessed_tokens"),
     ("accepted_tokens_total", "counter", "Guessed tokens that were right.", "accepted_tokens"),
+    ("checked_drafts_total", "counter", "Drafts of which any token ran.", "checked_drafts"),
+    ("drafts_won_seconds", "gauge", "Time that checked drafts saved up to now.", "drafts_won_s"),
     ("preemptions_total", "counter", "Answers that had to wait again because pages ran out.", "preemptions"),
     ("busy_seconds_total", "counter", "Time in which the engine worked.", "busy_s"),
 )

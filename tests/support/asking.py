@@ -35,6 +35,8 @@ STATS = Stats(
     active_share=0.25,
     guessed_tokens=0,
     accepted_tokens=0,
+    checked_drafts=0,
+    drafts_won_s=0.0,
 )
 """Figures of an answer that nobody wrote."""
 

@@ -28,6 +28,9 @@ STATS = {
     "active_share",
     "guessed_tokens",
     "accepted_tokens",
+    "acceptance",
+    "accepted_length",
+    "drafts_won_s",
 }
 
 
