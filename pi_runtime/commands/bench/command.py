@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ def run_bench(
     finally:
         if bench.rows:
             rows = [rendering.values(row) for row in bench.rows]
-            figures = {"device": bench.device, "threads": spec.threads, "rows": rows, "left_out": bench.left_out}
+            drafted = [asdict(answer) for answer in bench.drafted]
+            figures = {"device": bench.device, "threads": spec.threads, "rows": rows, "drafts": drafted}
+            figures["left_out"] = bench.left_out
             _print(rendering.report(path, **figures), rendering.cells(bench.rows), as_json, as_markdown)
         for reason in bench.left_out:
             console.say(f"left out: {reason}")

@@ -25,6 +25,10 @@ from pi_runtime.errors import Setting, UsageError
 from pi_runtime.execution.devices import available_memory
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.sequence.sampling import Sampling
+
+ANSWER_TOKENS = 64
+"""Tokens of the answer that is drawn with drafts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,37 @@ class Row:
         return stdev(self.rates) if len(self.rates) > 1 else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class DraftedAnswer:
+    """What drafts gained in an answer that a model draws by itself, after a random token."""
+
+    mode: str
+    tokens: int
+    tokens_per_s: float | None
+    acceptance: float | None
+    accepted_length: float | None
+    drafts_won_s: float
+
+    @classmethod
+    def of(cls, model: Model) -> "DraftedAnswer":
+        """Draw the answer."""
+        first = int(np.random.default_rng(0).integers(model.manifest.decoder.vocab_size))
+        count, sampling = min(ANSWER_TOKENS, model.context - LEAD), Sampling(temperature=1, seed=0)
+        prompt = [*model.manifest.text.prefix_ids, first][-LEAD:]
+        answer = model.generate(prompt, max_tokens=count, min_tokens=count, sampling=sampling)
+        for _ in answer:
+            pass
+        s = answer.stats
+        return cls(
+            mode=model.mode,
+            tokens=s.generated_tokens,
+            tokens_per_s=s.decode_tokens_per_s,
+            acceptance=s.acceptance,
+            accepted_length=s.accepted_length,
+            drafts_won_s=s.drafts_won_s,
+        )
+
+
 def modes_of(manifest: Manifest, wanted: str) -> tuple[str, ...]:
     """The modes to compare: the one asked for, if it leaves out anything in this artifact, and dense."""
     sparse = wanted != "dense" and not (wanted == "auto" and all(RUNGS[layer.rung].dense for layer in manifest.layers))
@@ -112,6 +147,8 @@ class Bench:
     open_model: Callable[[str], Model]
     """Opens the artifact in a mode, and says what the user should know."""
     rows: list[Row] = field(default_factory=list)
+    drafted: list[DraftedAnswer] = field(default_factory=list)
+    """An answer with drafts in each mode for which there was time."""
     left_out: list[str] = field(default_factory=list)
     """What was not measured, and why."""
     device: str = ""
@@ -136,6 +173,9 @@ class Bench:
                     self._waiting -= 1
                     self.rows += [] if row is None else [row]
                     progress(total - self._waiting, total)
+                token_s = [mean(r.seconds) for r in self.rows if (r.mode, r.phase, r.batch) == (mode, "decode", 1)]
+                if token_s and ANSWER_TOKENS * token_s[0] < self._end - time.perf_counter():
+                    self.drafted.append(DraftedAnswer.of(model))
 
     def _check_room(self, model: Model) -> None:
         if model.context < LEAD + STEPS:

@@ -58,7 +58,16 @@ def _facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("artifact", f"{Path(found['artifact']).name}, {console.size(found['bytes'])}, digest {found['digest'][:16]}"),
         ("processor", f"{found['processor']}, {found['isa']}, threads: {found['threads']}"),
         ("device", found["device"] if found["device"] != "cpu" else ""),
+        *(("drafts", _drafted(answer)) for answer in found.get("drafts", ())),
     ]
+
+
+def _drafted(answer: Mapping[str, Any]) -> str:
+    """What drafts gained in an answer."""
+    if answer["accepted_length"] is None:
+        return f"{answer['mode']}: no draft ran"
+    length, right = f"{answer['accepted_length']:.2f} tokens a draft", f"{answer['acceptance']:.0%} right"
+    return f"{answer['mode']}: {length}, {right}, {answer['drafts_won_s']:+.2f} s won in {answer['tokens']} tokens"
 
 
 def cells(rows: Sequence[Row]) -> list[dict[str, str]]:

@@ -29,6 +29,8 @@ def test_json(run: Run, random_path: Path) -> None:
     assert [(r["mode"], r["phase"], r["batch"], r["tokens"]) for r in found["rows"]] == [
         (mode, *test) for mode in ("auto", "dense") for test in [("decode", 1, 1), ("decode", 3, 1), ("prompt", 1, 5)]
     ]
+    assert [answer["mode"] for answer in found["drafts"]] == ["auto", "dense"]
+    assert all(answer["tokens"] > 1 and answer["tokens_per_s"] > 0 for answer in found["drafts"])
     row = found["rows"][1]
     assert row.keys() == {
         "mode", "phase", "batch", "tokens", "repetitions", "tokens_per_s", "tokens_per_s_deviation", "seconds",
