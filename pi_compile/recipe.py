@@ -1,6 +1,7 @@
 """A recipe: one model on one machine, as a complete and strict TOML file.
 
-Every key but one must be there and none may be unknown: a recipe holds everything that decides its artifact.
+Every key must be there, unless its docstring says that it may be missing, and none may be unknown: a recipe holds
+everything that decides its artifact.
 `docs/reference/recipe.md` explains the keys. Paths are relative to the recipe.
 """
 
@@ -32,6 +33,8 @@ else:
     WeightFormat, PredictorFormat = Literal["keep", *WEIGHT_FORMATS], Literal["keep", *WEIGHT_FORMATS, "auto"]
     DeclaredActivation = Literal["", *ACTIVATIONS]
 AnyRecipe = TypeVar("AnyRecipe", bound="RecipeFile")
+ROUNDING_INCREASE = 0.01
+"""The relative increase of perplexity that rounding may cost where a recipe does not say it."""
 PUBLISHED = "published"
 """Value of `activations` for a model whose config and published curve come with this project."""
 
@@ -69,7 +72,7 @@ class ModelSection(Section):
     ignore_config: list[str]
     """Keys of config.json that this project does not know and that do not change the function."""
     activation: DeclaredActivation = ""
-    """Activation of a GGUF file, which does not say it. The one key that may be missing, and is then not written."""
+    """Activation of a GGUF file, which does not say it. It may be missing, and is then not written."""
 
     @model_serializer(mode="wrap")
     def _without_empty(self, serialised: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -124,6 +127,13 @@ class QualitySection(Section):
 
     perplexity_increase: Annotated[float, Field(gt=0, le=1)]
     """Largest relative increase of perplexity that skipping neurons may cost."""
+    rounding_increase: Annotated[float, Field(ge=0, le=1)] = ROUNDING_INCREASE
+    """The same of rounding weights to fewer bits; 0: not measured. May be missing, and 0.01 is not written."""
+
+    @model_serializer(mode="wrap")
+    def _without_default(self, serialised: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialised(self)
+        return {key: value for key, value in fields.items() if key != "rounding_increase" or value != ROUNDING_INCREASE}
 
 
 class PlaceSection(Section):

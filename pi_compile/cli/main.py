@@ -208,8 +208,7 @@ def pack(
     from pi_compile.pipeline.packed import pack_plain
 
     path = artifact_path(options.recipe, output)
-    with console.progress("packing") as progress:
-        packed = pack_plain(options.recipe, path, progress=progress, notice=console.say)
+    packed = pack_plain(options.recipe, path, progress=console.progress, notice=console.say)
     show_artifact(packed, ["pack"], as_json)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from pi_compile.files import file_digest, write_text
 from pi_compile.pipeline import stages
 from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
+from pi_compile.pipeline.rounding_check import RoundingCheck, Tokens
 from pi_compile.pipeline.store import Store
 from pi_compile.pipeline.summary import pack_report
 from pi_compile.recipe import read_recipe
@@ -57,13 +59,27 @@ class PackRecord:
                 older.unlink(missing_ok=True)
 
 
-def pack_plain(recipe_path: Path, output: Path, *, progress: Progress, notice: Callable[[str], None]) -> dict[str, Any]:
-    """Write an artifact without profile and predictors, and report on it. It is exact, and quick to make."""
-    recipe = read_recipe(recipe_path)
-    checkpoint, settings = recipe_checkpoint(recipe, recipe_path.resolve().parent), recipe.model_dump()
-    result = stages.pack(checkpoint, output, formats=settings["pack"], recipe=settings, progress=progress)
+def pack_plain(
+    recipe_path: Path,
+    output: Path,
+    *,
+    progress: Callable[..., AbstractContextManager[Progress]],
+    notice: Callable[[str], None],
+) -> dict[str, Any]:
+    """Write an artifact without profile and predictors, and report on it. It skips nothing, and is quick to make."""
+    recipe, folder = read_recipe(recipe_path), recipe_path.resolve().parent
+    checkpoint, settings = recipe_checkpoint(recipe, folder), recipe.model_dump()
+
+    def text() -> Tokens:
+        window = recipe.profile.window
+        amounts = {"fit_tokens": window, "tune_tokens": max(64, window)}
+        return stages.read_corpus(checkpoint, **settings["corpus"] | amounts, window=window, folder=folder).report
+
+    loss = RoundingCheck(checkpoint, recipe, notice, progress).report(text, None)
+    with progress("packing") as bar:
+        result = stages.pack(checkpoint, output, formats=settings["pack"], recipe=settings, progress=bar)
     for line in (*checkpoint.notices, *result.notices):
         notice(line)
     if recipe.quantise.tokens:
         notice("without profiling weights are rounded to nearest: [quantise] has no effect")
-    return pack_report(result)
+    return pack_report(result) | loss

@@ -24,6 +24,7 @@ from pi_compile.machine import Machine, find_machine
 from pi_compile.pipeline import stages
 from pi_compile.pipeline.packed import PackRecord
 from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
+from pi_compile.pipeline.rounding_check import RoundingCheck
 from pi_compile.pipeline.store import WORKERS, Store, code_digest, key_of, token_digest
 from pi_compile.pipeline.stored_stages import StoredStages
 from pi_compile.pipeline.summary import pack_report
@@ -270,6 +271,8 @@ class Pipeline:
             return known
 
         def write() -> None:
+            check = RoundingCheck(self.checkpoint, self.recipe, self.notice, self.progress)
+            loss = check.report(lambda: self.streams.report, self.quantised)
             with self.progress("packing") as progress:
                 result = stages.pack(
                     self.checkpoint,
@@ -284,7 +287,7 @@ class Pipeline:
                 )
             for line in result.notices:
                 self.notice(line)
-            record.write(pack_report(result))
+            record.write(pack_report(result) | loss)
 
         self.store.share("pack", key, lambda work: work.run({"artifact": write}), lambda: record.report is not None)
         if not self.worker.strangers():

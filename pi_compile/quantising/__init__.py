@@ -1,5 +1,30 @@
-"""Weights rounded to few bits so that the model's outputs change least: GPTQ, on the text that is profiled too."""
+"""Weights rounded to few bits so that the model's outputs change least, and what rounding costs on a text.
 
-from pi_compile.quantising.stage import CALIBRATED, QuantiseSpec, estimate, memory_bytes, quantise_weights
+GPTQ, on the text that is profiled too.
+"""
 
-__all__ = ["CALIBRATED", "QuantiseSpec", "estimate", "memory_bytes", "quantise_weights"]
+from pi_compile.quantising.loss import (
+    RoundingLoss,
+    Values,
+    packed_values,
+    seconds_of_a_pass,
+    source_values,
+    text_losses,
+    text_windows,
+)
+from pi_compile.quantising.stage import QuantiseSpec, coarse, estimate, memory_bytes, quantise_weights
+
+__all__ = [
+    "QuantiseSpec",
+    "RoundingLoss",
+    "Values",
+    "coarse",
+    "estimate",
+    "memory_bytes",
+    "packed_values",
+    "quantise_weights",
+    "seconds_of_a_pass",
+    "source_values",
+    "text_losses",
+    "text_windows",
+]

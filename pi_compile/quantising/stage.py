@@ -9,7 +9,7 @@ Queries, keys and values are rounded by the mean squares of their inputs alone: 
 error of the key that all look at counts more than its part of the mean square. Errors of all other matrices are made
 good (`compensation`).
 
-Only formats in `CALIBRATED` are rounded so; the embedding and the head are not, because the rows of one are inputs too,
+Only `coarse` formats are rounded so; the embedding and the head are not, because the rows of one are inputs too,
 and the other is read whole for each token and is best kept in q8.
 """
 
@@ -46,11 +46,14 @@ from pi_runtime.artifact.quantisation import dequantise, quantise
 Tokens = npt.NDArray[np.integer]
 Progress = Callable[[int, int], None]
 
-CALIBRATED = ("q4",)
-"""Formats that are coarse enough for errors to be worth making good."""
 PARTS = 8
 """Most parts of the text: a part's second moments lie on disk until its layer is rounded."""
 REST = "ffn/rest"
+
+
+def coarse(fmt: Format) -> bool:
+    """Whether errors of this format are worth making good: a block format below 8 bits."""
+    return fmt.quantised and fmt.bits < 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,7 @@ class QuantiseSpec:
         """The matrices of a layer that are rounded, with their formats."""
         parts = {QKV: "attention", OUT: "attention", FIRST: "ffn", REST: "ffn"}
         formats = {name: self.formats[part] for name, part in parts.items()}
-        return {name: FORMATS[fmt] for name, fmt in formats.items() if fmt in CALIBRATED}
+        return {name: FORMATS[fmt] for name, fmt in formats.items() if coarse(FORMATS[fmt])}
 
 
 def memory_bytes(d: Decoder, spec: QuantiseSpec) -> int:

@@ -1,5 +1,7 @@
 """A model with text and a recipe, small enough that a build takes a second or two."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from pi_compile.recipe import Recipe, default_recipe
@@ -32,3 +34,8 @@ def small_project(folder: Path) -> Path:
     (folder / "held-out.txt").write_text(prose(9, 1500))
     (folder / "small.toml").write_text(small_recipe().to_toml())
     return folder
+
+
+def no_progress(_title: str, _unit: str = "bytes") -> AbstractContextManager[Callable[[int, int], None]]:
+    """A bar that shows nothing."""
+    return nullcontext(lambda _done, _total: None)

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 import numpy as np
 from support.hf import edit_json
-from support.small_project import small_project
+from support.small_project import no_progress, small_project
 
 from pi_compile.pipeline.packed import pack_plain
 from pi_compile.pipeline.pipeline import Pipeline
@@ -75,8 +75,9 @@ def test_a_rung_that_skips_small_values_is_looked_for(recipe: Path) -> None:
 
 
 def quantised(recipe: Path) -> Path:
-    """The recipe with its FFN in q4, rounded on text."""
+    """The recipe with its FFN in q4, rounded on text, whatever that costs."""
     text = recipe.read_text().replace('ffn = "keep"', 'ffn = "q4"')
+    text = text.replace("perplexity_increase", "rounding_increase = 1.0\nperplexity_increase")
     recipe.write_text(f"{text}\n[quantise]\ntokens = 640\n")
     return recipe
 
@@ -85,9 +86,10 @@ def test_weights_are_rounded_on_text(recipe: Path) -> None:
     ran, said, output = built(quantised(recipe))
     assert ran == ["corpus", "quantise", "pack"]
     assert any(line.startswith("quantising on 640 tokens") for line in said)
+    assert any(line.startswith("rounding costs ") for line in said)
     assert built(recipe)[0] == []
     plain = recipe.with_name("plain.pi")
-    pack_plain(recipe, plain, progress=lambda _done, _total: None, notice=said.append)
+    pack_plain(recipe, plain, progress=no_progress, notice=said.append)
     assert said[-1] == "without profiling weights are rounded to nearest: [quantise] has no effect"
     with Artifact.open(output) as rounded, Artifact.open(plain) as nearest:
         assert rounded.manifest.recipe["quantise"] == {"tokens": 640}

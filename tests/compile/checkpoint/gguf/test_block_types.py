@@ -14,6 +14,7 @@ pytest.importorskip("gguf")
 import gguf
 from gguf import GGMLQuantizationType as Type
 from support.gguf_files import random_blocks, rounded_checkpoint, write_byte_tokenizer, write_gguf
+from support.small_project import no_progress
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.checkpoint.gguf.file import BLOCK_TYPES
@@ -25,7 +26,7 @@ from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
 from pi_compile.recipe import default_recipe, read_recipe
 from pi_runtime.artifact.reader import Artifact
 
-QUIET: dict[str, Any] = {"progress": lambda _done, _total: None, "notice": lambda _line: None}
+QUIET: dict[str, Any] = {"progress": no_progress, "notice": lambda _line: None}
 KINDS = pytest.mark.parametrize("kind", sorted(BLOCK_TYPES), ids=lambda kind: kind.name)
 SHAPES = {
     **dict.fromkeys(("attn_q", "attn_output"), (256, 256)),
@@ -128,6 +129,6 @@ def test_only_the_rows_of_a_block_are_dequantised(mixed: Path, monkeypatch: pyte
 
 def test_a_packed_file_runs(mixed: Path, tmp_path: Path) -> None:
     create_recipe(str(mixed), tmp_path / "r.toml")
-    pack_plain(tmp_path / "r.toml", tmp_path / "a.pi", progress=lambda _d, _t: None, notice=lambda _line: None)
+    pack_plain(tmp_path / "r.toml", tmp_path / "a.pi", **QUIET)
     with Artifact.open(tmp_path / "a.pi") as artifact:
         assert artifact.manifest.formats["ffn"] == "q8"

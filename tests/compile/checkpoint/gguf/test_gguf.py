@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.gguf_files import CASES, TYPES, rounded_checkpoint, write_byte_tokenizer, write_gguf
+from support.small_project import no_progress
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.tokenizer_files import read_text_files
@@ -230,7 +231,7 @@ def test_from_file_to_artifact(both: tuple[Path, Path], tmp_path: Path) -> None:
     assert read_recipe(tmp_path / "recipes.toml").model.path == "model.gguf"
     assert any("silu is taken" in line for line in notices)
     assert any("rounds it again" in line for line in notices)
-    pack_plain(tmp_path / "recipes.toml", tmp_path / "a.pi", progress=lambda _done, _total: None, notice=notices.append)
+    pack_plain(tmp_path / "recipes.toml", tmp_path / "a.pi", progress=no_progress, notice=notices.append)
     with Artifact.open(tmp_path / "a.pi") as artifact:
         assert artifact.manifest.formats["attention"] == "q8"
         assert artifact.manifest.provenance["checkpoint"]["digest"] == open_checkpoint(file).digest()

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
 from support.gguf_files import rounded_checkpoint, write_byte_tokenizer, write_gguf
+from support.small_project import no_progress
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.checkpoint.tokenizer_files import read_text_files
@@ -27,7 +28,7 @@ from pi_compile.recipe import read_recipe
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Manifest
 
-QUIET: dict[str, Any] = {"progress": lambda _done, _total: None, "notice": lambda _line: None}
+QUIET: dict[str, Any] = {"progress": no_progress, "notice": lambda _line: None}
 
 
 @pytest.fixture(scope="module")

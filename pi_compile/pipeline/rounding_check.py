@@ -1,0 +1,139 @@
+"""What rounding costs is measured before anything is packed, and refused where it is more than the recipe allows.
+
+Measured are recipes with a part in a coarse format (a block format below 8 bits) that has fewer bits than the source
+has. In q8, and where a part keeps its bits, too little is lost to be worth the minutes.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pi_compile import quantising
+from pi_compile.checkpoint import Checkpoint
+from pi_compile.checkpoint.checkpoint import part_of
+from pi_compile.packing import PackSpec, part_formats
+from pi_compile.quantising import RoundingLoss, coarse
+from pi_compile.recipe import Recipe
+from pi_compile.results import QuantisedWeights
+from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
+from pi_runtime.artifact.layout import place_arrays
+from pi_runtime.artifact.sizes import ArraySpec, array_specs
+from pi_runtime.console import Progress, size
+from pi_runtime.errors import NotMetError
+
+Tokens = npt.NDArray[np.integer]
+LEAVE_OUT = "[quality] rounding_increase = 0"
+
+
+@dataclass(frozen=True)
+class RoundingCheck:
+    """One recipe's check: what is rounded, and how much it may cost."""
+
+    checkpoint: Checkpoint
+    recipe: Recipe
+    notice: Callable[[str], None]
+    progress: Callable[..., AbstractContextManager[Progress]]
+
+    @property
+    def limit(self) -> float:
+        return self.recipe.quality.rounding_increase
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """Number format of every part of the artifact."""
+        return part_formats(self.checkpoint, PackSpec(formats=self.recipe.pack.model_dump()))
+
+    @property
+    def parts(self) -> list[str]:
+        """The parts that are rounded coarsely, to fewer bits than the source has."""
+        formats, specs = self.formats, self._specs(self.formats)
+        parts = [part for part in self.checkpoint.formats() if coarse(FORMATS[formats[part]])]
+        return [part for part in parts if _bits(specs, part) < self.checkpoint.bits(part)]
+
+    def report(self, text: Callable[[], Tokens], quantised: QuantisedWeights | None) -> dict[str, Any]:
+        """What rounding costs on held-out `text`, as a report names it; nothing where it is not measured."""
+        if self.limit == 0 or not self.parts:
+            return {}
+        loss = self._run(text(), quantised)
+        found = {"perplexity_increase": loss.increase, "standard_error": loss.error, "tokens": loss.tokens}
+        return {"rounding_loss": found}
+
+    def _run(self, tokens: Tokens, quantised: QuantisedWeights | None) -> RoundingLoss:
+        """Measure what rounding costs on held-out tokens.
+
+        Raises NotMetError beyond the recipe's limit, with what would keep it and what that takes.
+        """
+        d = self.checkpoint.decoder
+        ids_NT = quantising.text_windows(d, tokens, self.recipe.profile.window)
+        seconds = 2 * quantising.seconds_of_a_pass(d, *ids_NT.shape)
+        names = ", ".join(f"{part} in {self.formats[part]}" for part in self.parts)
+        self.notice(
+            f"measuring what {names} costs, on {ids_NT.numel():,} tokens: about {seconds:,.0f} s; "
+            f"{LEAVE_OUT} leaves it out"
+        )
+        source_N = self._losses("the source", ids_NT, quantising.source_values)
+
+        def loss(formats: Mapping[str, str], rounded: QuantisedWeights | None) -> RoundingLoss:
+            title = ", ".join(f"{part} in {formats[part]}" for part in self.parts)
+            packed_N = self._losses(title, ids_NT, quantising.packed_values(d, formats, rounded))
+            return RoundingLoss.between(packed_N, source_N, ids_NT.numel())
+
+        found = loss(self.formats, quantised)
+        if found.increase > self.limit:
+            raise self._refusal(found, lambda formats: loss(formats, None))
+        self.notice(f"rounding costs {_percent(found)} of perplexity; at most {self.limit:.2%} may be lost")
+        return found
+
+    def _losses(self, what: str, ids_NT: torch.Tensor, values: quantising.Values) -> npt.NDArray[np.float64]:
+        with self.progress(f"measuring {what}", "layers") as progress:
+            return quantising.text_losses(self.checkpoint, ids_NT, values, progress)
+
+    def _refusal(self, found: RoundingLoss, loss: Callable[[Mapping[str, str]], RoundingLoss]) -> NotMetError:
+        here = self._bytes(self.formats)
+        kept = "none of the block formats keeps it"
+        self.notice(f"perplexity rises by {_percent(found)}: finding a format that keeps {self.limit:.2%}")
+        for formats in self._finer():
+            tried = loss(formats)
+            if tried.increase <= self.limit:
+                keys = ", ".join(f'{part} = "{formats[part]}"' for part in self.parts)
+                much = f"{size(self._bytes(formats))} in place of {size(here)}"
+                kept = f"[pack] {keys} keeps it, at {_percent(tried)}: {much}"
+                break
+        if not self.recipe.quantise.tokens:
+            kept += "; `build` with [quantise] tokens = 65536 loses less at the same size"
+        return NotMetError(
+            "rounding loses too much",
+            expected=f"[quality] rounding_increase, a perplexity at most {self.limit:.2%} higher",
+            found=f"{_percent(found)} on {found.tokens:,} tokens",
+            remedy=f"{kept}; a larger rounding_increase accepts the loss, and 0 does not measure it",
+        )
+
+    def _finer(self) -> list[dict[str, str]]:
+        """The formats with all these parts in another block format that takes no fewer bytes, by rising bytes."""
+        here, blocks = self._bytes(self.formats), [name for name in WEIGHT_FORMATS if FORMATS[name].quantised]
+        found = [self.formats | dict.fromkeys(self.parts, name) for name in blocks]
+        larger = (formats for formats in found if formats != self.formats and self._bytes(formats) >= here)
+        return sorted(larger, key=self._bytes)
+
+    def _bytes(self, formats: Mapping[str, str]) -> int:
+        return place_arrays(self._specs(formats))[1]
+
+    def _specs(self, formats: Mapping[str, str]) -> dict[str, ArraySpec]:
+        d = self.checkpoint.decoder
+        return array_specs(d, formats, [None] * d.n_layers, profiled=False)
+
+
+def _bits(specs: Mapping[str, ArraySpec], part: str) -> float:
+    """Mean bits of a part's values as an artifact stores them, scales included."""
+    matrices = [spec for name, spec in specs.items() if part_of(name) == part and FORMATS[spec.format].quantised]
+    return 8 * sum(s.nbytes_with_scales for s in matrices) / sum(math.prod(s.shape) for s in matrices)
+
+
+def _percent(found: RoundingLoss) -> str:
+    return f"{found.increase:+.2%} (standard error {found.error:.2%})"
