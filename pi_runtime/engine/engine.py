@@ -27,8 +27,7 @@ from pi_runtime.engine.stats import EngineStats
 from pi_runtime.engine.stream import Scores, Stream
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.kv_cache import pages_of
-from pi_runtime.sequence.answer import AnswerSequence
-from pi_runtime.sequence.sequence import Origin, ReadSequence, TokenSequence
+from pi_runtime.sequence.sequence import Origin, TokenSequence
 from pi_runtime.sequence.settings import AnswerSettings
 from pi_runtime.sequence.speculation import StepTimes
 
@@ -122,7 +121,7 @@ class Engine:
         """
         if not 1 <= count <= MAX_ANSWERS:
             raise UsageError(f"{count} answers", expected=f"1 to {MAX_ANSWERS}")
-        first = self.model.new_answer(prompt, **settings)
+        first, origin = self.model.new_answer(prompt, **settings), Origin(cache_salt, client)
         self._memory.check(first.max_positions)
         answers = [first]
         settings.pop("expected", None)
@@ -133,10 +132,10 @@ class Engine:
             first.lookup.prepare()  # here rather than in the engine's thread
             for answer in answers[1:]:
                 answer.lookup = first.lookup.beside(answer.tokens)
-        for answer in answers:
-            answer.origin = Origin(cache_salt, client)
+        for answer in answers[1:]:
+            answer.origin = origin
         first.samples = [*answers[1:]]
-        self._inbox.submit(first)
+        self.submit(first, origin)
         return [Stream(answer, self._executor.neurons) for answer in answers]
 
     def score(
@@ -153,12 +152,10 @@ class Engine:
         Pages that earlier scorings stored are used up to token `first`. Raises errors as `generate` does.
         """
         sequence = self.model.new_scoring(prompt, first=first, top=top)
-        self._memory.check(sequence.max_positions)
-        sequence.origin = Origin(cache_salt, client)
         if sequence.complete:
             sequence.finish(None)
         else:
-            self._inbox.submit(sequence)
+            self.submit(sequence, Origin(cache_salt, client))
         return Scores(sequence)
 
     def session(self, tokens: Sequence[int] = (), *, cache_salt: str = "", client: str = "") -> Session:
@@ -179,17 +176,13 @@ class Engine:
         self._inbox.call(lambda: self._sessions.restore(state, stored))
         return Session(self, state)
 
-    def begin(self, sequence: AnswerSequence, session: SessionState) -> Stream:
-        """Let an answer of a session be written."""
-        self._memory.check(sequence.max_positions)
-        sequence.origin = session
-        self._inbox.submit(sequence)
-        return Stream(sequence, self._executor.neurons)
+    def submit(self, sequence: TokenSequence, origin: Origin) -> None:
+        """Let a sequence run. One of a session takes the place of what was being read ahead of it.
 
-    def read_ahead(self, sequence: ReadSequence, session: SessionState) -> None:
-        """Let the tokens of a session's next prompt be read, in place of what was being read of it."""
+        Raises UsageError for one that does not fit `kv_budget` even alone.
+        """
         self._memory.check(sequence.max_positions)
-        sequence.origin = session
+        sequence.origin = origin
         self._inbox.submit(sequence)
 
     def save_session(self, session: SessionState, path: Path) -> None:

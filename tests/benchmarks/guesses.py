@@ -27,8 +27,10 @@ from support.paths import ROOT
 
 from pi_runtime import Engine, Model, Sampling
 from pi_runtime.engine.generation import Generation
+from pi_runtime.engine.stream import Stream
 from pi_runtime.sequence.answer import AnswerSequence
 from pi_runtime.sequence.sampler import Sampler
+from pi_runtime.sequence.sequence import Origin
 from pi_runtime.sequence.speculation import StepTimes
 
 INSTRUCTION = "Write the following text again, with the changes that were asked for:"
@@ -114,7 +116,10 @@ def written(model: Model, prompt: list[int], answer: list[int], speculate: str |
 def together(model: Model, pairs: Sequence[tuple[list[int], list[int]]], speculate: str | int) -> float:
     """Tokens per second of answers that an engine writes at once, from the first token of each."""
     with Engine(model, slots=len(pairs), speculate=speculate, decode_share=0) as engine:
-        streams = [engine.begin(forced(model, prompt, answer)) for prompt, answer in pairs]
+        sequences = [forced(model, prompt, answer) for prompt, answer in pairs]
+        for sequence in sequences:
+            engine.submit(sequence, Origin())
+        streams = [Stream(sequence, model.executor.neurons) for sequence in sequences]
         for stream, (_, answer) in zip(streams, pairs, strict=True):
             "".join(stream)
             assert stream.token_ids == answer

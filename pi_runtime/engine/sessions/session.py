@@ -14,8 +14,7 @@ from pi_runtime.engine.session_state import SessionState
 from pi_runtime.engine.stream import Stream
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.kv_cache import common_length
-from pi_runtime.sequence.answer import AnswerSequence
-from pi_runtime.sequence.sequence import ReadSequence
+from pi_runtime.sequence.sequence import Origin, TokenSequence
 from pi_runtime.sequence.settings import AnswerSettings
 
 NEXT = (" ", "a", "1", ".", "\n")
@@ -27,11 +26,8 @@ class Host(Protocol):
 
     model: Model
 
-    def begin(self, sequence: AnswerSequence, session: SessionState) -> Stream:
-        """Let an answer of a session be written."""
-
-    def read_ahead(self, sequence: ReadSequence, session: SessionState) -> None:
-        """Let the tokens of the next prompt be read, in place of what was being read of it."""
+    def submit(self, sequence: TokenSequence, origin: Origin) -> None:
+        """Let a sequence of a session run, in place of what was being read ahead of it."""
 
     def save_session(self, session: SessionState, path: Path) -> None:
         """Write what is known of a session to a file."""
@@ -84,7 +80,8 @@ class Session:
             answer = self._engine.model.new_answer(
                 [*state.tokens, *ids], selected=state.selected, stop_tokens=stop_tokens, **settings
             )
-            stream = self._engine.begin(answer, state)
+            self._engine.submit(answer, state)
+            stream = Stream(answer, self._engine.model.executor.neurons)
             stream.session, self._draft = self, ""
             return stream
 
@@ -105,7 +102,7 @@ class Session:
             self._draft = draft
             if len(tokens) > len(state.tokens) and tokens != self._read:
                 self._read = tokens
-                self._engine.read_ahead(self._engine.model.new_reading(tokens, state.selected), state)
+                self._engine.submit(self._engine.model.new_reading(tokens, state.selected), state)
 
     def answer(self, *, stop_tokens: Sequence[int] = (), **settings: Unpack[AnswerSettings]) -> Stream:
         """Append the draft and generate: what `generate` gives for the same text in one piece."""
