@@ -21,8 +21,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # A build takes as many workers as there is room for; here each would import torch for a second's work.
 os.environ.setdefault("PI_WORKERS", "1")
 
-# The same examples every time: new ones are for the sessions that fuzz, not for those that merge.
-hypothesis.settings.register_profile("suite", derandomize=True)
+# The same examples every time: new ones are for the sessions that fuzz, not for those that merge. How long one takes
+# depends on what else runs on the machine.
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("suite")
 
 # A shell's background jobs ignore it, and their children with them: then no test could interrupt a command.
