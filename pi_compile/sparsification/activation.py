@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
 from torch import nn
 
+from pi_compile.torch_model.decoder import tokens_by_expert
+
 Tensor = torch.Tensor
 
 
@@ -197,9 +199,8 @@ class _ExpertForward:
 
     def __call__(self, x_ND: Tensor, taken_NK: Tensor, route_weight_NK: Tensor) -> Tensor:
         y_ND = torch.zeros_like(x_ND)
-        for e in range(self.layer.experts):
-            tokens, k = (taken_NK == e).nonzero(as_tuple=True)
+        for e, tokens, weight in tokens_by_expert(taken_NK, route_weight_NK, self.layer.experts):
             gate, up = F.linear(x_ND[tokens], self.ffn.gate_up_proj[e]).chunk(2, dim=-1)
             y = F.linear(self.activity.neurons(gate, up, self.layer, e), self.ffn.down_proj[e])
-            y_ND = y_ND.index_add(0, tokens, (y * route_weight_NK[tokens, k, None]).to(y_ND.dtype))
+            y_ND = y_ND.index_add(0, tokens, (y * weight).to(y_ND.dtype))
         return y_ND

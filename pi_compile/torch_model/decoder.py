@@ -172,12 +172,18 @@ def neurons(d: Decoder, w: NamedTensors, x: Tensor, threshold: float = 0.0) -> T
     """
     if d.n_experts == 1:
         return _expert_neurons(d, w, x, threshold)
-    x_ND, weight_NX = x.flatten(0, -2), routing(d, w, x).flatten(0, -2)
+    x_ND, expert_w_X = x.flatten(0, -2), _split_by_expert(w, d.n_experts)
     h_NXF = x.new_zeros(len(x_ND), d.n_experts, d.d_ff)
-    for e, expert_w in enumerate(_split_by_expert(w, d.n_experts)):
-        tokens = weight_NX[:, e].nonzero()[:, 0]
-        h_NXF[tokens, e] = _expert_neurons(d, expert_w, x_ND[tokens], threshold) * weight_NX[tokens, e, None]
+    for e, tokens, weight in tokens_by_expert(*_taken(d, w, x_ND), d.n_experts):
+        h_NXF[tokens, e] = _expert_neurons(d, expert_w_X[e], x_ND[tokens], threshold) * weight
     return h_NXF.view(*x.shape[:-1], d.neurons)
+
+
+def tokens_by_expert(taken_NK: Tensor, weight_NK: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Each expert with (n,) the tokens that take it, in order, and (n, 1) how much its result weighs."""
+    for e in range(experts):
+        tokens, k = (taken_NK == e).nonzero(as_tuple=True)
+        yield e, tokens, weight_NK[tokens, k, None]
 
 
 def _split_by_expert(w: NamedTensors, experts: int) -> list[NamedTensors]:
@@ -199,11 +205,17 @@ def routing(d: Decoder, w: NamedTensors, x: Tensor) -> Tensor:
     """(…, D) → (…, X) routing weights of the experts; see `pi_runtime.kernels.reference.routing`."""
     if d.n_experts == 1:
         return x.new_ones(*x.shape[:-1], 1)
+    taken, weight = _taken(d, w, x)
+    return weight.new_zeros(*x.shape[:-1], d.n_experts).scatter(-1, taken, weight)
+
+
+def _taken(d: Decoder, w: NamedTensors, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(…, D) → (…, K) experts that the router takes, and (…, K) their weights."""
     values = F.linear(x, w["ffn/router"])
     # A stable sort, unlike topk, takes the lower of two equal experts.
     best = values.sort(dim=-1, descending=True, stable=True).indices[..., : d.experts_per_token]
-    taken = values.gather(-1, best).softmax(-1) if d.router_normalised else values.softmax(-1).gather(-1, best)
-    return torch.zeros_like(values).scatter(-1, best, taken)
+    among = values.gather(-1, best).softmax(-1) if d.router_normalised else values.softmax(-1).gather(-1, best)
+    return best, among
 
 
 def ffn_output(w: NamedTensors, h: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.execution.cpu import CpuModel, positions_of, tokens_of
 from pi_runtime.execution.executor import Floats, Ints, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
-from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.forward import after_ffn, attention, embed, head
 from pi_runtime.kernels.moe import ffn_of_experts
 
@@ -46,9 +45,8 @@ class CpuOps(_Ops):
 
     def ffn(self, layer: int) -> None:
         m, ws = self.model, self.model.workspace
-        tally_T3 = ws.counts_LT3[layer, : len(self.x_TD)]
-        call = self.input_TD, self.select_T, self.count_all, ws, tally_T3, self.x_TD
-        ffn_of_experts(m.cfg, m.table_LX[layer], *call)
+        tally_T3, w_X = ws.counts_LT3[layer, : len(self.x_TD)], m.table_LX[layer]
+        ffn_of_experts(m.cfg, w_X, self.input_TD, self.select_T, self.count_all, ws, tally_T3, self.x_TD)
 
     def after_ffn(self, layer: int) -> None:
         m = self.model
@@ -104,19 +102,3 @@ def token_blocks(count: int, size: int = BLOCK_TOKENS) -> Iterator[slice]:
     """The tokens [0, count) in blocks of at most `size`, as many as the CPU works on at once."""
     for low in range(0, count, size):
         yield slice(low, min(count, low + size))
-
-
-def tokens_by_expert(ws: Workspace, part: slice, experts: int) -> list[tuple[int, Ints, Floats]]:
-    """The tokens of a part that take each expert, counted from its first one, with their route weights.
-
-    Experts that none takes are left out.
-    """
-    expert_TK, route_weight_TK = ws.expert_TK[part], ws.route_weight_TK[part]
-    if experts == 1:
-        return [(0, ws.token_T[: len(expert_TK)], ws.one_T[: len(expert_TK)])]
-    found = []
-    for expert in range(experts):
-        token_N, slot_N = map(np.ascontiguousarray, np.nonzero(expert_TK == expert))
-        if len(token_N):
-            found.append((expert, token_N, route_weight_TK[token_N, slot_N]))
-    return found

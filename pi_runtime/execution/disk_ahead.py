@@ -10,12 +10,12 @@ import numpy as np
 from pi_runtime.artifact.footprint import FEW_TOKENS
 from pi_runtime.disk.row_store import Request, RowStore
 from pi_runtime.execution.cpu import CpuModel
-from pi_runtime.execution.cpu_ops import tokens_by_expert
 from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.kernels import moe
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.workspace import allocate_workspace
 from pi_runtime.kernels.ffn import steps
+from pi_runtime.kernels.ffn.experts import tokens_by_expert
 from pi_runtime.kernels.ffn.memory import ffn_of, whole_batch
 from pi_runtime.kernels.ops.linear import norm
 
@@ -73,7 +73,7 @@ class ReadAhead:
             moe.route(m.cfg, w_X[0], normed_TD, ws)
         steps.prepare(self._ffn, w_X[0], normed_TD)
         named: list[Ints] = []
-        for expert, token_N, weight_N in tokens_by_expert(ws, slice(0, len(x_TD)), m.cfg.experts):
+        for expert, token_N, weight_N in tokens_by_expert(ws.expert_TK[: len(x_TD)], ws.route_weight_TK, m.cfg.experts):
             batch = whole_batch(self._ffn, w_X, expert, token_N, select_T[token_N], weight_N)
             count = steps.name_neurons(self._ffn, batch, self._named_F)
             named.append(expert * m.cfg.d_ff + self._named_F[:count])

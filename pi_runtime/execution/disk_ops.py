@@ -15,10 +15,11 @@ from pi_runtime.artifact.footprint import BLOCK_TOKENS, FEW_TOKENS, padded_width
 from pi_runtime.artifact.rows import ROW_ARRAYS, TWO_PHASES_FROM
 from pi_runtime.disk.row_store import Request, RowStore
 from pi_runtime.execution.cpu import CpuModel
-from pi_runtime.execution.cpu_ops import CpuOps, tokens_by_expert
+from pi_runtime.execution.cpu_ops import CpuOps
 from pi_runtime.execution.disk_ahead import ReadAhead
 from pi_runtime.execution.executor import Ints
 from pi_runtime.kernels.ffn import steps
+from pi_runtime.kernels.ffn.experts import tokens_by_expert
 from pi_runtime.kernels.ffn.memory import Batch, whole_batch
 
 
@@ -53,7 +54,7 @@ class DiskOps(CpuOps):
         tally_T3 = ws.counts_LT3[layer, :tokens]
         steps.prepare(m.ffn, m.table_LX[layer, 0], self.input_TD)
         tally_T3[:] = 0
-        taken = tokens_by_expert(ws, slice(0, tokens), m.cfg.experts)
+        taken = tokens_by_expert(ws.expert_TK[:tokens], ws.route_weight_TK, m.cfg.experts)
         for expert, token_N, weight_N in taken:
             batch = whole_batch(m.ffn, m.table_LX[layer], expert, token_N, self.select_T[token_N], weight_N)
             if tokens > FEW_TOKENS or self.count_all:

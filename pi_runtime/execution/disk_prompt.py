@@ -18,6 +18,7 @@ from pi_runtime.execution.cpu_ops import BlockOps
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.kernels.codegen import progress
 from pi_runtime.kernels.ffn import steps
+from pi_runtime.kernels.ffn.experts import tokens_of
 from pi_runtime.kernels.ffn.memory import whole_batch
 from pi_runtime.kernels.forward import head
 
@@ -55,11 +56,10 @@ class PromptOps(BlockOps):
         """Add the sums of a range of an expert's chunks."""
         f, w_X, expert = self.model.ffn, self.model.table_LX[part.request.layer], part.request.expert
         for rows, _ in self.blocks:
-            token_N, slot_N = map(np.ascontiguousarray, np.nonzero(self.expert_TK[rows] == expert))
+            token_N, weight_N = tokens_of(self.expert_TK[rows], self.route_weight_TK[rows], expert)
             if len(token_N) == 0:
                 continue
-            none_N, weight_N = np.zeros(len(token_N), np.int64), self.route_weight_TK[rows][token_N, slot_N]
-            batch = whole_batch(f, w_X, expert, token_N, none_N, weight_N)
+            batch = whole_batch(f, w_X, expert, token_N, np.zeros_like(token_N), weight_N)
             steps.prepare(f, w_X[expert], self.input_TD[rows])
             steps.name_neurons(f, batch, self._named_F)
             steps.add_chunks(f, batch, False, part.begin, part.end, self._carried_TD[rows], self.x_TD[rows])

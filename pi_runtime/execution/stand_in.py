@@ -21,13 +21,14 @@ from pi_runtime.artifact.footprint import FEW_TOKENS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.execution.cpu import CpuModel, HostExecutor
-from pi_runtime.execution.cpu_ops import CpuOps, token_blocks, tokens_by_expert
+from pi_runtime.execution.cpu_ops import CpuOps, token_blocks
 from pi_runtime.execution.executor import Floats, Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.execution.plan_layout import CPU, GPU
 from pi_runtime.execution.schedule import schedule_of
 from pi_runtime.kernels.data.weight_table import LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace, allocate_workspace
+from pi_runtime.kernels.ffn.experts import tokens_by_expert
 from pi_runtime.kernels.ffn.memory import Batch, Ffn, ffn_of
 from pi_runtime.kernels.ffn.network import add_neurons, serial_add_neurons
 
@@ -90,7 +91,8 @@ class StandInOps(CpuOps):
     def _ffn_of_few(self, layer: int, part: slice) -> None:
         """Let both workers compute at once; a token wholly on one side needs no handover."""
         m, w_X, input_TD, cuts_X = self.model, self.model.table_LX[layer], self.input_TD[part], self._cuts_LX[layer]
-        taken = tokens_by_expert(m.workspace, part, m.cfg.experts)
+        ws = m.workspace
+        taken = tokens_by_expert(ws.expert_TK[part], ws.route_weight_TK[part], m.cfg.experts)
         hot = [ExpertRange(0, cuts_X[of[0]], *of) for of in taken if cuts_X[of[0]] > 0]
         cold = [ExpertRange(cuts_X[of[0]], m.cfg.d_ff, *of) for of in taken if cuts_X[of[0]] < m.cfg.d_ff]
         rows_T2 = np.zeros((len(input_TD), 2), np.int64)

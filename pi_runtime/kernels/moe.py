@@ -11,6 +11,7 @@ from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import F32, Floats, Ints, address_of, matrix
 from pi_runtime.kernels.data.weight_table import KernelConfig, LayerRecord, LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace
+from pi_runtime.kernels.ffn.experts import take_expert
 from pi_runtime.kernels.ffn.memory import ffn_of, whole_expert
 from pi_runtime.kernels.ffn.network import add, prepare
 from pi_runtime.kernels.ops.linear import linear
@@ -73,13 +74,10 @@ def ffn_of_experts(
         _add(f, whole_expert(f, w_X, 0, ws.token_T[:tokens], select_T, ws.one_T[:tokens]), count_all, tally_T3, y_TD)
         return
     for expert in range(cfg.experts):
-        count = 0
-        for t in range(tokens):
-            slot = _slot(ws.expert_TK[t], expert)
-            if slot >= 0:
-                ws.taken_T[count], ws.taken_select_T[count] = t, select_T[t]
-                ws.taken_weight_T[count] = ws.route_weight_TK[t, slot]
-                count += 1
-        if count > 0:
-            token_N, select_N, weight_N = ws.taken_T[:count], ws.taken_select_T[:count], ws.taken_weight_T[:count]
-            _add(f, whole_expert(f, w_X, expert, token_N, select_N, weight_N), count_all, tally_T3, y_TD)
+        taken = take_expert(ws.expert_TK[:tokens], ws.route_weight_TK, expert, ws.taken_T, ws.taken_weight_T)
+        if taken == 0:
+            continue
+        token_N, select_N, weight_N = ws.taken_T[:taken], ws.taken_select_T[:taken], ws.taken_weight_T[:taken]
+        for n in range(taken):
+            select_N[n] = select_T[token_N[n]]
+        _add(f, whole_expert(f, w_X, expert, token_N, select_N, weight_N), count_all, tally_T3, y_TD)

@@ -19,25 +19,13 @@ import numpy.typing as npt
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import Floats, Ints
 from pi_runtime.kernels.data.weight_table import LayerRecords
+from pi_runtime.kernels.ffn.experts import take_expert
 from pi_runtime.kernels.ffn.memory import Batch, Ffn, whole_expert
 from pi_runtime.kernels.ffn.network import add_batch, prepare
 from pi_runtime.kernels.ffn.selection import score, scores_of, selector_format
 from pi_runtime.kernels.ops.linear import prepare_inputs
 
 Integers = npt.NDArray[np.int32]
-
-
-@device
-def _take(expert_MK: Ints, expert: int, token_N: Ints, slot_N: Ints) -> int:
-    """List the tokens that take an expert, and in which of their slots; returns how many."""
-    count = 0
-    for token in range(expert_MK.shape[0]):
-        for slot in range(expert_MK.shape[1]):
-            if expert_MK[token, slot] == expert:
-                token_N[count], slot_N[count] = token, slot
-                count += 1
-                break  # an expert is taken once, or there would be more than there is room for
-    return count
 
 
 class NeuronLists(NamedTuple):
@@ -57,12 +45,12 @@ def predict(
     Those below their expert's cut are hot: base + neuron. The others are cold: expert · F + neuron.
     """
     tokens = x_MD.shape[0]
-    token_N, slot_N = np.empty(tokens, np.int64), np.empty(tokens, np.int64)
-    select_N, weight_N = np.ones(tokens, np.int64), np.empty(tokens, np.float32)
+    token_N, select_N = np.empty(tokens, np.int64), np.ones(tokens, np.int64)
+    weight_N, unweighed_MK = np.empty(tokens, np.float32), np.ones(expert_MK.shape, np.float32)
     hot.count_M[:], cold.count_M[:] = 0, 0
     prepare_inputs(selector_format(f, w_X[0]), x_MD, f.inputs)
     for expert in range(w_X.shape[0]):
-        taken = _take(expert_MK, expert, token_N, slot_N)
+        taken = take_expert(expert_MK, unweighed_MK, expert, token_N, weight_N)
         if taken == 0:
             continue
         e = whole_expert(f, w_X, expert, token_N[:taken], select_N[:taken], weight_N[:taken])
@@ -95,17 +83,16 @@ def cold_sum(
     token (0, rows of `first` read, neurons kept).
     """
     tokens = x_MD.shape[0]
-    token_N, slot_N = np.empty(tokens, np.int64), np.empty(tokens, np.int64)
-    select_N, weight_N = np.ones(tokens, np.int64), np.empty(tokens, np.float32)
+    token_N, select_N = np.empty(tokens, np.int64), np.ones(tokens, np.int64)
+    weight_N = np.empty(tokens, np.float32)
     y_MD[:], tally_M3[:] = np.float32(0), 0
     prepare(f, w_X[0], x_MD)
     for expert in range(w_X.shape[0]):
-        low, taken = cut_X[expert], _take(expert_MK, expert, token_N, slot_N)
+        low, taken = cut_X[expert], take_expert(expert_MK, route_weight_MK, expert, token_N, weight_N)
         if taken == 0 or low == f.d_ff:
             continue
-        for n in range(taken):
-            weight_N[n] = route_weight_MK[token_N[n], slot_N[n]]
-            if selected:
+        if selected:
+            for n in range(taken):
                 _name(f, expert, low, cold.index_MF[token_N[n], : cold.count_M[token_N[n]]], scores_of(f, n))
         e = Batch(w_X, expert, low, f.d_ff, token_N[:taken], select_N[:taken], weight_N[:taken], 0)
         add_batch(f, e, selected, False, True, tally_M3, y_MD)

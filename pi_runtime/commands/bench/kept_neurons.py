@@ -18,6 +18,7 @@ from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.plan_layout import CPU
 from pi_runtime.execution.schedule import one_side_schedule
 from pi_runtime.kernels.data.weight_table import LayerRecords
+from pi_runtime.kernels.ffn.experts import tokens_of
 from pi_runtime.kernels.ffn.memory import whole_batch
 from pi_runtime.kernels.ffn.network import add
 
@@ -57,11 +58,10 @@ class KeptNeurons:
         cfg, ws, x_TD = self._model.cfg, self._model.workspace, self._ops.input_TD
         counts_T3, sums_TD = np.zeros((len(x_TD), 3), np.int64), np.zeros_like(x_TD)
         for expert, w in enumerate(w_X):
-            token_N = np.flatnonzero((ws.expert_TK[: len(x_TD)] == expert).any(1))
+            token_N, weight_N = tokens_of(ws.expert_TK[: len(x_TD)], ws.route_weight_TK, expert)
             kept_NF = np.ones((len(token_N), cfg.d_ff), np.bool_)
             if len(token_N) and not w["dense"]:
-                ones_N, weight_N = np.ones(len(token_N), np.int64), np.ones(len(token_N), np.float32)
-                batch = whole_batch(self._model.ffn, w_X, expert, token_N, ones_N, weight_N)
+                batch = whole_batch(self._model.ffn, w_X, expert, token_N, np.ones_like(token_N), weight_N)
                 add(self._model.ffn, batch, True, counts_T3, sums_TD)
                 # The call has left a factor for each token and neuron of every chunk: 0 where it is not kept.
                 for chunk, count in enumerate(ws.count_C):

@@ -27,6 +27,7 @@ from pi_runtime.execution.cpu_ops import token_blocks
 from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.execution.plan_layout import GPU
 from pi_runtime.kernels import moe
+from pi_runtime.kernels.ffn.experts import tokens_by_expert
 from pi_runtime.kernels.ffn.memory import FIRES, every_token
 from pi_runtime.kernels.ffn.network import add_neurons
 
@@ -123,11 +124,8 @@ class FfnBlocks:
             yield 0, None
             return
         route = self._route_on_device if side == GPU else self._route_on_host
-        expert_TK, route_weight_TK = route(layer, count)
-        for expert in range(n_experts):
-            token_N, slot_N = np.nonzero(expert_TK == expert)
-            if len(token_N):
-                yield expert, Routes(token_N, route_weight_TK[token_N, slot_N])
+        for expert, token_N, route_weight_N in tokens_by_expert(*route(layer, count), n_experts):
+            yield expert, Routes(token_N, route_weight_N)
 
     def _route_on_device(self, layer: int, count: int) -> tuple[Ints, Floats]:
         """(T, K) experts of each token, and their weights."""
@@ -138,7 +136,7 @@ class FfnBlocks:
         taken = d.experts_per_token
         weighed_TN = best.values[:, :taken] if d.router_normalised else best.values
         route_weight_TK = weighed_TN.softmax(1)[:, :taken]
-        return best.indices[:, :taken].cpu().numpy(), route_weight_TK.cpu().numpy()
+        return best.indices[:, :taken].contiguous().cpu().numpy(), route_weight_TK.contiguous().cpu().numpy()
 
     def _route_on_host(self, layer: int, count: int) -> tuple[Ints, Floats]:
         """(T, K) experts of each token, and their weights."""

@@ -1,0 +1,35 @@
+"""Which tokens take an expert: all who gather tokens by expert on the CPU ask here.
+
+Shape letters: T tokens, K experts taken for each token, N tokens that take one expert.
+"""
+
+import numpy as np
+
+from pi_runtime.kernels.codegen.jit import public
+from pi_runtime.kernels.data.matrix_view import Floats, Ints
+
+
+@public
+def take_expert(expert_TK: Ints, route_weight_TK: Floats, expert: int, token_T: Ints, weight_T: Floats) -> int:
+    """List the tokens that take an expert, in order, and how much its result weighs; returns how many they are."""
+    count = 0
+    for t in range(expert_TK.shape[0]):
+        for k in range(expert_TK.shape[1]):
+            if expert_TK[t, k] == expert:
+                token_T[count], weight_T[count] = t, route_weight_TK[t, k]
+                count += 1
+                break  # an expert is taken once, or there would be more than there is room for
+    return count
+
+
+def tokens_of(expert_TK: Ints, route_weight_TK: Floats, expert: int) -> tuple[Ints, Floats]:
+    """(N,) the tokens that take an expert, in order, and (N,) how much its result weighs."""
+    token_T, weight_T = np.empty(len(expert_TK), np.int64), np.empty(len(expert_TK), np.float32)
+    count = take_expert(expert_TK, route_weight_TK, expert, token_T, weight_T)
+    return token_T[:count], weight_T[:count]
+
+
+def tokens_by_expert(expert_TK: Ints, route_weight_TK: Floats, experts: int) -> list[tuple[int, Ints, Floats]]:
+    """Each expert with `tokens_of` it; experts that no token takes are left out."""
+    found = ((expert, *tokens_of(expert_TK, route_weight_TK, expert)) for expert in range(experts))
+    return [taken for taken in found if len(taken[1])]
