@@ -143,7 +143,7 @@ class Pipeline:
             checkpoint=self.checkpoint.digest(),
             text=token_digest(fit),
             settings={**settings, "device": self._kind},
-            code=code_digest("pi_compile.profiling"),
+            code=code_digest("pi_compile.calibration.profiling"),
         )
 
         counting = partial(stages.profile, self.checkpoint, fit, **settings, device=self.device)
@@ -191,7 +191,7 @@ class Pipeline:
             checkpoint=self.checkpoint.digest(),
             text=token_digest(tokens),
             settings={**settings, "formats": formats, "device": self._kind},
-            code=code_digest("pi_compile.quantising.stage"),
+            code=code_digest("pi_compile.calibration.quantising.stage"),
         )
         rounding = partial(stages.quantise, self.checkpoint, tokens, **settings, formats=formats, device=self.device)
         shown = self._stages.shown("quantising", "steps", rounding, key)

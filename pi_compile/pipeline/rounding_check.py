@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pi_compile import quantising
+from pi_compile.calibration import quantising
+from pi_compile.calibration.quantising import RoundingLoss, coarse
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.checkpoint import part_of
 from pi_compile.packing import PackSpec, part_formats
-from pi_compile.quantising import RoundingLoss, coarse
 from pi_compile.recipe import Recipe
 from pi_compile.results import QuantisedWeights
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS

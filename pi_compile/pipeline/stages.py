@@ -13,7 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from pi_compile import packing, profiling, quantising, training
+from pi_compile import packing, training
+from pi_compile.calibration import profiling, quantising
+from pi_compile.calibration.profiling import ProfileSpec
+from pi_compile.calibration.quantising import QuantiseSpec
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.part_formats import AUTO, KEEP, PREDICTOR_FORMATS
 from pi_compile.checkpoint.tokenizer_files import TOKENIZER, read_text_files
@@ -23,8 +26,6 @@ from pi_compile.machine import Machine, find_machine
 from pi_compile.packing import PackResult, PackSpec, part_formats
 from pi_compile.pipeline.recipe_placement import place_budgets
 from pi_compile.placement import SECONDS, Placement
-from pi_compile.profiling import ProfileSpec
-from pi_compile.quantising import QuantiseSpec
 from pi_compile.recipe import check_settings
 from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights
 from pi_compile.training import Texts, TrainSpec

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pi_compile import profiling, quantising
+from pi_compile.calibration import profiling, quantising
 from pi_compile.recipe import Recipe
 from pi_compile.training import TrainingWork, TrainSpec
 from pi_runtime.artifact.decoder import Decoder

@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a script, started outside 
 
 from support.rss import synthetic_llama
 
+from pi_compile.calibration.profiling import ProfileSpec, _Run
 from pi_compile.checkpoint import open_checkpoint
-from pi_compile.profiling import ProfileSpec, _Run
 from pi_compile.torch_model import ResidentLayers
 from pi_compile.torch_model import decoder as td
 

@@ -18,11 +18,11 @@ import numpy.typing as npt
 import tokenizers
 import torch
 
+from pi_compile.calibration.quantising.compensation import importance
+from pi_compile.calibration.quantising.moments import FIRST, OUT, QKV, second_moments
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.tokenizer_files import TOKENIZER, read_text_files
 from pi_compile.pipeline.stages import quantise
-from pi_compile.quantising.compensation import importance
-from pi_compile.quantising.moments import FIRST, OUT, QKV, second_moments
 from pi_compile.torch_model import decoder as td
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.quantisation import as_stored, dequantise

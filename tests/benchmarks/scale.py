@@ -31,9 +31,9 @@ import torch
 from benchmarks.many_workers.simulation import MODELS, PROFILED, training_of
 from support.rss import rss_anon, synthetic_llama
 
-from pi_compile import profiling
+from pi_compile.calibration import profiling
+from pi_compile.calibration.profiling import ProfileSpec
 from pi_compile.pipeline.launching import Build
-from pi_compile.profiling import ProfileSpec
 from pi_compile.recipe import Recipe, default_recipe
 from pi_compile.torch_model import Estimate
 from pi_compile.training.quality import MeasuredText

@@ -27,9 +27,9 @@ from benchmarks.many_workers.simulation import MODELS, Store, expected, tasks_of
 from support.hf import write_tokenizer
 from support.rss import synthetic_llama
 
+from pi_compile.calibration.profiling import ProfileSpec
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.pipeline import stages
-from pi_compile.profiling import ProfileSpec
 from pi_compile.workers import Rank, Worker, WorkFolder
 
 D_MODEL, D_FF, VOCAB, WINDOW = 768, 3072, 8192, 256

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pi_compile.calibration.profiling import ProfileSpec, profile
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
-from pi_compile.profiling import ProfileSpec, profile
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.training import Texts, TrainSpec, train_predictors

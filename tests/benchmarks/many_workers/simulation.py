@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pi_compile.profiling import ProfileSpec
+from pi_compile.calibration.profiling import ProfileSpec
 from pi_compile.training import TrainingWork, TrainSpec
 from pi_compile.training.rung_choice import PASSES
 from pi_compile.training.samples import BATCH

@@ -15,6 +15,7 @@ from support import families
 from support.placeable import MUCH, machine
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from pi_compile.calibration.profiling import ProfileSpec, profile
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.part_formats import resolve_formats
 from pi_compile.cli.rendering import artifact_text
@@ -25,7 +26,6 @@ from pi_compile.packing import PackSpec, pack
 from pi_compile.pipeline.summary import profile_report
 from pi_compile.placement.formulation import Problem, Sizes
 from pi_compile.placement.stage import ladder, place
-from pi_compile.profiling import ProfileSpec, profile
 from pi_compile.results.activation_profile import ActivationProfile, LayerWork
 from pi_compile.results.neuron_order import order_neurons
 from pi_compile.results.predictor_set import PredictorSet

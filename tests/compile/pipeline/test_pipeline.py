@@ -192,7 +192,7 @@ def test_what_changed_and_what_depends_on_it_runs_again(built: Path, change: obj
     [
         # Where the same result comes out, nothing after it depends on the code.
         ("pi_compile.corpus.streams", ["corpus"]),
-        ("pi_compile.profiling", ["profile"]),
+        ("pi_compile.calibration.profiling", ["profile"]),
         ("pi_compile.torch_model.predictor", ["train"]),
         ("pi_compile.torch_model.decoder", ["profile", "train"]),
         ("pi_compile.cost_model.ffn_time", ["train"]),

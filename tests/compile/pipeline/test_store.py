@@ -136,21 +136,21 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_code_digest_changes_with_one_byte_of_what_the_module_imports(sources: Path) -> None:
-    before = code_digest("pi_compile.profiling")
+    before = code_digest("pi_compile.calibration.profiling")
     (sources / "training" / "stage.py").write_text("# not imported by profiling")
-    assert code_digest("pi_compile.profiling") == before
+    assert code_digest("pi_compile.calibration.profiling") == before
     seen = {before}
     for name in (
-        "profiling.py",
+        "calibration/profiling.py",
         "checkpoint/families/llama.py",
         "checkpoint/__init__.py",
         "workers/tasks.py",
     ):
         original = (sources / name).read_bytes()
         (sources / name).write_bytes(original + b"\n")
-        seen.add(code_digest("pi_compile.profiling"))
+        seen.add(code_digest("pi_compile.calibration.profiling"))
         (sources / name).write_bytes(original)
-    assert code_digest("pi_compile.profiling") == before
+    assert code_digest("pi_compile.calibration.profiling") == before
     assert len(seen) == 5
 
 

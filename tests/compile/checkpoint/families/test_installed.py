@@ -150,7 +150,9 @@ def test_one_that_cannot_be_used_is_named(site: Path, tiny: Path, change: dict[s
     assert_a_message(f"error: {error.value}")
 
 
-@pytest.mark.parametrize("stage", ["pi_compile.profiling", "pi_compile.training.stage", "pi_compile.packing"])
+@pytest.mark.parametrize(
+    "stage", ["pi_compile.calibration.profiling", "pi_compile.training.stage", "pi_compile.packing"]
+)
 def test_results_depend_on_its_files_and_version(site: Path, stage: str) -> None:
     forget()
     seen = {code_digest(stage)}

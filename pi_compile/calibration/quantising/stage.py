@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pi_compile.calibration.quantising.compensation import importance, inverse_factor, round_along_inputs, round_inputs
+from pi_compile.calibration.quantising.moments import FIRST, OUT, QKV, down, neuron_ranges, second_moments, sizes
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.files import read_arrays, write_arrays, write_text
-from pi_compile.quantising.compensation import importance, inverse_factor, round_along_inputs, round_inputs
-from pi_compile.quantising.moments import FIRST, OUT, QKV, down, neuron_ranges, second_moments, sizes
 from pi_compile.results import QuantisedWeights, Stored, read_stored, stored_entries
 from pi_compile.torch_model import (
     PROCESS_BYTES,

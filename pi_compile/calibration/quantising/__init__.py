@@ -3,7 +3,7 @@
 GPTQ, on the text that is profiled too.
 """
 
-from pi_compile.quantising.loss import (
+from pi_compile.calibration.quantising.loss import (
     RoundingLoss,
     Values,
     packed_values,
@@ -12,7 +12,7 @@ from pi_compile.quantising.loss import (
     text_losses,
     text_windows,
 )
-from pi_compile.quantising.stage import QuantiseSpec, coarse, estimate, memory_bytes, quantise_weights
+from pi_compile.calibration.quantising.stage import QuantiseSpec, coarse, estimate, memory_bytes, quantise_weights
 
 __all__ = [
     "QuantiseSpec",

@@ -15,11 +15,11 @@ import torch
 from support import hf
 from transformers import PreTrainedModel
 
-from pi_compile import profiling
+from pi_compile.calibration import profiling
+from pi_compile.calibration.profiling import ProfileSpec, count_fired, count_persistent, estimate, profile
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.errors import CorpusError, ProfileError, TaskFailedError
 from pi_compile.files import read_arrays
-from pi_compile.profiling import ProfileSpec, count_fired, count_persistent, estimate, profile
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_compile.torch_model import PROCESS_BYTES
 from pi_compile.torch_model import decoder as td

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pi_compile.quantising.compensation import DAMPING, inverse_factor, round_along_inputs, round_inputs
+from pi_compile.calibration.quantising.compensation import DAMPING, inverse_factor, round_along_inputs, round_inputs
 from pi_compile.results import Stored
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.quantisation import dequantise, quantise

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from support import families, hf
 
+from pi_compile.calibration.quantising import QuantiseSpec, estimate, memory_bytes, quantise_weights
+from pi_compile.calibration.quantising import moments as moments_module
+from pi_compile.calibration.quantising.moments import FIRST, OUT, QKV, down, neuron_ranges, second_moments, sizes
+from pi_compile.calibration.quantising.stage import _Run
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.errors import CorpusError, ProfileError
-from pi_compile.quantising import QuantiseSpec, estimate, memory_bytes, quantise_weights
-from pi_compile.quantising import moments as moments_module
-from pi_compile.quantising.moments import FIRST, OUT, QKV, down, neuron_ranges, second_moments, sizes
-from pi_compile.quantising.stage import _Run
 from pi_compile.results import QuantisedWeights
 from pi_compile.torch_model import ResidentLayers
 from pi_compile.torch_model import decoder as td
