@@ -1,5 +1,6 @@
 """Fixtures every test may use."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -40,6 +41,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests come first, so that no process is left with one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_sessionstart() -> None:
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays: Python need not walk through it each time it looks for garbage."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
