@@ -1,6 +1,6 @@
 """Build a recipe again and again, killing it at random moments; run as a program by `test_pipeline`.
 
-    python tests/support/kill_builds.py RECIPE OUTPUT KILLS SEED
+    python -m support.kill_builds RECIPE OUTPUT KILLS SEED
 
 Everything is imported once, then each build is a fork: a kill costs milliseconds, not the seconds of an import. Prints
 how many builds were killed and the sha256 of what the last, undisturbed one left.
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+import support.imported  # noqa: F401
 from pi_compile.pipeline.pipeline import STORE, Pipeline
 
 

@@ -1,6 +1,6 @@
 """Build recipes with many workers, some of them killed; run as a program by `test_many_workers`.
 
-    python tests/support/many_workers.py PROJECT '[[["small"], 3, 20], [["small", "other"], 2, 0]]' SEED
+    python -m support.many_workers PROJECT '[[["small"], 3, 20], [["small", "other"], 2, 0]]' SEED
 
 Everything is imported once, then each worker is a fork. Each triple is a build of some recipes at once, with so many
 workers each and so many kills at random moments; a killed worker is replaced. Where a build ends before its kills are
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+import support.imported  # noqa: F401
 from pi_compile.pipeline.pipeline import STORE, Pipeline
 from pi_compile.pipeline.store import code_digest
 from pi_compile.workers import Rank, WorkFolder

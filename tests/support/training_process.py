@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+import support.imported  # noqa: F401
 from pi_compile.sparsification.model import load_model, open_base
 from pi_compile.sparsification.recipe import read_sparsify_recipe
 from pi_compile.sparsification.run import sparsify

@@ -28,6 +28,9 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="forks and signals"),
 ]
 
+COMMAND = ["-m", "pi_compile", "build", "small.toml", "-o", "small.pi", "--json"]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -45,8 +48,8 @@ def told(project: Path, long: bool) -> list[dict[str, Any]]:
     """What builds came to, each as recipes, workers, kills."""
     runs = [[["small"], 1, 0], [["small"], 2, 0], [["small"], 3, 0], [["small"], 8, 0]]
     runs += [[["small"], 3, 20 if long else 4], [["other"], 1, 0], [["small", "other"], 2, 0]]
-    command = [sys.executable, str(SUPPORT / "many_workers.py"), project, json.dumps(runs), "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "support.many_workers", project, json.dumps(runs), "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=SUPPORT.parent, env=ENV)
     assert done.returncode == 0, done.stderr
     return list(json.loads(done.stdout))
 
@@ -83,9 +86,6 @@ def test_nothing_is_left_over(told: list[dict[str, Any]]) -> None:
 
 
 # Each launcher, as users start it.
-
-COMMAND = ["-m", "pi_compile", "build", "small.toml", "-o", "small.pi", "--json"]
-ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture

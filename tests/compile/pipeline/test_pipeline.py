@@ -212,8 +212,8 @@ def test_changed_code_runs_its_stages_again(
 @pytest.mark.slow
 def test_a_build_killed_again_and_again_ends_in_the_same_bytes(project: Path, long: bool) -> None:
     kills = 40 if long else 6
-    command = [sys.executable, str(SUPPORT / "kill_builds.py"), project / "small.toml", project / "small.pi"]
-    done = subprocess.run([*command, str(kills), "1"], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "support.kill_builds", project / "small.toml", project / "small.pi"]
+    done = subprocess.run([*command, str(kills), "1"], capture_output=True, text=True, check=False, cwd=SUPPORT.parent)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["killed"] == kills

@@ -98,14 +98,10 @@ def has_compiler() -> bool:
 
 def _serve(under: Path, library: Any) -> None:
     """Answer requests until there are none."""
-    import accelerate  # noqa: F401
     import torch
-    import transformers
 
-    import pi_compile.pipeline.pipeline
-    import pi_compile.sparsification.run  # noqa: F401
+    import support.imported  # noqa: F401
 
-    _ = transformers.LlamaForCausalLM, transformers.AutoTokenizer  # what each child would import
     torch.set_num_threads(1)
     torch.manual_seed(0)
     answers = os.dup(1)
