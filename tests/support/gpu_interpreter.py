@@ -2,9 +2,14 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
+import numpy as np
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
 
 from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.cuda.memory.devices import Event, Op
@@ -15,6 +20,33 @@ INTERPRETED = Tiling(
     splits=3, parts=2,
 )  # fmt: skip
 """Large tiles: under the interpreter a program costs milliseconds whatever its size."""
+
+
+WIDE = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+
+@cache
+def _make_quicker() -> None:
+    """Replace what takes two thirds of a launch's time under the interpreter; what it does is the same."""
+    patch_lang = interpreter._patch_lang
+
+    def patch_once(kernel: Any) -> Any:
+        """Put NumPy in the place of Triton's language, unless the kernel that calls this one has done so."""
+        languages = [value for value in kernel.__globals__.values() if value is tl or value is tl.core]
+        if any(map(tl.core.is_builtin, (language.load for language in languages))):
+            return patch_lang(kernel)
+        return interpreter._LangPatchScope()
+
+    def assert_no_overflow(one: Any, two: Any, operation: Callable[..., Any]) -> None:
+        """A sum, a difference or a product of integers of at most 32 bits is one of them."""
+        scalar, name = one.type.scalar, operation.__name__
+        if scalar.int_bitwidth < 64:
+            found = WIDE[name](one.handle.data.astype(np.int64), two.handle.data.astype(np.int64))
+            low, high = scalar.get_int_min_value(), scalar.get_int_max_value()
+            assert low <= found.min() <= found.max() <= high, f"{scalar} overflow detected for operation {name}"
+
+    interpreter._patch_lang = patch_once
+    interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = assert_no_overflow
 
 
 class _CompletedEvent:
@@ -33,6 +65,7 @@ class Interpreted:
 
     def __init__(self, memory: int = 1 << 40) -> None:
         assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before Triton is imported"
+        _make_quicker()
         self.device = torch.device("cpu")
         self._memory = memory
 
