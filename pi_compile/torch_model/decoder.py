@@ -97,7 +97,20 @@ def norm(d: Decoder, w: NamedTensors, name: str, x: Tensor) -> Tensor:
 
 
 def before_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | None = None) -> tuple[Tensor, Tensor]:
-    """The first half of a block: the residual that the FFN's output is added to, and the FFN's input."""
+    """The first half of a block: the residual that the FFN's output is added to, and the FFN's input.
+
+    Where the router reads what enters the block, its values (…, X) stand behind the input's D numbers.
+    """
+    residual, inputs = _before_ffn(d, w, x_BTD, on_input)
+    return residual, torch.cat([inputs, F.linear(x_BTD, w["ffn/router"])], -1) if d.router_early else inputs
+
+
+def input_width(d: Decoder) -> int:
+    """Numbers of an FFN's input; see `before_ffn`."""
+    return d.d_model + (d.n_experts if d.router_early else 0)
+
+
+def _before_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | None) -> tuple[Tensor, Tensor]:
     if d.block == "post-norm":
         x_BTD = norm(d, w, "attention/norm", x_BTD + attention(d, w, x_BTD, on_input))
         return x_BTD, x_BTD
@@ -132,12 +145,19 @@ def attention(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | No
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     group = d.n_heads // d.n_kv_heads
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    seen = _in_window(d, tokens, x_BTD.device) if d.window else None
+    attended = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None)
     attended = attended.transpose(1, 2).reshape(batch, tokens, -1)
     if on_input is not None:
         on_input("attention/qkv", x_BTD)
         on_input("attention/out", attended)
     return F.linear(attended, w["attention/out"], w.get("attention/out_bias"))
+
+
+def _in_window(d: Decoder, tokens: int, device: Any) -> Tensor:
+    """(T, T): whether a token sees a position."""
+    seen = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+    return seen & ~seen.tril(-d.window)
 
 
 def _norm_heads(d: Decoder, weight: Tensor, x_BHTE: Tensor) -> Tensor:
@@ -173,9 +193,10 @@ def neurons(d: Decoder, w: NamedTensors, x: Tensor, threshold: float = 0.0) -> T
     if d.n_experts == 1:
         return _expert_neurons(d, w, x, threshold)
     x_ND, expert_w_X = x.flatten(0, -2), _split_by_expert(w, d.n_experts)
+    taken, inputs_ND = _taken(d, w, x_ND), x_ND[:, : d.d_model]
     h_NXF = x.new_zeros(len(x_ND), d.n_experts, d.d_ff)
-    for e, tokens, weight in tokens_by_expert(*_taken(d, w, x_ND), d.n_experts):
-        h_NXF[tokens, e] = _expert_neurons(d, expert_w_X[e], x_ND[tokens], threshold) * weight
+    for e, tokens, weight in tokens_by_expert(*taken, d.n_experts):
+        h_NXF[tokens, e] = _expert_neurons(d, expert_w_X[e], inputs_ND[tokens], threshold) * weight
     return h_NXF.view(*x.shape[:-1], d.neurons)
 
 
@@ -211,9 +232,12 @@ def routing(d: Decoder, w: NamedTensors, x: Tensor) -> Tensor:
 
 def _taken(d: Decoder, w: NamedTensors, x: Tensor) -> tuple[Tensor, Tensor]:
     """(…, D) → (…, K) experts that the router takes, and (…, K) their weights."""
-    values = F.linear(x, w["ffn/router"])
+    values = x[..., d.d_model :] if d.router_early else F.linear(x, w["ffn/router"])
     # A stable sort, unlike topk, takes the lower of two equal experts.
     best = values.sort(dim=-1, descending=True, stable=True).indices[..., : d.experts_per_token]
+    if d.router_score == "sigmoid":
+        shares = values.gather(-1, best).sigmoid().clamp_min(1e-30)
+        return best, shares / shares.sum(-1, keepdim=True)
     among = values.gather(-1, best).softmax(-1) if d.router_normalised else values.softmax(-1).gather(-1, best)
     return best, among
 

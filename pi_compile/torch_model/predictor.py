@@ -36,7 +36,8 @@ class Predictor:
 
     def scores(self, x_ND: Tensor) -> Tensor:
         """(…, D) FFN inputs → (…, F) scores of the neurons."""
-        inner, rank = F.linear(x_ND, self.down), self.up.shape[1]
+        # Behind the FFN's inputs a router's values may stand.
+        inner, rank = F.linear(x_ND[..., : self.down.shape[1]], self.down), self.up.shape[1]
         if len(self.down) == rank:
             return F.linear(inner, self.up, self.bias)
         experts = self.up.view(len(self.down) // rank, -1, rank)
@@ -67,7 +68,8 @@ def initial_rank(d: Decoder, density: float, top_share: float, step: int) -> int
 def second_moment(blocks: Iterable[Tensor], width: int) -> Tensor:
     """The second moment E[x xᵀ] (D, D) over blocks of samples, in float64."""
     total, count = torch.zeros(width, width, dtype=torch.float64), 0
-    for x in blocks:
+    for block in blocks:
+        x = block[:, :width]
         total += (x.T @ x).double().cpu()
         count += len(x)
     return total / count

@@ -20,14 +20,17 @@ Tensor = torch.Tensor
 
 def magnitudes(d: Decoder, w: td.NamedTensors, x: Tensor) -> Tensor:
     """(…, D) → (…, F) |a(z)|, the scores of the rung `threshold`; 0 in experts that the token is not routed to."""
-    found = td.activate_(d, torch.nn.functional.linear(x, w["ffn/first"], w.get("ffn/first_bias"))).abs_()
+    found = td.activate_(
+        d, torch.nn.functional.linear(x[..., : d.d_model], w["ffn/first"], w.get("ffn/first_bias"))
+    ).abs_()
     routed = routed_neurons(d, w, x)
     return found if routed is None else found.mul_(routed)
 
 
 def sign_agreement(w: td.NamedTensors, x: Tensor) -> Tensor:
     """(…, D) → (…, F) columns in which weight and input have the same sign, minus those in which they differ."""
-    weights, inputs = (1.0 - 2.0 * (t < 0) for t in (w["ffn/first"], x))
+    first = w["ffn/first"]
+    weights, inputs = (1.0 - 2.0 * (t < 0) for t in (first, x[..., : first.shape[1]]))
     return inputs @ weights.T
 
 

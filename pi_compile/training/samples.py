@@ -134,8 +134,8 @@ class PushedText:
         try:
             return zarr.create_array(
                 folder,
-                shape=(windows * tokens, self.checkpoint.decoder.d_model),
-                chunks=(min(windows, BATCH) * tokens, self.checkpoint.decoder.d_model),
+                shape=(windows * tokens, td.input_width(self.checkpoint.decoder)),
+                chunks=(min(windows, BATCH) * tokens, td.input_width(self.checkpoint.decoder)),
                 dtype="float32",
                 fill_value=np.nan,
                 compressors=[Crc32cCodec()],

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import inf
 from typing import Any
 
-from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, FFNS, NORMS, POSITIONS, Decoder
+from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, FFNS, NORMS, POSITIONS, ROUTER_SCORES, Decoder
 from pi_runtime.artifact.features import feature_problems
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.layout import manifest_specs
@@ -15,6 +15,7 @@ from pi_runtime.artifact.schema import OBJECTIVES, SIDES, Layer, Manifest, Plan,
 from pi_runtime.artifact.sizes import PARTS
 
 _CHOICES = {"norm": NORMS, "positions": POSITIONS, "block": BLOCKS, "ffn": FFNS, "activation": ACTIVATIONS}
+_CHOICES["router_score"] = ROUTER_SCORES
 _SIZES = (
     *("vocab_size", "d_model", "d_embedding", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff"),
     *("n_experts", "experts_per_token", "context_length"),
@@ -89,14 +90,22 @@ def _later_problems(d: Decoder) -> Iterator[str]:
         yield "decoder.joint_qk_norm: true without qk_norm"
     if not d.router_normalised and d.n_experts == 1:
         yield "decoder.router_normalised: false without experts"
+    if d.n_experts == 1 and (d.router_early or d.router_score != "softmax"):
+        yield "decoder.router_early, router_score: given without experts"
+    if d.router_score == "sigmoid" and not d.router_normalised:
+        yield "decoder.router_normalised: false with sigmoid"
     if not (0 < d.embedding_scale < inf and 0 < d.logit_scale < inf):
         yield f"decoder.embedding_scale, logit_scale: {d.embedding_scale}, {d.logit_scale} are not above 0"
     if not d.logit_softcap >= 0:
         yield f"decoder.logit_softcap: {d.logit_softcap} is below 0"
-    if list(d.unrotated_layers) != sorted({*d.unrotated_layers} & {*range(d.n_layers)}) or (
-        d.unrotated_layers and d.positions != "rope"
-    ):
+    if not _are_layers(d.unrotated_layers, d) or (d.unrotated_layers and d.positions != "rope"):
         yield f"decoder.unrotated_layers: {d.unrotated_layers} of {d.n_layers} layers with positions {d.positions}"
+    if not (0 <= d.window < 2**31 and _are_layers(d.windowed_layers, d)) or bool(d.window) != bool(d.windowed_layers):
+        yield f"decoder.window: {d.window} in layers {d.windowed_layers} of {d.n_layers}"
+
+
+def _are_layers(layers: tuple[int, ...], d: Decoder) -> bool:
+    return list(layers) == sorted({*layers} & {*range(d.n_layers)})
 
 
 def _formats(m: Manifest) -> Iterator[str]:

@@ -13,13 +13,14 @@ The FFN is, per neuron i with activation a,
     gated   h_i = a(gate_i · x + b_i) (up_i · x + c_i)     y = Σ h_i down_i + b
 
 and with experts  y = Σ_e p_e y_e  over the experts_per_token experts e with the largest router_e · x, p the softmax of
-these values over those experts, or over all.
+these values over those experts, or over all; or  p_e = s(router_e · x) ÷ their sum  with s(z) = 1 / (1 + e⁻ᶻ). The
+router reads what the FFN reads, or x as it enters the block.
 
 Fields that are `UNLESS_DEFAULT` came later: a file says only those that differ, and each is a feature (`features`).
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 from pi_runtime.artifact.decoding import UNLESS_DEFAULT
 
@@ -27,6 +28,7 @@ NORMS = ("rms", "layer")
 POSITIONS = ("rope", "learned")
 BLOCKS = ("sequential", "parallel", "post-norm", "reordered")
 FFNS = ("plain", "gated")
+ROUTER_SCORES = ("softmax", "sigmoid")
 SPARSE_ACTIVATIONS = ("relu", "relu2", "drelu")
 ACTIVATIONS = (*SPARSE_ACTIVATIONS, "silu", "gelu", "gelu_tanh")
 """`relu` max(z, 0);  `relu2` max(z, 0)²;  `drelu` max(z, 0) with the gated FFN's up · x + c likewise cut off at 0
@@ -56,6 +58,10 @@ class Decoder:
     """Experts that the router takes for a token. A single expert has no router."""
     router_normalised: bool = field(default=True, metadata=UNLESS_DEFAULT)
     """Whether the weights of a token's experts are a softmax over these; else over all experts."""
+    router_score: str = field(default="softmax", metadata=UNLESS_DEFAULT)
+    """What makes a router's values the weights of a token's experts; `sigmoid` is always normalised."""
+    router_early: bool = field(default=False, metadata=UNLESS_DEFAULT)
+    """Whether the router reads x as it enters the block, without a norm, and not what the FFN reads."""
     context_length: int
     """Positions the model was made for."""
     embedding_scale: float = field(default=1.0, metadata=UNLESS_DEFAULT)
@@ -83,6 +89,10 @@ class Decoder:
     """Factor of cosine and sine (YaRN's attention factor)."""
     unrotated_layers: tuple[int, ...] = field(default=(), metadata=UNLESS_DEFAULT)
     """Layers, in order, whose queries and keys are not rotated (NoPE); with rope."""
+    window: int = field(default=0, metadata=UNLESS_DEFAULT)
+    """Positions that a token sees in the layers with a window, its own included; 0 where no layer has one."""
+    windowed_layers: tuple[int, ...] = field(default=(), metadata=UNLESS_DEFAULT)
+    """Layers, in order, that have this window; in the others a token sees all positions up to its own."""
     position_offset: int = 0
     """Row of position 0 in the learned table; 0 with rope."""
     ffn: str
@@ -101,8 +111,11 @@ class Decoder:
     ffn_bias: bool
 
     def of_layer(self, layer: int) -> Self:
-        """The decoder as one layer computes it: without angles where the layer is not rotated."""
-        return replace(self, rotary_frequencies=()) if layer in self.unrotated_layers else self
+        """The decoder as one layer computes it: without angles, or a window, where the layer has none."""
+        differences: dict[str, Any] = {} if layer in self.windowed_layers else {"window": 0}
+        if layer in self.unrotated_layers:
+            differences["rotary_frequencies"] = ()
+        return replace(self, **differences)
 
     @property
     def sparse(self) -> bool:

@@ -4,12 +4,29 @@ import contextlib
 import traceback
 from collections.abc import Callable
 
+from pi_runtime.artifact.features import used
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.schema import Manifest
 from pi_runtime.console import size
 from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.memory.devices import Cuda, Device
+from pi_runtime.errors import DoesNotFitError, Setting
 from pi_runtime.execution.plan_choice import choose_plan
 from pi_runtime.kernels.codegen.threads import SPIN_BESIDE_GPU, start_threads
+
+LACKING = ("decoder.router_early", "decoder.router_score", "decoder.window")
+"""Features that the GPU tier does not compute."""
+
+
+def check_features(manifest: Manifest) -> None:
+    """Raise DoesNotFitError for a model that does what the GPU tier lacks, by name."""
+    lacking = [name for name in used(manifest) if name in LACKING]
+    if lacking:
+        raise DoesNotFitError(
+            "the GPU tier does not compute what this model does",
+            found=", ".join(lacking),
+            remedy=("run it on the CPU: ", Setting("device", "cpu"), ", without ", Setting("vram_budget")),
+        )
 
 
 def open_on_gpu(
@@ -24,8 +41,9 @@ def open_on_gpu(
 ) -> CudaExecutor:
     """Make an executor on GPU `index` within the budget, or within what the card has free if that is less.
 
-    Raises DoesNotFitError if no stored plan fits.
+    Raises DoesNotFitError if no stored plan fits, or if the GPU tier lacks what the model does.
     """
+    check_features(artifact.manifest)
     start_threads(SPIN_BESIDE_GPU)
     device: Device = Cuda(index)
     free = device.free_bytes()

@@ -70,7 +70,7 @@ class ReadAhead:
         name = "ffn_norm" if w_X[0]["ffn_norm"] else "attention_norm"
         norm(m.cfg.centred, m.eps, int(w_X[0][name]), int(w_X[0][f"{name}_bias"]), x_TD, normed_TD)
         if m.cfg.experts > 1:
-            moe.route(m.cfg, w_X[0], normed_TD, ws)
+            moe.route(m.cfg, w_X[0], x_TD if m.cfg.router_early else normed_TD, ws)
         steps.prepare(self._ffn, w_X[0], normed_TD)
         named: list[Ints] = []
         for expert, token_N, weight_N in tokens_by_expert(ws.expert_TK[: len(x_TD)], ws.route_weight_TK, m.cfg.experts):

@@ -103,6 +103,8 @@ def attention(
     """
     advanced()
     tokens = x_TD.shape[0]
+    if cfg.router_early != 0:
+        _route(cfg, w, x_TD, ws)
     normed_TD, attended_TD = ws.normed_TD[:tokens], ws.attended_TD[:tokens]
     if cfg.block in (weight_table.POST_NORM, weight_table.REORDERED):
         _attend(cfg, w, eps, cos_SJ, sin_SJ, at, layer, x_TD, ws)
@@ -126,7 +128,7 @@ def attention(
         for t in range(tokens):
             _copy(x_TD[t], normed_TD[t])
         x_TD[:] = np.float32(0)
-    if cfg.experts > 1:
+    if cfg.experts > 1 and cfg.router_early == 0:
         _route(cfg, w, normed_TD, ws)
 
 
@@ -156,7 +158,7 @@ def _attend(
         _norm_heads(eps, w.k_norm, heads * width // kv_width, kv_heads, kv_width, qkv_TQ)
     if w.unrotated == 0:
         rotate(cos_SJ, sin_SJ, at.position_T, cfg.heads + cfg.kv_heads, cfg.head_dim, qkv_TQ)
-    cache = LayerCache(at.cache_format, at.row_nbytes, layer, cfg.kv_heads, cfg.head_dim)
+    cache = LayerCache(at.cache_format, at.row_nbytes, layer, cfg.kv_heads, cfg.head_dim, w.window)
     store_kv(cache, qkv_TQ, at.run_R4)
     attend(cache, qkv_TQ, at.run_R4, ws.unpacked_CBE, ws.attention_CX, mixed_TQ)
     linear(out, cfg.d_model, w.out_bias, mixed_TQ, address_of(ws.inputs), ws.attended_TD[:tokens])

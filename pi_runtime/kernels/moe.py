@@ -22,7 +22,7 @@ _add = by_address(add)
 @public
 def route(cfg: KernelConfig, w: LayerRecord, x_TD: Floats, ws: Workspace) -> None:
     """Write the K experts with the largest logits router · x to `ws.expert_TK`, and the softmax of these logits, or
-    their part of the softmax of all, to `ws.route_weight_TK`.
+    their part of the softmax of all, or their sigmoids over the sum of these, to `ws.route_weight_TK`.
 
     The largest comes first; among equal ones, the lower expert.
     """
@@ -38,7 +38,10 @@ def route(cfg: KernelConfig, w: LayerRecord, x_TD: Floats, ws: Workspace) -> Non
                 if _slot(expert_K[:k], e) < 0 and (best < 0 or logit_X[e] > logit_X[best]):
                     best = e
             expert_K[k] = best
-            route_weight_K[k] = np.exp(logit_X[best] - logit_X[expert_K[0]])
+            if cfg.router_sigmoid != 0:
+                route_weight_K[k] = max(np.float32(1) / (np.float32(1) + np.exp(-logit_X[best])), np.float32(1e-30))
+            else:
+                route_weight_K[k] = np.exp(logit_X[best] - logit_X[expert_K[0]])
             total += route_weight_K[k]
         if cfg.router_normalised == 0:
             total = np.float32(0)

@@ -63,17 +63,19 @@ def embed(d: Decoder, ends: "WeightSource", artifact: Artifact, ids_T: npt.NDArr
 
 def block(d: Decoder, w: "WeightSource", layer: Layer, x_TD: F32) -> F32:
     """Run one block on the layer's rung; see `Decoder` for its forms."""
+    entered_TD = x_TD
     if d.block == "post-norm":
         x_TD = norm(d, w, "attention/norm", x_TD + attention(d, w, x_TD))
-        return norm(d, w, "ffn/norm", x_TD + ffn(d, w, x_TD, selected(w, layer, x_TD), layer.threshold))
+        y_TD = ffn(d, w, x_TD, selected(w, layer, x_TD), layer.threshold, entered_TD)
+        return norm(d, w, "ffn/norm", x_TD + y_TD)
     if d.block == "reordered":
         x_TD = x_TD + norm(d, w, "attention/norm", attention(d, w, x_TD))
-        return x_TD + norm(d, w, "ffn/norm", ffn(d, w, x_TD, selected(w, layer, x_TD), layer.threshold))
+        return x_TD + norm(d, w, "ffn/norm", ffn(d, w, x_TD, selected(w, layer, x_TD), layer.threshold, entered_TD))
     normed_TD = norm(d, w, "attention/norm", x_TD)
     attended_TD = x_TD + attention(d, w, normed_TD)
     if not d.shared_norm:
         normed_TD = norm(d, w, "ffn/norm", x_TD if d.block == "parallel" else attended_TD)
-    return attended_TD + ffn(d, w, normed_TD, selected(w, layer, normed_TD), layer.threshold)
+    return attended_TD + ffn(d, w, normed_TD, selected(w, layer, normed_TD), layer.threshold, entered_TD)
 
 
 def norm(decoder: Decoder, w: "WeightSource", name: str, x_TD: F32) -> F32:
@@ -90,7 +92,10 @@ def rms(decoder: Decoder, x: F32) -> F32:
 
 
 def attention(decoder: Decoder, w: "WeightSource", x_TD: F32) -> F32:
-    """softmax(q kᵀ / √E) v, causal, from position 0 on; H query heads share G heads of keys and values."""
+    """softmax(q kᵀ / √E) v, causal, from position 0 on; H query heads share G heads of keys and values.
+
+    With a window of W, a token sees the W positions up to its own.
+    """
     d, n_tokens = decoder, len(x_TD)
     qkv = w.product("attention/qkv", x_TD) + (w["attention/qkv_bias"] if d.qkv_bias else np.float32(0))
     heads = qkv.reshape(n_tokens, d.n_heads + 2 * d.n_kv_heads, d.head_dim)
@@ -103,7 +108,10 @@ def attention(decoder: Decoder, w: "WeightSource", x_TD: F32) -> F32:
     group = d.n_heads // d.n_kv_heads
     k_SHE, v_SHE = np.repeat(k_SGE, group, 1), np.repeat(v_SGE, group, 1)
     scores_HTS = np.einsum("the,she->hts", q_THE, k_SHE) / np.float32(np.sqrt(d.head_dim))
-    scores_HTS = np.where(np.tri(n_tokens, dtype=bool), scores_HTS, np.float32(-np.inf))
+    seen_TS = np.tri(n_tokens, dtype=bool)
+    if d.window:
+        seen_TS &= ~np.tri(n_tokens, k=-d.window, dtype=bool)
+    scores_HTS = np.where(seen_TS, scores_HTS, np.float32(-np.inf))
     p_HTS = np.exp(scores_HTS - scores_HTS.max(-1, keepdims=True))
     p_HTS /= p_HTS.sum(-1, keepdims=True)
     mixed_THE = np.einsum("hts,she->the", p_HTS, v_SHE)
@@ -209,9 +217,15 @@ def agreement(signs_FW: npt.NDArray[np.uint64], x_TD: F32) -> npt.NDArray[np.int
     return (1 - 2 * (x_TD < 0).astype(np.int64)) @ (1 - 2 * negative_FD.astype(np.int64)).T
 
 
+def sigmoid(z: F32) -> F32:
+    """1 / (1 + e⁻ᶻ), but never below 1e-30, so that a sum of such is not 0."""
+    with np.errstate(over="ignore"):
+        return np.maximum(np.float32(1) / (np.float32(1) + np.exp(-z)), np.float32(1e-30))
+
+
 def routing(d: Decoder, w: "WeightSource", x_TD: F32) -> F32:
     """(T, X): route weights of the experts, the softmax of the router's K largest logits, or their part of the softmax
-    of all, and 0 for the others.
+    of all, or their sigmoids over the sum of these, and 0 for the others.
 
     Among equal logits the lower expert comes first.
     """
@@ -220,16 +234,26 @@ def routing(d: Decoder, w: "WeightSource", x_TD: F32) -> F32:
     logit_TX = x_TD @ w["ffn/router"].T
     expert_TK = np.argsort(-logit_TX, axis=1, kind="stable")[:, : d.experts_per_token]
     logit_TK = np.take_along_axis(logit_TX, expert_TK, 1)
-    route_weight_TK = np.exp(logit_TK - logit_TK.max(1, keepdims=True))
     route_weight_TX = np.zeros_like(logit_TX)
-    among_TN = logit_TK if d.router_normalised else logit_TX
-    total_T1 = np.exp(among_TN - logit_TK.max(1, keepdims=True)).sum(1, keepdims=True)
+    if d.router_score == "sigmoid":
+        route_weight_TK = sigmoid(logit_TK)
+        total_T1 = route_weight_TK.sum(1, keepdims=True)
+    else:
+        route_weight_TK = np.exp(logit_TK - logit_TK.max(1, keepdims=True))
+        among_TN = logit_TK if d.router_normalised else logit_TX
+        total_T1 = np.exp(among_TN - logit_TK.max(1, keepdims=True)).sum(1, keepdims=True)
     np.put_along_axis(route_weight_TX, expert_TK, route_weight_TK / total_T1, 1)
     return route_weight_TX
 
 
-def ffn(d: Decoder, w: "WeightSource", x_TD: F32, active_TF: Bools | None = None, threshold: float = 0.0) -> F32:
-    """y = Σ route_weight h_i rest_i over all neurons, or the active ones; see `Decoder` for h."""
+def ffn(
+    d: Decoder, w: "WeightSource", x_TD: F32, active_TF: Bools | None = None, threshold: float = 0.0,
+    entered_TD: F32 | None = None,
+) -> F32:  # fmt: skip
+    """y = Σ route_weight h_i rest_i over all neurons, or the active ones; see `Decoder` for h.
+
+    `entered_TD` is what entered the block, which an early router reads.
+    """
     z_TF = w.product("ffn/first", x_TD) + (w["ffn/first_bias"] if d.ffn_bias else np.float32(0))
     h_TF = activate(d, z_TF, threshold)
     if d.ffn == "gated":
@@ -238,7 +262,8 @@ def ffn(d: Decoder, w: "WeightSource", x_TD: F32, active_TF: Bools | None = None
     if active_TF is not None:
         h_TF = np.where(active_TF, h_TF, np.float32(0))
     if d.n_experts > 1:
-        h_TF = h_TF * np.repeat(routing(d, w, x_TD), d.d_ff, axis=1)
+        read_TD = entered_TD if d.router_early and entered_TD is not None else x_TD
+        h_TF = h_TF * np.repeat(routing(d, w, read_TD), d.d_ff, axis=1)
     y_TD = h_TF @ w["ffn/rest"][:, -1]
     return y_TD + w["ffn/down_bias"] if d.ffn_bias else y_TD
 

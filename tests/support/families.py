@@ -11,6 +11,7 @@ import torch
 import transformers as tf
 from torch import nn
 
+from support import smallthinker
 from support.hf import edit_json, edit_tensors, randomised, save, write_tokenizer
 
 LLAMA = {
@@ -111,6 +112,8 @@ class Case:
     """Config fields that differ from those of the class it was made from."""
     computes: Callable[[nn.Module], None] | None = None
     """Turns the class it was made from into the model."""
+    made: Callable[[Path, dict[str, Any], str, torch.dtype], Any] | None = None
+    """Saves a random model, and returns its definition, where transformers has no class."""
     predictors: str = ""
     """Name of the modules that have a predictor beside them."""
 
@@ -151,6 +154,12 @@ CASES: dict[str, Case] = {
     ),
     "nanochat": Case("NanoChat", OLMO2),
     "nanochat-uncapped": Case("NanoChat", OLMO2 | {"final_logit_softcapping": None, "tie_word_embeddings": True}),
+    "smallthinker": Case("SmallThinker", smallthinker.FIELDS, made=smallthinker.random_smallthinker),
+    "smallthinker-softmax-tied": Case(
+        "SmallThinker",
+        smallthinker.FIELDS | {"moe_primary_router_apply_softmax": True, "tie_word_embeddings": True},
+        made=smallthinker.random_smallthinker,
+    ),
     "arcee": Case("Arcee", LLAMA),
     "arcee-biases": Case("Arcee", LLAMA | {"attention_bias": True, "mlp_bias": True}),
     "phi3": Case("Phi3", PHI3),
@@ -184,7 +193,7 @@ CASES: dict[str, Case] = {
         LLAMA | {"hidden_act": "relu", "sliding_window": 19},
         OWN | {"model_type": "bamboo", "architectures": ["BambooForCausalLM"]},
         relu_twice,
-        "model.layers.{layer}.mlp",
+        predictors="model.layers.{layer}.mlp",
     ),
     # Names as in the published model.safetensors.index.json of PowerInfer/TurboSparse-Mixtral.
     "turbosparse-mixtral": Case(
@@ -192,7 +201,7 @@ CASES: dict[str, Case] = {
         MIXTRAL | {"hidden_act": "relu", "output_router_logits": True},
         OWN | {"model_type": "turbosparsemixtral", "architectures": ["TurboSparseMixtralForCausalLM"]},
         relu_twice,
-        "model.layers.{layer}.block_sparse_moe.experts.{expert}",
+        predictors="model.layers.{layer}.block_sparse_moe.experts.{expert}",
     ),
     # Keys as in profiles/models/SparseLLM/prosparse-llama-2-7b/config.json.
     "prosparse": Case(
@@ -227,7 +236,7 @@ def random_sizes(name: str, seed: int) -> dict[str, int]:
             own_width = {"head_dim": width} if "head_dim" in fields else {}
             hidden = heads * (int(rng.integers(1, 9)) if own_width else width)
             sizes = {"hidden_size": hidden, "intermediate_size": neurons, "num_key_value_heads": kv, **own_width}
-            sizes |= {key: neurons for key in fields if key == "moe_intermediate_size"}
+            sizes |= {key: neurons for key in fields if key in ("moe_intermediate_size", "moe_ffn_hidden_size")}
     common = {"num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": context}
     return sizes | common
 
@@ -244,6 +253,11 @@ def random_checkpoint(
     """Save a random model of a case; returns the model that computes its logits."""
     case = CASES[name]
     case = replace(case, fields=deepcopy(case.fields) | (sizes or {}))
+    if case.made:
+        made = case.made(folder, case.fields, shard, dtype)
+        if tokenizer:
+            write_tokenizer(folder)
+        return made
     config = getattr(tf, f"{case.model}Config")(**case.fields)
     model_class = getattr(tf, "GPT2LMHeadModel" if case.model == "GPT2" else f"{case.model}ForCausalLM")
     model = randomised(model_class(config))

@@ -58,6 +58,10 @@ FACTS: dict[str, dict[str, Any]] = {
         "embedding_scale": 3.0, "embedding_norm": True, "logit_scale": 0.7, "logit_softcap": 0.9,
         "unrotated_layers": (1,),
     },
+    "windows, experts by sigmoid of what enters": {
+        "n_experts": 3, "experts_per_token": 2, "router_score": "sigmoid", "router_early": True, "window": 7,
+        "windowed_layers": (1,),
+    },
     "experts weighed among all": {"n_experts": 3, "experts_per_token": 2, "router_normalised": False},
 }  # fmt: skip
 """What a decoder of two layers or more may have beside the usual."""

@@ -67,7 +67,7 @@ def second_moments(
         def on_ffn(
             _layer: int, _batch: int, _w: td.NamedTensors, inputs: torch.Tensor, h: torch.Tensor
         ) -> torch.Tensor:
-            seen[FIRST], seen["h"] = inputs, h  # noqa: B023  called in this round
+            seen[FIRST], seen["h"] = inputs[..., : d.d_model], h  # noqa: B023  called in this round
             return h
 
         ((after,),) = td.layers(d, [w], [x], on_ffn, seen.__setitem__, first=layer)

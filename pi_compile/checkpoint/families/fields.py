@@ -115,6 +115,15 @@ def routed_experts(config: Config, default: int | None = None, *, per_token: int
     return {**found, "router_normalised": normalised}
 
 
+def layers_marked(config: Config, key: str, default: list[int]) -> list[int]:
+    """A list with 0 or 1 for each layer, or for more than there are."""
+    layers = config.size("num_hidden_layers")
+    marks = config.get(key, default)
+    if not (isinstance(marks, list) and len(marks) >= layers and all(type(m) is int and m in (0, 1) for m in marks)):
+        raise config.error(key, marks, expected=f"0 or 1 for each of {layers} layers")
+    return marks[:layers]
+
+
 def softcap(config: Config, key: str, default: float) -> float:
     """The cap of logits, 0 for none, which null says; `default` where there is no such key."""
     return config.number(key, default) if config.fields.get(key, default) is not None else 0.0

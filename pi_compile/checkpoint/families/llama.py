@@ -11,7 +11,7 @@ from typing import Any
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import rope
 from pi_compile.checkpoint.families.adapter import Adapter, SourceTensor, linear, plain_ffn, separate_qkv, stored
-from pi_compile.checkpoint.families.fields import biases, usual_decoder
+from pi_compile.checkpoint.families.fields import biases, layers_marked, usual_decoder
 from pi_runtime.artifact.decoder import Decoder
 
 
@@ -23,11 +23,7 @@ def _decoder(config: Config, family: str = "llama", **options: Any) -> Decoder:
 def _smollm3(config: Config) -> Decoder:
     """Llama without rotation in some layers: by `no_rope_layers`, which has 0 for those, else in every n-th."""
     every, layers = config.size("no_rope_layer_interval", 4), config.size("num_hidden_layers")
-    rotated = config.get("no_rope_layers", [int((n + 1) % every != 0) for n in range(layers)])
-    if not (
-        isinstance(rotated, list) and len(rotated) >= layers and all(type(r) is int and r in (0, 1) for r in rotated)
-    ):
-        raise config.error("no_rope_layers", rotated, expected=f"0 or 1 for each of {layers} layers")
+    rotated = layers_marked(config, "no_rope_layers", [int((n + 1) % every != 0) for n in range(layers)])
     unrotated = tuple(n for n in range(layers) if not rotated[n])
     return _decoder(config, "smollm3", context=32768, n_kv_heads=4, theta=2e6, tied=True, unrotated_layers=unrotated)
 

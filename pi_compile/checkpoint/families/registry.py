@@ -39,6 +39,7 @@ BUILT_IN = (
     "pi_compile.checkpoint.families.qwen:QWEN2",
     "pi_compile.checkpoint.families.qwen:QWEN3",
     "pi_compile.checkpoint.families.qwen:QWEN3_MOE",
+    "pi_compile.checkpoint.families.smallthinker:ADAPTER",
 )
 
 

@@ -65,6 +65,8 @@ class LayerRecord:
     rest_slots: int
     unrotated: int
     """1: queries and keys are not rotated."""
+    window: int
+    """Positions that a token sees; 0 for all."""
 
 
 ARRAYS = {field: kind.__metadata__[0] for field, kind in LayerRecord.__annotations__.items() if get_origin(kind)}
@@ -90,6 +92,8 @@ class KernelConfig(NamedTuple):
     experts: int
     experts_per_token: int
     router_normalised: int
+    router_sigmoid: int
+    router_early: int
     vocabulary: int
     rows_per_neuron: int
     """2 for a gated FFN (up, down), 1 for a plain one (fc2)."""
@@ -148,6 +152,8 @@ def config_of(decoder: Decoder, formats: Mapping[str, str]) -> KernelConfig:
         experts=d.n_experts,
         experts_per_token=d.experts_per_token,
         router_normalised=int(d.router_normalised),
+        router_sigmoid=int(d.router_score == "sigmoid"),
+        router_early=int(d.router_early),
         vocabulary=d.vocab_size,
         rows_per_neuron=2 if d.ffn == "gated" else 1,
         centred=int(d.norm == "layer"),
@@ -218,8 +224,8 @@ def table_of(artifact: StoredArrays, mode: str) -> LayerRecords:
     m = artifact.manifest
     table_LX = np.zeros((len(m.layers), m.decoder.n_experts), LAYER)
     for n, layer in enumerate(m.layers):
-        settings = settings_of(m.decoder, layer, mode) | {"unrotated": int(n in m.decoder.unrotated_layers)}
-        fill(table_LX[n], settings, partial(_address, artifact, f"layers/{n}/"))
+        of_layer = {"unrotated": int(n in m.decoder.unrotated_layers), "window": m.decoder.of_layer(n).window}
+        fill(table_LX[n], settings_of(m.decoder, layer, mode) | of_layer, partial(_address, artifact, f"layers/{n}/"))
     return table_LX
 
 

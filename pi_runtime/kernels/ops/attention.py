@@ -55,6 +55,8 @@ class LayerCache(NamedTuple):
     layer: int
     groups: int
     width: int
+    window: int
+    """Positions that a token sees, its own included; 0 for all up to its own."""
 
 
 @public
@@ -191,7 +193,7 @@ def _unpack_values(at: int, stride: int, count: int, width: int, unpacked_X: Flo
 def attend(
     cache: LayerCache, qkv_TQ: Floats, run_R4: Ints, unpacked_CBE: Floats, scratch_CX: Floats, out_TQ: Floats
 ) -> None:
-    """out ← softmax(q kᵀ / √E) v over the positions up to each token's own.
+    """out ← softmax(q kᵀ / √E) v over the positions up to each token's own, or those of them in the layer's window.
 
     `scratch_CX`: `footprint.attention_floats` numbers for each part of the work. `unpacked_CBE`: memory for a page's
     keys or values where the cache is q8.
@@ -244,7 +246,9 @@ def _attend_tile(
     for n in range(queries):
         query_N[n] = (token + n // shared) * every + group * shared + n % shared
     scale = np.float32(1 / np.sqrt(width))
-    for first in range(0, end, POSITIONS):
+    # A block that no token of the tile sees is not read: its page may be gone.
+    lowest = max(0, start + 1 - cache.window) if cache.window > 0 else 0
+    for first in range(lowest // POSITIONS * POSITIONS, end, POSITIONS):
         block, count = first // POSITIONS, min(POSITIONS, end - first)
         keys, values = _head(cache, run_4, block, group), _head(cache, run_4, block, cache.groups + group)
         fmt, stride = cache.fmt, cache.stride
@@ -257,6 +261,12 @@ def _attend_tile(
         )
         for n in range(queries):
             seen = max(0, min(count, start + n // shared + 1 - first))
+            if cache.window > 0:
+                hidden = start + n // shared + 1 - cache.window - first
+                if hidden >= seen:
+                    score_NB[n] = np.float32(0)
+                    continue
+                score_NB[n, : max(0, hidden)] = np.float32(-np.inf)
             rescale = weigh(score_NB[n], seen, scale, largest_N[n : n + 1], total_N[n : n + 1])
             if rescale != 1:
                 for j in range(width):

@@ -27,6 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "nanochat": {"intermediate_size": 192},
     "olmo2": {"hidden_act": "relu", "intermediate_size": 192},
     "olmoe": {"hidden_act": "relu", "intermediate_size": 96},
+    "smallthinker": {"moe_ffn_hidden_size": 96, "num_hidden_layers": 3},
     "smollm3": {"hidden_act": "relu", "intermediate_size": 192, "no_rope_layers": [1, 0]},
 }
 

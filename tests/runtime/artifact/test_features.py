@@ -48,6 +48,7 @@ NAMES = {
     "scaled, capped, not rotated": [
         *("embedding_norm", "embedding_scale", "logit_scale", "logit_softcap"), "unrotated_layers",
     ],
+    "windows, experts by sigmoid of what enters": ["router_early", "router_score", "window", "windowed_layers"],
     "experts weighed among all": ["router_normalised"],
 }  # fmt: skip
 

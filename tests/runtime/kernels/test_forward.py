@@ -70,6 +70,16 @@ DECODERS: dict[str, dict[str, Any]] = {
     "drelu": {**ODD, "activation": "drelu", "ffn_bias": True},
     "experts": {"n_experts": 5, "experts_per_token": 2, "d_ff": 23, "activation": "silu"},
     "experts-unnormalised": {"n_experts": 5, "experts_per_token": 2, "d_ff": 23, "router_normalised": False},
+    "experts-by-sigmoid": {"n_experts": 5, "experts_per_token": 3, "d_ff": 23, "router_score": "sigmoid"},
+    "experts-routed-early": {"n_experts": 5, "experts_per_token": 2, "d_ff": 23, "router_early": True},
+    "experts-routed-early-reordered": {
+        "n_experts": 5,
+        "experts_per_token": 2,
+        "d_ff": 23,
+        "router_early": True,
+        "block": "reordered",
+    },
+    "window": {"context_length": 160, "window": 37, "windowed_layers": (1,)},
     "experts-odd": {**ODD, "n_experts": 3, "experts_per_token": 1, "d_ff": 29, "activation": "drelu", "ffn_bias": True},
 }
 

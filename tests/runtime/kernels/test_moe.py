@@ -51,7 +51,7 @@ def test_route_weights_are_those_of_the_definition(
     rng = np.random.default_rng(width)
     # Small whole numbers: sums are exact, and many are equal.
     router_XD, x_TD = (rng.integers(-1, 2, (n, width)).astype(np.float32) for n in (n_experts, tokens))
-    facts = {"router_normalised": data.draw(st.booleans())}
+    facts = data.draw(st.sampled_from([{}, {"router_normalised": False}, {"router_score": "sigmoid"}]))
     decoder = small_decoder(d_model=width, n_experts=n_experts, experts_per_token=taken, **facts)
     wanted = reference.routing(decoder, _Router({"ffn/router": router_XD}), x_TD)
     found = routed(router_XD, taken, x_TD, **facts)

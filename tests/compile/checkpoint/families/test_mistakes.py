@@ -42,6 +42,7 @@ FAMILIES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3-moe",
+    "smallthinker": "smallthinker",
     "smollm3": "smollm3-listed",
     "sparsellama": "prosparse",
     "turbosparsemixtral": "turbosparse-mixtral",
@@ -53,6 +54,7 @@ NEURONS = {
     "opt": "ffn_dim",
     "falcon": "ffn_hidden_size",
     "qwen3_moe": "moe_intermediate_size",
+    "smallthinker": "moe_ffn_hidden_size",
 }
 TIED = ("falcon", "gpt2", "granite", "granitemoe", "opt")
 Copy = Callable[[str], Path]

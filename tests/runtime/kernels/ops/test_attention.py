@@ -22,14 +22,14 @@ FEW = settings(max_examples=30, deadline=None, derandomize=True)
 class Pages:
     """One sequence's pages: the middle one of three layers, in an order in which they do not lie in memory."""
 
-    def __init__(self, groups: int, positions: int, width: int, fmt: str) -> None:
+    def __init__(self, groups: int, positions: int, width: int, fmt: str, window: int = 0) -> None:
         count = -(-positions // POSITIONS)
         page = kv_page(small_decoder(n_layers=3, n_kv_heads=groups, n_heads=groups, head_dim=width), fmt)
         # All bits set are NaN, in the scales of q8 as well.
         self.pages = np.full((count, page.nbytes), 255, np.uint8).view(page.dtype).reshape(count, *page.shape)
         self.order = np.random.default_rng(count).permutation(count)
         self.table = np.array([self.pages[n].ctypes.data for n in self.order])
-        self.cache = LayerCache(FORMATS[fmt].code, self.pages[0, 0, 0, 0, 0].nbytes, LAYER, groups, width)
+        self.cache = LayerCache(FORMATS[fmt].code, self.pages[0, 0, 0, 0, 0].nbytes, LAYER, groups, width, window)
 
     @property
     def rows_2GSX(self) -> np.ndarray:
@@ -87,7 +87,8 @@ def naive(qkv_TQ: np.ndarray, heads: int, start: int, pages: Pages) -> np.ndarra
     out = np.empty((len(qkv_TQ), heads, width))
     for t, token in enumerate(qkv_TQ.astype(np.float64)):
         for h, q_E in enumerate(token[: heads * width].reshape(heads, width)):
-            k_SE, v_SE = cache_2GSE[:, h // (heads // groups), : start + t + 1].astype(np.float64)
+            low = max(0, start + t + 1 - pages.cache.window) if pages.cache.window else 0
+            k_SE, v_SE = cache_2GSE[:, h // (heads // groups), low : start + t + 1].astype(np.float64)
             score = k_SE @ q_E / np.sqrt(width)
             p = np.exp(score - score.max())
             out[t, h] = p @ v_SE / p.sum()
@@ -102,14 +103,17 @@ def naive(qkv_TQ: np.ndarray, heads: int, start: int, pages: Pages) -> np.ndarra
     st.integers(1, 20),
     st.integers(0, 70),
     st.sampled_from(["f16", "f32", "q8"]),
+    st.sampled_from([0, 1, 7, 32, 33]),
 )
-@example(1, 1, 1, 1, 0, "f32")
-@example(64, 2, 3, 17, 5, "f32")
-@example(64, 2, 3, 40, 5, "f16")
-def test_attend(tokens: int, groups: int, share: int, width: int, start: int, fmt: str) -> None:
+@example(1, 1, 1, 1, 0, "f32", 0)
+@example(64, 2, 3, 17, 5, "f32", 0)
+@example(64, 2, 3, 40, 5, "f16", 0)
+@example(90, 1, 2, 8, 40, "f32", 20)
+@example(1, 1, 2, 8, 69, "q8", 5)
+def test_attend(tokens: int, groups: int, share: int, width: int, start: int, fmt: str, window: int) -> None:
     heads, rng = groups * share, np.random.default_rng(tokens)
     qkv_TQ = rng.standard_normal((tokens, (heads + 2 * groups) * width), np.float32)
-    cache = Pages(groups, start + tokens, width, fmt)
+    cache = Pages(groups, start + tokens, width, fmt, window)
     write(rng.standard_normal((start, 2 * groups * width), np.float32), 0, cache)
     write(qkv_TQ, start, cache)
     keys_values = qkv_TQ[:, heads * width :].reshape(tokens, 2, groups, width)
@@ -129,7 +133,8 @@ def test_a_token_gets_the_same_bits_in_any_piece_and_company(
     heads, rng = groups * share, np.random.default_rng(width)
     lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=3))
     every = [rng.standard_normal((n, (heads + 2 * groups) * width), np.float32) for n in lengths]
-    caches = [Pages(groups, 100, width, fmt) for _ in every]
+    window = data.draw(st.sampled_from([0, 1, 20, 33]))
+    caches = [Pages(groups, 100, width, fmt, window) for _ in every]
     alone = []
     for qkv_TQ, cache in zip(every, caches, strict=True):
         write(qkv_TQ, 0, cache)

@@ -1,0 +1,25 @@
+"""A GPU refuses by name what its kernels do not compute."""
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from support.synthetic import FACTS, bare_manifest, small_decoder
+
+from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.cuda.opening import LACKING, check_features
+from pi_runtime.errors import DoesNotFitError
+
+
+def test_what_the_gpu_tier_lacks_is_refused_by_name() -> None:
+    refused = {}
+    for name, facts in FACTS.items():
+        decoder = small_decoder(**facts)
+        manifest = bare_manifest(decoder, dict.fromkeys(PARTS, "f32"), [None] * decoder.n_layers, 0)
+        try:
+            check_features(manifest)
+        except DoesNotFitError as error:
+            refused[name] = str(error)
+    assert all(any(feature in message for message in refused.values()) for feature in LACKING)
+    assert {*refused} == {"windows, experts by sigmoid of what enters"}
