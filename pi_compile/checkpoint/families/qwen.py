@@ -63,6 +63,7 @@ QWEN3_MOE = replace(
     layer_tensors=moe_layer,
     read_keys=QWEN3.read_keys | MOE_KEYS | {"moe_intermediate_size"} | mixtral.TRAINING_KEYS,
     # Dense layers among the others, and an expert that every token takes.
-    neutral_keys={"mlp_only_layers": ([],), "decoder_sparse_step": (1,), "shared_expert_intermediate_size": (0,)},
+    neutral_keys={"mlp_only_layers": ([],), "decoder_sparse_step": (1,), "shared_expert_intermediate_size": (0,)}
+    | {"use_qk_norm": (True,)},
     decoder=_qwen3_moe,
 )
