@@ -186,7 +186,7 @@ def audit(session: nox.Session) -> None:
 def identity(session: nox.Session) -> None:
     """Compare an engine's answers with those of the model alone: thousands of random requests. Outside CI: minutes."""
     session.install("-e", ".", *TEST_TOOLS)
-    session.run("pytest", "-s", "tests/runtime/engine/test_identity.py", "--long", *session.posargs)
+    session.run("pytest", "-s", "tests/runtime/engine/test_identity.py", "--long", "--timeout", "0", *session.posargs)
 
 
 @nox.session
