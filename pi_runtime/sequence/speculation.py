@@ -8,6 +8,8 @@ T tokens, the number of drafted tokens maximises
 and is 0 where no number gains. What a draft would have been worth is counted even where none is run.
 """
 
+import statistics
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,12 +17,14 @@ import numpy as np
 from pi_runtime.errors import Setting, UsageError
 from pi_runtime.sequence.drafts import MAX_DRAFT_TOKENS
 
-GAIN = 1.02
+GAIN = 1.05
 """Least gain for which drafts run, because times vary."""
-LATEST = 0.25
-"""Weight of the latest time of a step."""
+LATEST = 17
+"""Times of a step whose median counts: one that was held up by something else says nothing."""
 STALE_STEPS = 128
 """Steps after which times that were not taken again are forgotten, so that other numbers of tokens are tried."""
+ONCE_STEPS = 16
+"""The same for a time that was taken once: it may have been held up."""
 PLAIN_STEPS = 64
 """Steps with drafts in a row, so that the time of one without is measured now and then."""
 
@@ -30,19 +34,18 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._by_sequences: dict[int, dict[int, float]] = {}
+        self._latest: dict[tuple[int, int], deque[float]] = {}
         self._taken_at: dict[tuple[int, int], int] = {}
         self._steps = 0
 
     def count(self, sequences: int, tokens: int, seconds: float) -> None:
         """Count a step of so many sequences, with so many tokens in all."""
         self._steps += 1
-        times = self._by_sequences.setdefault(sequences, {})
-        known = times.get(tokens)
-        if known is None or (tokens > sequences and not self._is_fresh(sequences, tokens)):
-            times[tokens] = seconds
-        else:
-            # One step that was held up by something else says little.
-            times[tokens] = known + LATEST * (min(seconds, 2 * known) - known)
+        latest = self._latest.setdefault((sequences, tokens), deque(maxlen=LATEST))
+        if tokens > sequences and len(latest) > 1 and not self._is_fresh(sequences, tokens):
+            latest.clear()
+        latest.append(seconds)
+        self._by_sequences.setdefault(sequences, {})[tokens] = statistics.median_low(latest)
         self._taken_at[sequences, tokens] = self._steps
 
     def taken(self, sequences: int) -> dict[int, float]:
@@ -50,7 +53,7 @@ class StepTimes:
         return dict(self._by_sequences.get(sequences, {}))
 
     def plain(self, sequences: int) -> float | None:
-        """The latest time of a step of so many sequences without drafts; None before there is one."""
+        """Seconds of a step of so many sequences without drafts; None before there was one."""
         return self._by_sequences.get(sequences, {}).get(sequences)
 
     def seconds(self, sequences: int, max_tokens: int) -> list[float]:
@@ -78,6 +81,8 @@ class StepTimes:
 
     def _is_fresh(self, sequences: int, tokens: int) -> bool:
         limit = PLAIN_STEPS if tokens == sequences else STALE_STEPS
+        if tokens > sequences and len(self._latest[sequences, tokens]) == 1:
+            limit = ONCE_STEPS
         return self._steps - self._taken_at[sequences, tokens] < limit
 
 

@@ -126,6 +126,31 @@ def test_several_sequences_share_what_pays() -> None:
     assert GAIN > 1
 
 
+@pytest.mark.parametrize("right", [0.1, 0.3, 0.5])
+def test_several_sequences_do_not_lose_by_steps_that_are_held_up(right: float) -> None:
+    """Eight at once, where a drafted token costs a twelfth of a step. Times vary by a tenth, and some by much more."""
+    rng, times, count = random.Random(5), StepTimes(), 8
+    rule, acceptances = Speculation("auto", times, can_gain=True, max_tokens=64), [Acceptance() for _ in range(count)]
+    plain = spent = 0.0
+    for _ in range(1500):
+        drafts = [Draft([1] * 32, rng.choice([2, 2, 3, 4, 8]), acceptance=a) for a in acceptances]
+        lengths = rule.lengths([draft.expected for draft in drafts])
+        cost = 1 + sum(lengths) / 12
+        times.count(
+            count,
+            count + sum(lengths),
+            cost * rng.lognormvariate(0, 0.1) * (rng.uniform(1.3, 2.5) if rng.random() < 0.05 else 1),
+        )
+        spent += cost
+        for draft, length in zip(drafts, lengths, strict=True):
+            drawn = [int(rng.random() < right)]
+            while drawn[-1] and len(drawn) <= length:
+                drawn.append(int(rng.random() < right))
+            draft.count(drawn)
+            plain += len(drawn) / count
+    assert plain / spent > 0.99
+
+
 @pytest.mark.parametrize("setting", ["on", "", 0, 33, -1, 2.0, True, None])
 def test_impossible_settings(model: Model, setting: object) -> None:
     with pytest.raises(UsageError, match=r"^speculate"):
