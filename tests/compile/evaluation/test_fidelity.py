@@ -132,6 +132,45 @@ def test_modes_that_read_the_same_are_scored_once(tmp_path: Path) -> None:
     np.testing.assert_array_equal(alone["dense"].counts_L3, alone["gate"].counts_L3)
 
 
+DECODERS = {
+    "gated": small_decoder(),
+    "plain": small_decoder("opt"),
+    "squared": small_decoder("opt", activation="relu2"),
+    "experts": small_decoder(n_experts=4, experts_per_token=2),
+    "small values left out": small_decoder(threshold=0.05),
+}
+
+
+@pytest.mark.parametrize("fmt", ["f32", "q8", "q4"])
+@pytest.mark.parametrize("decoder", DECODERS.values(), ids=DECODERS)
+@pytest.mark.parametrize("predicted", [False, True], ids=["exact", "predicted"])
+def test_gate_examines_with_the_bits_and_counts_of_dense(
+    tmp_path: Path, decoder: Decoder, fmt: str, predicted: bool
+) -> None:
+    """So `evaluate` scores one of them for both."""
+    ranks = [16 if predicted else None] * decoder.n_layers
+    artifact = random_artifact(tmp_path / "a.pi", decoder, format=fmt, ranks=ranks)
+    for tokens in (2, 5, 24):
+        ids = np.random.default_rng(tokens).integers(0, decoder.vocab_size, tokens)
+        found = []
+        for mode in ("dense", "gate"):
+            with load(artifact, mode=mode) as opened:
+                found.append(opened.examine(ids))
+        (dense, of_dense), (gate, of_gate) = found
+        np.testing.assert_array_equal(dense, gate)
+        np.testing.assert_array_equal(of_dense, of_gate)
+
+
+def test_a_sparse_model_is_scored_once_for_dense_and_gate(tmp_path: Path, model: torch.nn.Module) -> None:
+    steps = list[tuple[int, int]]()
+    found = evaluate(
+        packed(tmp_path, None), [tmp_path / "text.txt"], tokens=96, window=32, progress=lambda *s: steps.append(s)
+    )
+    assert found["same_as"] == {}
+    assert steps == [(n, 3) for n in range(4)]
+    assert found["ffn_bytes_per_token"]["gate"] < found["ffn_bytes_per_token"]["dense"]
+
+
 def test_divergence_is_that_of_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the windows that are kept together; a token that neither run can give has no part in it."""
     rng = np.random.default_rng(0)
