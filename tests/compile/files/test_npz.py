@@ -31,3 +31,14 @@ def test_a_write_that_writes_a_part_is_gone_on_with(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "write", short)
     assert written("short.npz") == whole
     assert len(calls) > 20
+
+
+def test_only_a_compressed_file_is_compressed(tmp_path: Path) -> None:
+    zeros, sizes = {"zeros": np.zeros(10_000)}, []
+    for compressed in (False, True):
+        path = tmp_path / f"{compressed}.npz"
+        write_arrays(path, zeros, compressed=compressed)
+        np.testing.assert_array_equal(read_arrays(path)["zeros"], zeros["zeros"])
+        sizes.append(path.stat().st_size)
+    assert sizes[0] > zeros["zeros"].nbytes
+    assert sizes[1] < zeros["zeros"].nbytes / 10

@@ -45,6 +45,20 @@ def test_who_looks_seldom_sees_a_silence_too(tmp_path: Path, now: list[float]) -
         assert quiet_for(worker)
 
 
+def test_a_silence_of_just_so_long_is_not_yet_too_long(tmp_path: Path, now: list[float]) -> None:
+    seconds = 2 * HEARTBEAT
+    with Worker(tmp_path, heartbeat=HEARTBEAT) as worker:
+        assert not worker.unchanged("other", 1, seconds)
+        for _ in range(3):  # the first of these shows nothing that was missed
+            worker._show()
+        now[0] += seconds
+        assert not worker.unchanged("other", 1, seconds)
+        worker._show()
+        worker._show()
+        now[0] += 1.0
+        assert worker.unchanged("other", 1, seconds)
+
+
 def test_a_worker_that_cannot_show_itself_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others would count it as ended from the start, and two might hold the same thing."""
 
