@@ -34,7 +34,7 @@ from pi_compile.sparsification.evaluation import Evaluation, evaluate
 from pi_compile.sparsification.model import add_constants, load_model, open_base, packing_of
 from pi_compile.sparsification.page import curves_page
 from pi_compile.sparsification.recipe import SparsifyRecipe, read_sparsify_recipe
-from pi_compile.sparsification.training import Training, Watch
+from pi_compile.sparsification.training import Base, Training, Watch
 from pi_compile.workers import StageDoneError, Worker, WorkFolder
 from pi_runtime.errors import Setting, UsageError
 
@@ -193,7 +193,7 @@ class _Sparsification:
             self.accelerator.wait_for_everyone()
         return read_arm(path)
 
-    def _training(self, name: str, model: Any, activity: FfnActivity | None, **options: Any) -> Training:
+    def _training(self, name: str, model: Any, activity: FfnActivity | None, base: Base = Base()) -> Training:
         checkpoints = Checkpoints(self.work / name, self.accelerator)
         writer = events.writer(self.work / "events" / name) if self.accelerator.is_main_process else None
         return Training(
@@ -204,9 +204,9 @@ class _Sparsification:
             open_mixture(self.recipe.corpus, self.folder, self.packing, self.recipe.train.seed),
             self.texts,
             checkpoints,
+            base,
             watch=events.both(self.watch, writer),
             name=name,
-            **options,
         )
 
     def _train_model(self, base_perplexity: float, out: Path) -> Arm:
@@ -218,7 +218,7 @@ class _Sparsification:
         if target.constant:
             add_constants(model)
         original = self._original() if self.recipe.train.distillation else None
-        training = self._training(MODEL, model, activity, original=original, base_perplexity=base_perplexity)
+        training = self._training(MODEL, model, activity, Base(original, base_perplexity))
         trained = training.run()
         if self.recipe.steer.sparsity and target.activation == "fatrelu":
             activity.share_threshold(self.accelerator.unwrap_model(training.model))
@@ -259,8 +259,8 @@ class _Sparsification:
 
     def _train_control(self, steps: int) -> Arm:
         """Train the model with its own activation on the same text."""
-        training = self._training(CONTROL, load_model(self.base), None, until=steps)
-        trained = training.run()
+        training = self._training(CONTROL, load_model(self.base), None)
+        trained = training.run(until=steps)
         found = training.evaluate(tune=False)
         return Arm(trained, found.losses_N, found.facts())
 

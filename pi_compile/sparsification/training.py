@@ -104,6 +104,16 @@ class Trained:
     """The position in the text that it came to, with the digest of all sequences."""
 
 
+@dataclass(frozen=True)
+class Base:
+    """What the model is held to while it is trained: the model that it was."""
+
+    model: Any = None
+    """What its words are distilled from; None where nothing is."""
+    perplexity: float = math.inf
+    """On the tune text."""
+
+
 class Training:
     """One model in training. `activity` is None for a model that keeps its own activation."""
 
@@ -116,15 +126,13 @@ class Training:
         mixture: Mixture,
         texts: EvaluationText,
         checkpoints: Checkpoints,
-        original: Any = None,
-        base_perplexity: float = math.inf,
+        base: Base = Base(),
         watch: Watch = Watch(),
-        until: int | None = None,
         name: str = "model",
     ) -> None:
         self._recipe, self._accelerator, self._activity = recipe, accelerator, activity
         self._mixture, self._texts, self._checkpoints, self._watch = mixture, texts, checkpoints, watch
-        self._original, self._base_perplexity = original, base_perplexity
+        self._base = base
         self._autocast = recipe.train.dtype == "bf16"
         if recipe.train.activation_checkpointing:
             recompute_layers(model)
@@ -135,16 +143,15 @@ class Training:
         if activity is not None and recipe.steer.sparsity:
             kind = ThresholdSteering if activity.activation.name == "fatrelu" else Steering
             self._steering = kind(recipe.steer.sparsity, recipe.steps)
-        self._name, self._state = name, _TrainingState()
-        # The step to end at, where that is not the schedule's last one.
-        self._until = recipe.steps if until is None else until
+        self._name, self._state, self._until = name, _TrainingState(), recipe.steps
 
-    def run(self) -> Trained:
-        """Train from the newest checkpoint, if there is one, to the end.
+    def run(self, until: int | None = None) -> Trained:
+        """Train from the newest checkpoint, if there is one, to the end, or to the step `until` of the schedule.
 
         Raises TrainingError where the loss is no number or rises far above its lowest, with the last good checkpoint.
         """
         state, every = self._state, self._recipe.run.every
+        self._until = self._recipe.steps if until is None else until
         if steps := self._checkpoints.steps():
             self._restore(steps[-1])
             state = self._state
@@ -201,7 +208,7 @@ class Training:
                 logits_BWV = self.model(ids_BW).logits
             loss = language_loss(logits_BWV, ids_BW)
             total = loss
-            if self._original is not None:
+            if self._base.model is not None:
                 total = total + self._recipe.train.distillation * self._divergence(logits_BWV, ids_BW)
             self._accelerator.backward(total / parts)
         sums = [part for y in layers for part in (y.fired, y.magnitude, y.gates, y.fired.new_tensor(y.values))]
@@ -222,7 +229,7 @@ class Training:
         """KL(original ‖ model), mean over the tokens."""
         device = self._accelerator.device.type
         with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=self._autocast):
-            wanted_BWV = self._original(ids_BW).logits.float().log_softmax(-1)
+            wanted_BWV = self._base.model(ids_BW).logits.float().log_softmax(-1)
         found_BWV = logits_BWV.float().log_softmax(-1)
         return F.kl_div(found_BWV, wanted_BWV, reduction="sum", log_target=True) / ids_BW.numel()
 
@@ -274,7 +281,7 @@ class Training:
             return
         if self._steering is not None:
             self._steering.compare(found.sparsity_L)
-        allowed = stop.perplexity_ratio * self._base_perplexity
+        allowed = stop.perplexity_ratio * self._base.perplexity
         if stop.perplexity_ratio and found.perplexity <= allowed:
             state.within = state.step
         elif stop.perplexity_ratio and state.within:
