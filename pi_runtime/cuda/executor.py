@@ -25,7 +25,7 @@ from pi_runtime.cuda.memory.devices import Device, Op, allocate
 from pi_runtime.cuda.memory.handover import PinnedBuffers
 from pi_runtime.cuda.memory.kv_residency import KVResidency
 from pi_runtime.cuda.memory.weight_streaming import WeightStreamer
-from pi_runtime.cuda.memory.workspace import Workspace
+from pi_runtime.cuda.memory.workspace import DeviceWorkspace
 from pi_runtime.cuda.prefill.crossover import measured_crossover
 from pi_runtime.cuda.prefill.prefill import Prefill
 from pi_runtime.execution.cpu import CpuModel
@@ -85,7 +85,7 @@ class CudaExecutor:
             cache = dict(zip(on_gpu, allocate(table, device)["cache"], strict=True))
             most = allocation.batch_tokens
             self._pinned = PinnedBuffers.allocate(d, context, most, device)
-            workspace = Workspace.allocate(d, self._host.largest_rank, context, most, device)
+            workspace = DeviceWorkspace.allocate(d, self._host.largest_rank, context, most, device)
             cuts = cuts_of(plan, d)
             self._all_device_ops = DeviceOps(d, layers, cuts, loaded, device, workspace, cache, self._pinned)
             self.device_ops = self._all_device_ops.of_first(1)

@@ -24,7 +24,7 @@ from pi_runtime.cuda.kernels.dequantise import dequantise_rows
 from pi_runtime.cuda.kernels.matrix import DeviceMatrix
 from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.cuda.memory.weights import DeviceWeights
-from pi_runtime.cuda.memory.workspace import Workspace
+from pi_runtime.cuda.memory.workspace import DeviceWorkspace
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class DecoderParts:
 
     decoder: Decoder
     weights: DeviceWeights
-    workspace: Workspace
+    workspace: DeviceWorkspace
     cache: Mapping[int, torch.Tensor]
     """(N, 2, G, S, E) for each layer whose attention is on the GPU."""
     tiling: Tiling

@@ -33,7 +33,7 @@ from pi_runtime.cuda.kernels.row_dot import linear
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.cuda.memory.handover import PinnedBuffers
 from pi_runtime.cuda.memory.weights import DeviceWeights
-from pi_runtime.cuda.memory.workspace import Workspace
+from pi_runtime.cuda.memory.workspace import DeviceWorkspace
 from pi_runtime.execution.plan_layout import Cuts
 
 
@@ -47,7 +47,7 @@ class DeviceOps:
     cuts: tuple[Cuts, ...]
     weights: DeviceWeights
     device: Device
-    workspace: Workspace
+    workspace: DeviceWorkspace
     cache: dict[int, torch.Tensor]
     """(P, 2, G, S, E) for each layer whose attention is on the GPU."""
     pinned: PinnedBuffers

@@ -19,7 +19,7 @@ from pi_runtime.cuda.kernels.row_dot import linear
 from pi_runtime.cuda.kernels.sign_selection import select_by_signs
 from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.cuda.memory.weights import DeviceWeights
-from pi_runtime.cuda.memory.workspace import Workspace
+from pi_runtime.cuda.memory.workspace import DeviceWorkspace
 
 
 def picks(layer: Layer) -> bool:
@@ -35,7 +35,7 @@ class Selector:
     prefix: str
     """What the names of its arrays begin with."""
     weights: DeviceWeights
-    workspace: Workspace
+    workspace: DeviceWorkspace
     tiling: Tiling
     expert_MK: torch.Tensor | None
     """The tokens' experts; None where the layer has only one."""

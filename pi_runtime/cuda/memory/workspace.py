@@ -25,7 +25,7 @@ from pi_runtime.kernels.reference import rotary_table
 
 
 @dataclass(frozen=True)
-class Workspace:
+class DeviceWorkspace:
     """Tensors in device memory, zero at first; float32 unless said otherwise."""
 
     token_words: TokenWords
@@ -67,7 +67,7 @@ class Workspace:
     sin_SJ: torch.Tensor
 
     @classmethod
-    def allocate(cls, d: Decoder, rank: int, context: int, tokens: int, device: Device) -> "Workspace":
+    def allocate(cls, d: Decoder, rank: int, context: int, tokens: int, device: Device) -> "DeviceWorkspace":
         """A workspace for up to so many tokens, predictors up to this rank and positions up to this context."""
         t, tiling = allocate(gpu_workspace(d, rank, context, tokens), device), device.tiling
 
@@ -96,7 +96,7 @@ class Workspace:
             **t,
         )
 
-    def first(self, tokens: int) -> "Workspace":
+    def first(self, tokens: int) -> "DeviceWorkspace":
         """The same memory for the first tokens alone."""
 
         def of(values: Any) -> Any:
