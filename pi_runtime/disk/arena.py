@@ -13,7 +13,8 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import EMBEDDING_ARRAYS, row_nbytes
 from pi_runtime.artifact.schema import ArrayEntry
 from pi_runtime.disk.kernels import neuron_cache
-from pi_runtime.disk.kernels.neuron_cache import Rows
+from pi_runtime.disk.kernels.fetching import Places
+from pi_runtime.disk.kernels.neuron_cache import LayerRows
 from pi_runtime.disk.ram_plan import RamPlan, places_of, resident_nbytes
 from pi_runtime.disk.reader import Reader, page_aligned
 from pi_runtime.kernels.data.matrix_view import Ints
@@ -87,7 +88,7 @@ class RowArena:
     nbytes: int
     """Bytes of one row."""
     memory: Array
-    rows_L: list[Rows]
+    rows_L: list[LayerRows]
     offset_L: list[int]
     """Where in the file each layer's rows begin."""
     region_R: tuple[int, ...]
@@ -101,6 +102,10 @@ class RowArena:
     def address(self) -> int:
         """Where the first slot is."""
         return int(self.memory.ctypes.data)
+
+    def places(self, layer: int) -> Places:
+        """Where a layer's rows lie in the file, and where slots are."""
+        return Places(self.offset_L[layer], self.nbytes, self.address)
 
     def address_of(self, layer: int, row: int) -> int:
         """Where a row is that is in memory."""
@@ -116,7 +121,7 @@ def row_arena(artifact: Artifact, name: str, plan: RamPlan, reader: Reader) -> R
     memory = page_aligned(slots * nbytes)
     reader.hold(memory)
     owner_S, references_S, turn_S = (np.full(slots, first, np.int64) for first in (-1, 0, -1))
-    rows_L: list[Rows] = []
+    rows_L: list[LayerRows] = []
     offset_L: list[int] = []
     begin = 1
     regions = slots - np.cumsum([plan.ahead, plan.ahead, plan.staged, plan.staged])[::-1]

@@ -121,10 +121,10 @@ class RowStore:
         request = part.request
         for name, neuron_I in request.needs:
             arena = self.arenas[name]
-            wanted = request.expert * self._d_ff, neuron_I, part.begin, part.end, keep, arena.region_R[region]
-            place = arena.offset_L[request.layer], arena.nbytes, arena.address
+            base, rows, places = request.expert * self._d_ff, arena.rows_L[request.layer], arena.places(request.layer)
+            wanted = fetching.Wanted(base, neuron_I, part.begin, part.end, keep, arena.region_R[region])
             self._staged[name, region] = fetching.fetch(
-                arena.rows_L[request.layer], self.reader.shared, region, *wanted, self._row_I, self._slot_I, *place
+                rows, self.reader.shared, region, wanted, places, self._row_I, self._slot_I
             )
         self.reader.submit(region)
         return part

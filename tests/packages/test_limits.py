@@ -27,8 +27,6 @@ MANY_PARAMETERS = {
     "pi_runtime/commands/run.py: run",
     # To be mended.
     "pi_compile/checkpoint/families/fields.py: usual_decoder",
-    "pi_compile/sparsification/training.py: __init__",
-    "pi_runtime/disk/kernels/fetching.py: fetch",
 }
 """Functions with more than `PARAMETERS`, Triton's kernels apart."""
 

@@ -20,12 +20,12 @@ from pi_runtime.kernels.data.matrix_view import Ints
 from pi_runtime.kernels.ffn.memory import bit_reversed
 
 BEGIN, END, CLOCK_HAND, TURN, MOST_REFERENCES = range(5)
-"""What `Rows.clock_5` holds: the cached slots, the hand's place, the number of the layer's current turn, and the most
-references that a row gets."""
+"""What `LayerRows.clock_5` holds: the cached slots, the hand's place, the number of the layer's current turn, and the
+most references that a row gets."""
 HITS, MISSES = range(2)
 
 
-class Rows(NamedTuple):
+class LayerRows(NamedTuple):
     """One layer's rows of one array (`first` or `rest`)."""
 
     slot_N: Ints
@@ -41,20 +41,20 @@ class Rows(NamedTuple):
 
 def rows_of(
     neurons: int, begin: int, end: int, most_references: int, owner_S: Ints, references_S: Ints, turn_S: Ints
-) -> Rows:
+) -> LayerRows:
     """A layer's rows, none of them there, with the cached slots [begin, end)."""
     clock_5 = np.array([begin, end, begin, 0, most_references], np.int64)
-    return Rows(np.zeros(neurons, np.int64), clock_5, owner_S, references_S, turn_S, np.zeros(2, np.int64))
+    return LayerRows(np.zeros(neurons, np.int64), clock_5, owner_S, references_S, turn_S, np.zeros(2, np.int64))
 
 
-def place(rows: Rows, row_I: Ints, slot: int) -> None:
+def place(rows: LayerRows, row_I: Ints, slot: int) -> None:
     """Say that these rows are in the slots from this one on."""
     rows.owner_S[slot : slot + len(row_I)] = row_I
     rows.slot_N[row_I] = np.arange(slot, slot + len(row_I))
 
 
 @public
-def begin_turn(rows: Rows, base: int, neuron_I: Ints, goes_on: bool) -> int:
+def begin_turn(rows: LayerRows, base: int, neuron_I: Ints, goes_on: bool) -> int:
     """Begin a layer's turn, in which the rows base + neuron are needed: returns how many are absent.
 
     Those that are there stay until the next turn. `goes_on`: rows of the turn before stay too.
@@ -70,7 +70,7 @@ def begin_turn(rows: Rows, base: int, neuron_I: Ints, goes_on: bool) -> int:
 
 
 @public
-def absent_of_chunks(rows: Rows, base: int, neuron_I: Ints, absent_C: Ints) -> None:
+def absent_of_chunks(rows: LayerRows, base: int, neuron_I: Ints, absent_C: Ints) -> None:
     """Count the absent rows of each chunk."""
     absent_C[:] = 0
     for neuron in neuron_I:
@@ -79,7 +79,15 @@ def absent_of_chunks(rows: Rows, base: int, neuron_I: Ints, absent_C: Ints) -> N
 
 @public
 def obtain(
-    rows: Rows, base: int, neuron_I: Ints, begin: int, end: int, keep: bool, staging: int, row_I: Ints, slot_I: Ints
+    rows: LayerRows,
+    base: int,
+    neuron_I: Ints,
+    begin: int,
+    end: int,
+    keep: bool,
+    staging: int,
+    row_I: Ints,
+    slot_I: Ints,
 ) -> tuple[int, int]:
     """Give slots to the absent rows base + neuron of the chunks [begin, end), and list them with their slots.
 
@@ -123,7 +131,7 @@ def obtain(
 
 
 @public
-def clear_staged(rows: Rows, staging: int, count: int) -> None:
+def clear_staged(rows: LayerRows, staging: int, count: int) -> None:
     """Forget the rows in some slots for staged ones."""
     for slot in range(staging, staging + count):
         if rows.owner_S[slot] >= 0:
@@ -132,7 +140,7 @@ def clear_staged(rows: Rows, staging: int, count: int) -> None:
 
 
 @public
-def forget(rows: Rows) -> None:
+def forget(rows: LayerRows) -> None:
     """Forget all rows in cached slots, for what they hold is not certain."""
     for slot in range(rows.clock_5[BEGIN], rows.clock_5[END]):
         if rows.owner_S[slot] >= 0:

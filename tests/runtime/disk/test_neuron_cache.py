@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from pi_runtime.artifact.footprint import CHUNKS
 from pi_runtime.disk.kernels import neuron_cache
-from pi_runtime.disk.kernels.neuron_cache import HITS, MISSES, Rows
+from pi_runtime.disk.kernels.neuron_cache import HITS, MISSES, LayerRows
 
 NEURONS, PINNED, STAGED = 200, 20, 200
 
 
-def rows_with(cached: int) -> Rows:
+def rows_with(cached: int) -> LayerRows:
     """Slot 0, pinned slots, cached slots, slots for staged rows; the first rows are pinned."""
     slots = 1 + PINNED + cached + STAGED
     owner_S, turn_S = np.full(slots, -1, np.int64), np.full(slots, -1, np.int64)
