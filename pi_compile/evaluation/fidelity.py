@@ -66,7 +66,6 @@ def evaluate(
         manifest, windows = opened.manifest, _windows(opened, texts, tokens, window)
     origin = None if model is None else check_origin(manifest, model)
     modes, same = modes_of(manifest), same_as(manifest)
-    computed = [mode for mode in modes if mode not in same]
     # On the CPU gate gives the bits of dense, and counts the same: what each reads of it follows from the mode.
     scored = {"gate": "dense"} if options.device == "cpu" else same
     runs = _runs(options, artifact, [mode for mode in modes if mode not in scored], origin)
@@ -74,7 +73,9 @@ def evaluate(
         examine(windows[0][:2])  # compiles, so that the time of the first window is that of the others
     progress(0, len(runs) * len(windows))
     scores = score_windows(windows, runs, manifest.decoder.vocab_size, counted(progress, len(runs) * len(windows)))
-    device, speeds = _timed(options, artifact, computed, windows.reshape(-1)[:TIMED])
+    device, speeds = _timed(
+        options, artifact, [mode for mode in modes if mode not in same], windows.reshape(-1)[:TIMED]
+    )
     checkpoint, usual = scores.pop("checkpoint", None), scores.pop("usual cache", None)
     scores = {mode: scores[scored.get(mode, mode)] for mode in modes}
     speeds = {mode: speeds[same.get(mode, mode)] for mode in modes}
