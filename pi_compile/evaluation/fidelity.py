@@ -7,7 +7,7 @@ counted on the same inputs. Speed is that of decoding token by token. Shape lett
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -66,6 +66,7 @@ def evaluate(
         manifest, windows = opened.manifest, _windows(opened, texts, tokens, window)
     origin = None if model is None else check_origin(manifest, model)
     modes, same = modes_of(manifest), same_as(manifest)
+    computed = [mode for mode in modes if mode not in same]
     # On the CPU gate gives the bits of dense, and counts the same: what each reads of it follows from the mode.
     scored = {"gate": "dense"} if options.device == "cpu" else same
     runs = _runs(options, artifact, [mode for mode in modes if mode not in scored], origin)
@@ -73,25 +74,18 @@ def evaluate(
         examine(windows[0][:2])  # compiles, so that the time of the first window is that of the others
     progress(0, len(runs) * len(windows))
     scores = score_windows(windows, runs, manifest.decoder.vocab_size, counted(progress, len(runs) * len(windows)))
-    device, speeds = _timed(
-        options, artifact, [mode for mode in modes if mode not in same], windows.reshape(-1)[:TIMED]
-    )
+    device, speeds = _timed(options, artifact, computed, windows.reshape(-1)[:TIMED])
     checkpoint, usual = scores.pop("checkpoint", None), scores.pop("usual cache", None)
     scores = {mode: scores[scored.get(mode, mode)] for mode in modes}
     speeds = {mode: speeds[same.get(mode, mode)] for mode in modes}
     cache = {} if usual is None else {"cache": _cache_row(options.cache_format, scores["dense"], usual)}
     ffn = {mode: score.ffn_bytes(manifest, mode) for mode, score in scores.items()}
-    bases = {mode: checkpoint if mode == "dense" else scores["dense"] for mode in modes}
     return {
         **device,
         **cache,
         "tokens": windows.size,
         "same_as": same,
-        "perplexity": {"checkpoint": checkpoint.perplexity if checkpoint else None}
-        | {mode: score.perplexity for mode, score in scores.items()},
-        "increase_interval": {mode: _increase_interval(scores[mode], base) for mode, base in bases.items()},
-        "agreement": {mode: _agreement(scores[mode], base) for mode, base in bases.items()},
-        "kl_divergence": {mode: score.divergence for mode, score in scores.items()},
+        **_compared(scores, checkpoint),
         "bytes_per_token": {mode: other_bytes(manifest) + sum(layers) for mode, layers in ffn.items()},
         "ffn_bytes_per_token": {mode: sum(layers) for mode, layers in ffn.items()},
         "tokens_per_s": speeds,
@@ -197,6 +191,18 @@ def _tokens_per_s(model: Model, ids: npt.NDArray[np.int64]) -> float:
         if sum(seconds) > TIMED_SECONDS and len(seconds) >= LEAST_TIMED:
             break
     return 1 / statistics.median(seconds)
+
+
+def _compared(scores: Mapping[str, Score], checkpoint: Score | None) -> dict[str, Any]:
+    """How well each mode predicts, and how that compares: `dense` with the checkpoint, the others with `dense`."""
+    bases = {mode: checkpoint if mode == "dense" else scores["dense"] for mode in scores}
+    return {
+        "perplexity": {"checkpoint": checkpoint.perplexity if checkpoint else None}
+        | {mode: score.perplexity for mode, score in scores.items()},
+        "increase_interval": {mode: _increase_interval(scores[mode], base) for mode, base in bases.items()},
+        "agreement": {mode: _agreement(scores[mode], base) for mode, base in bases.items()},
+        "kl_divergence": {mode: score.divergence for mode, score in scores.items()},
+    }
 
 
 def _increase_interval(one: Score, base: Score | None) -> Interval | None:
