@@ -118,6 +118,9 @@ def _before_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | 
         x_BTD = x_BTD + norm(d, w, "attention/norm", attention(d, w, x_BTD, on_input))
         return x_BTD, x_BTD
     normed = norm(d, w, "attention/norm", x_BTD)
+    if d.block == "sandwich":
+        x_BTD = x_BTD + norm(d, w, "attention/out_norm", attention(d, w, normed, on_input))
+        return x_BTD, norm(d, w, "ffn/norm", x_BTD)
     attended = x_BTD + attention(d, w, normed, on_input)
     if not d.shared_norm:
         normed = norm(d, w, "ffn/norm", x_BTD if d.block == "parallel" else attended)
@@ -128,6 +131,8 @@ def after_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, y_BTD: Tensor) -> Tens
     """The block's output, from the residual and the FFN's output."""
     if d.block == "reordered":
         return x_BTD + norm(d, w, "ffn/norm", y_BTD)
+    if d.block == "sandwich":
+        return x_BTD + norm(d, w, "ffn/out_norm", y_BTD)
     x_BTD = x_BTD + y_BTD
     return norm(d, w, "ffn/norm", x_BTD) if d.block == "post-norm" else x_BTD
 

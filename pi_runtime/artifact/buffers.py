@@ -105,8 +105,9 @@ def kv_bytes(d: Decoder, attention: str, positions: int) -> int:
 
 
 def rotary_tables(d: Decoder, positions: int) -> dict[str, Buffer]:
-    """Cosines and sines of the angles; empty where positions are learned."""
-    return dict.fromkeys(("cos_SJ", "sin_SJ"), Buffer((positions, d.rotary_dim // 2)))
+    """Cosines and sines of the angles, behind them those of layers with a window; empty where positions are learned."""
+    rows = positions * (2 if d.windowed_frequencies else 1)
+    return dict.fromkeys(("cos_SJ", "sin_SJ"), Buffer((rows, d.rotary_dim // 2)))
 
 
 def narrow_width(d: Decoder) -> int:
@@ -125,6 +126,7 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16") -> dic
         "x_TD": Buffer((t, d.d_model)),
         "normed_TD": Buffer((t, d.d_model)),
         "attended_TD": Buffer((t, d.d_model)),
+        "residual_TD": Buffer((t if d.block == "sandwich" else 0, d.d_model)),
         "embedding_TW": Buffer((t, narrow_width(d))),
         "qkv_TQ": Buffer((t, mixed + 2 * d.n_kv_heads * d.head_dim)),
         "mixed_TQ": Buffer((t, mixed)),

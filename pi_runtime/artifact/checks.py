@@ -102,6 +102,12 @@ def _later_problems(d: Decoder) -> Iterator[str]:
         yield f"decoder.unrotated_layers: {d.unrotated_layers} of {d.n_layers} layers with positions {d.positions}"
     if not (0 <= d.window < 2**31 and _are_layers(d.windowed_layers, d)) or bool(d.window) != bool(d.windowed_layers):
         yield f"decoder.window: {d.window} in layers {d.windowed_layers} of {d.n_layers}"
+    if d.windowed_frequencies and not (
+        d.windowed_layers
+        and len(d.windowed_frequencies) == len(d.rotary_frequencies)
+        and all(f > 0 for f in d.windowed_frequencies)
+    ):
+        yield f"decoder.windowed_frequencies: {len(d.windowed_frequencies)} beside {d.rotary_dim // 2}, or not above 0"
 
 
 def _are_layers(layers: tuple[int, ...], d: Decoder) -> bool:

@@ -6,6 +6,7 @@ One block, with n₁ and n₂ its norms, is
     parallel     x ← x + attention(n₁(x)) + ffn(n₂(x))               n₂ = n₁ where they share a norm
     post-norm    x ← n₁(x + attention(x));   x ← n₂(x + ffn(x))
     reordered    x ← x + n₁(attention(x));   x ← x + n₂(ffn(x))
+    sandwich     x ← x + m₁(attention(n₁(x)));   x ← x + m₂(ffn(n₂(x)))      m₁, m₂ further norms
 
 The FFN is, per neuron i with activation a,
 
@@ -26,7 +27,7 @@ from pi_runtime.artifact.decoding import UNLESS_DEFAULT
 
 NORMS = ("rms", "layer")
 POSITIONS = ("rope", "learned")
-BLOCKS = ("sequential", "parallel", "post-norm", "reordered")
+BLOCKS = ("sequential", "parallel", "post-norm", "reordered", "sandwich")
 FFNS = ("plain", "gated")
 ROUTER_SCORES = ("softmax", "sigmoid")
 SPARSE_ACTIVATIONS = ("relu", "relu2", "drelu")
@@ -93,6 +94,8 @@ class Decoder:
     """Positions that a token sees in the layers with a window, its own included; 0 where no layer has one."""
     windowed_layers: tuple[int, ...] = field(default=(), metadata=UNLESS_DEFAULT)
     """Layers, in order, that have this window; in the others a token sees all positions up to its own."""
+    windowed_frequencies: tuple[float, ...] = field(default=(), metadata=UNLESS_DEFAULT)
+    """The angles of layers with a window, where they have others: as many as `rotary_frequencies`."""
     position_offset: int = 0
     """Row of position 0 in the learned table; 0 with rope."""
     ffn: str
@@ -112,7 +115,9 @@ class Decoder:
 
     def of_layer(self, layer: int) -> Self:
         """The decoder as one layer computes it: without angles, or a window, where the layer has none."""
-        differences: dict[str, Any] = {} if layer in self.windowed_layers else {"window": 0}
+        differences: dict[str, Any] = {"window": 0}
+        if layer in self.windowed_layers:
+            differences = {"rotary_frequencies": self.windowed_frequencies or self.rotary_frequencies}
         if layer in self.unrotated_layers:
             differences["rotary_frequencies"] = ()
         return replace(self, **differences)

@@ -25,6 +25,7 @@ FEATURES: dict[str, Callable[[Manifest], bool]] = {
         if f.metadata == UNLESS_DEFAULT
     },
     "decoder.block.reordered": lambda m: m.decoder.block == "reordered",
+    "decoder.block.sandwich": lambda m: m.decoder.block == "sandwich",
     "decoder.rotary_frequencies.negative": lambda m: min(m.decoder.rotary_frequencies, default=0) < 0,
 }
 """Name of each feature that is read → whether a manifest uses it."""

@@ -9,6 +9,7 @@ rows of `rest` a neuron, R predictor rank.
     embedding_in [D, W]   embedding_out [W, D]   only where W is not D: x = in · e, and the head reads out · x
     layers/N/attention/norm/{weight,bias} [D]   …/qkv [(H+2G)·E, D]   …/qkv_bias   …/out [D, H·E]   …/out_bias [D]
     layers/N/attention/{q_norm,k_norm} [E], or [H·E] and [G·E] where the norm is joint
+    layers/N/attention/out_norm/{weight,bias} [D], layers/N/ffn/out_norm/{weight,bias} [D] of a sandwich block
     layers/N/ffn/norm/{weight,bias} [D]         …/first [F, D]        …/first_bias [F]
     layers/N/ffn/rest [F, k, D]                 …/up_bias [F]         …/down_bias [D]
     layers/N/ffn/router [X, D]
@@ -158,6 +159,8 @@ def _layer_specs(
     yield from _attention_specs(d, formats["attention"])
     if not d.shared_norm:
         yield from _norm(d, "ffn/norm")
+    if d.block == "sandwich":
+        yield from _norm(d, "ffn/out_norm")
     if d.n_experts > 1:
         yield "ffn/router", ArraySpec("f32", (d.n_experts, d.d_model))
     yield "ffn/first", ArraySpec(formats["ffn"], (d.neurons, d.d_model))
@@ -191,6 +194,8 @@ def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
     yield "attention/out", ArraySpec(fmt, (d.d_model, heads))
     if d.out_bias:
         yield "attention/out_bias", ArraySpec("f32", (d.d_model,))
+    if d.block == "sandwich":
+        yield from _norm(d, "attention/out_norm")
 
 
 def _signs(neurons: int, d: Decoder) -> ArraySpec:

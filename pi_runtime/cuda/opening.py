@@ -14,7 +14,7 @@ from pi_runtime.errors import DoesNotFitError, Setting
 from pi_runtime.execution.plan_choice import choose_plan
 from pi_runtime.kernels.codegen.threads import SPIN_BESIDE_GPU, start_threads
 
-LACKING = ("decoder.router_early", "decoder.router_score", "decoder.window")
+LACKING = ("decoder.block.sandwich", "decoder.router_early", "decoder.router_score", "decoder.window")
 """Features that the GPU tier does not compute."""
 
 

@@ -5,11 +5,13 @@ Shape letters: L layers, X experts, S positions, J rotary frequencies.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 
 import numba
 import numpy as np
 
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.errors import UsageError
@@ -19,11 +21,21 @@ from pi_runtime.execution.pages import Allowance, PagePool
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.kernels.codegen.threads import ONE_AT_A_TIME, start_threads
 from pi_runtime.kernels.data import weight_table
+from pi_runtime.kernels.data.matrix_view import Floats
 from pi_runtime.kernels.data.weight_table import StoredArrays
 from pi_runtime.kernels.data.workspace import allocate_workspace
 from pi_runtime.kernels.ffn.memory import Ffn, ffn_of
 from pi_runtime.kernels.forward import Positions, Step, forward
 from pi_runtime.kernels.reference import rotary_table
+
+
+def _rotary_tables(d: Decoder, context: int) -> tuple[Floats, Floats]:
+    """Cosines and sines of the angles, behind them those of layers with a window that have others."""
+    tables = [rotary_table(d, context)]
+    if d.windowed_frequencies:
+        tables.append(rotary_table(replace(d, rotary_frequencies=d.windowed_frequencies), context))
+    cos_SJ, sin_SJ = (np.concatenate(parts) for parts in zip(*tables, strict=True))
+    return cos_SJ, sin_SJ
 
 
 class CpuModel:
@@ -54,7 +66,7 @@ class CpuModel:
         self.eps = np.float32(decoder.norm_eps)
         self.largest_rank = max((layer.rank or 0 for layer in layers), default=0)
         self.workspace = allocate_workspace(decoder, self.largest_rank, cache=cache)
-        self.cos_SJ, self.sin_SJ = rotary_table(decoder, context)
+        self.cos_SJ, self.sin_SJ = _rotary_tables(decoder, context)
 
     @cached_property
     def ffn(self) -> Ffn:

@@ -34,6 +34,7 @@ class CpuOps(_Ops):
         self.tokens_T, self.at, self.select_T, self.wanted_N = tokens_of(sequences)
         ws, tokens = self.model.workspace, len(self.tokens_T)
         self.x_TD, self.input_TD = ws.x_TD[:tokens], ws.normed_TD[:tokens]
+        self.residual_TD = (ws.residual_TD if len(ws.residual_TD) else ws.normed_TD)[:tokens]
 
     def embed(self, _layer: int) -> None:
         m = self.model
@@ -50,7 +51,7 @@ class CpuOps(_Ops):
 
     def after_ffn(self, layer: int) -> None:
         m = self.model
-        after_ffn(m.cfg, m.table_LX[layer, 0], m.eps, self.input_TD, self.x_TD)
+        after_ffn(m.cfg, m.table_LX[layer, 0], m.eps, self.residual_TD, self.x_TD)
 
     def head(self, _layer: int) -> None:
         m, x_ND = self.model, self.x_TD[self.wanted_N]
@@ -66,6 +67,7 @@ class BlockOps(_Ops):
     def __init__(self, model: CpuModel, x_TD: Floats, input_TD: Floats) -> None:
         super().__init__(model)
         self.x_TD, self.input_TD = x_TD, input_TD
+        self.residual_TD = np.zeros_like(x_TD) if len(model.workspace.residual_TD) else input_TD
         shape = len(x_TD), model.cfg.experts_per_token
         self.expert_TK, self.route_weight_TK = np.zeros(shape, np.int64), np.ones(shape, np.float32)
 
@@ -90,12 +92,14 @@ class BlockOps(_Ops):
             attention(m.cfg, w, m.eps, m.cos_SJ, m.sin_SJ, at, layer, self.x_TD[part], ws)
             tokens = part.stop - part.start
             self.input_TD[part] = ws.normed_TD[:tokens]
+            if len(ws.residual_TD):
+                self.residual_TD[part] = ws.residual_TD[:tokens]
             if m.cfg.experts > 1:
                 self.expert_TK[part], self.route_weight_TK[part] = ws.expert_TK[:tokens], ws.route_weight_TK[:tokens]
 
     def after_ffn(self, layer: int) -> None:
         m = self.model
-        after_ffn(m.cfg, m.table_LX[layer, 0], m.eps, self.input_TD[: self.tokens], self.x_TD[: self.tokens])
+        after_ffn(m.cfg, m.table_LX[layer, 0], m.eps, self.residual_TD[: self.tokens], self.x_TD[: self.tokens])
 
 
 def token_blocks(count: int, size: int = BLOCK_TOKENS) -> Iterator[slice]:

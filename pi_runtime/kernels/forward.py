@@ -100,12 +100,13 @@ def attention(
     parallel     input n₂(x) or n₁(x),  x ← x + attention(n₁(x))
     post-norm    x ← n₁(x + attention(x)),  input x
     reordered    input x + n₁(attention(x)),  x ← 0: the FFN's sum is normed alone, and `after_ffn` adds it to the input
+    sandwich     x ← x + m₁(attention(n₁(x))),  input n₂(x),  `ws.residual_TD` ← x,  x ← 0
     """
     advanced()
     tokens = x_TD.shape[0]
     if cfg.router_early != 0:
         _route(cfg, w, x_TD, ws)
-    normed_TD, attended_TD = ws.normed_TD[:tokens], ws.attended_TD[:tokens]
+    normed_TD = ws.normed_TD[:tokens]
     if cfg.block in (weight_table.POST_NORM, weight_table.REORDERED):
         _attend(cfg, w, eps, cos_SJ, sin_SJ, at, layer, x_TD, ws)
     else:
@@ -113,23 +114,35 @@ def attention(
         _attend(cfg, w, eps, cos_SJ, sin_SJ, at, layer, normed_TD, ws)
     if cfg.block == weight_table.PARALLEL and w.ffn_norm != 0:
         _norm(cfg.centred, eps, w.ffn_norm, w.ffn_norm_bias, x_TD, normed_TD)
+    _enter_ffn(cfg, w, eps, x_TD, ws)
+    if cfg.experts > 1 and cfg.router_early == 0:
+        _route(cfg, w, normed_TD, ws)
+
+
+@device
+def _enter_ffn(cfg: KernelConfig, w: LayerRecord, eps: np.float32, x_TD: Floats, ws: Workspace) -> None:
+    """Add attention to x, and write the FFN's input to `ws.normed_TD` but in a parallel block, which has it already."""
+    tokens = x_TD.shape[0]
+    normed_TD, attended_TD = ws.normed_TD[:tokens], ws.attended_TD[:tokens]
     attention_norm = w.attention_norm, w.attention_norm_bias
     if cfg.block == weight_table.REORDERED:
         _norm(cfg.centred, eps, *attention_norm, attended_TD, attended_TD)
+    elif cfg.block == weight_table.SANDWICH:
+        _norm(cfg.centred, eps, w.attention_out_norm, w.attention_out_norm_bias, attended_TD, attended_TD)
     for t in range(tokens):
         _add(attended_TD[t], x_TD[t])
-    if cfg.block == weight_table.SEQUENTIAL:
+    if cfg.block in (weight_table.SEQUENTIAL, weight_table.SANDWICH):
         _norm(cfg.centred, eps, w.ffn_norm, w.ffn_norm_bias, x_TD, normed_TD)
     elif cfg.block == weight_table.POST_NORM:
         _norm(cfg.centred, eps, *attention_norm, x_TD, x_TD)
+    if cfg.block in (weight_table.POST_NORM, weight_table.REORDERED):
         for t in range(tokens):
             _copy(x_TD[t], normed_TD[t])
-    elif cfg.block == weight_table.REORDERED:
+    if cfg.block == weight_table.SANDWICH:
         for t in range(tokens):
-            _copy(x_TD[t], normed_TD[t])
+            _copy(x_TD[t], ws.residual_TD[t])
+    if cfg.block in (weight_table.REORDERED, weight_table.SANDWICH):
         x_TD[:] = np.float32(0)
-    if cfg.experts > 1 and cfg.router_early == 0:
-        _route(cfg, w, normed_TD, ws)
 
 
 @device
@@ -157,7 +170,8 @@ def _attend(
         _norm_heads(eps, w.q_norm, 0, heads, width, qkv_TQ)
         _norm_heads(eps, w.k_norm, heads * width // kv_width, kv_heads, kv_width, qkv_TQ)
     if w.unrotated == 0:
-        rotate(cos_SJ, sin_SJ, at.position_T, cfg.heads + cfg.kv_heads, cfg.head_dim, qkv_TQ)
+        first = cos_SJ.shape[0] // 2 * w.second_angles
+        rotate(cos_SJ[first:], sin_SJ[first:], at.position_T, cfg.heads + cfg.kv_heads, cfg.head_dim, qkv_TQ)
     cache = LayerCache(at.cache_format, at.row_nbytes, layer, cfg.kv_heads, cfg.head_dim, w.window)
     store_kv(cache, qkv_TQ, at.run_R4)
     attend(cache, qkv_TQ, at.run_R4, ws.unpacked_CBE, ws.attention_CX, mixed_TQ)
@@ -165,15 +179,23 @@ def _attend(
 
 
 @public
-def after_ffn(cfg: KernelConfig, w: LayerRecord, eps: np.float32, input_TD: Floats, x_TD: Floats) -> None:
-    """x ← x + the FFN's bias, and normed where the block ends with a norm; `input_TD` is what the FFN read."""
+def after_ffn(cfg: KernelConfig, w: LayerRecord, eps: np.float32, residual_TD: Floats, x_TD: Floats) -> None:
+    """x ← x + the FFN's bias, and normed where the block ends with a norm; see `residual_of` for the residual."""
     for t in range(x_TD.shape[0]):
         add_vector(w.down_bias, x_TD[t])
     if cfg.block in (weight_table.POST_NORM, weight_table.REORDERED):
         _norm(cfg.centred, eps, w.ffn_norm, w.ffn_norm_bias, x_TD, x_TD)
-    if cfg.block == weight_table.REORDERED:
+    elif cfg.block == weight_table.SANDWICH:
+        _norm(cfg.centred, eps, w.ffn_out_norm, w.ffn_out_norm_bias, x_TD, x_TD)
+    if cfg.block in (weight_table.REORDERED, weight_table.SANDWICH):
         for t in range(x_TD.shape[0]):
-            _add(input_TD[t], x_TD[t])
+            _add(residual_TD[t], x_TD[t])
+
+
+@device
+def residual_of(cfg: KernelConfig, ws: Workspace) -> Floats:
+    """What `after_ffn` adds where the FFN's sum is normed alone: the FFN's input, or what is kept for it."""
+    return ws.residual_TD if cfg.block == weight_table.SANDWICH else ws.normed_TD
 
 
 @public
@@ -221,7 +243,7 @@ def forward(
         w_X, normed_TD = table_LX[layer], ws.normed_TD[:tokens]
         _attention(cfg, w_X[0], eps, cos_SJ, sin_SJ, at, layer, x_TD, ws)
         _ffn(cfg, w_X, normed_TD, select_T, count_all, ws, ws.counts_LT3[layer, :tokens], x_TD)
-        after_ffn(cfg, w_X[0], eps, normed_TD, x_TD)
+        after_ffn(cfg, w_X[0], eps, residual_of(cfg, ws)[:tokens], x_TD)
     wanted = wanted_N.shape[0]
     wanted_ND = ws.attended_TD[:wanted]
     for n in range(wanted):

@@ -71,6 +71,12 @@ def block(d: Decoder, w: "WeightSource", layer: Layer, x_TD: F32) -> F32:
     if d.block == "reordered":
         x_TD = x_TD + norm(d, w, "attention/norm", attention(d, w, x_TD))
         return x_TD + norm(d, w, "ffn/norm", ffn(d, w, x_TD, selected(w, layer, x_TD), layer.threshold, entered_TD))
+    if d.block == "sandwich":
+        y_TD = attention(d, w, norm(d, w, "attention/norm", x_TD))
+        x_TD = x_TD + norm(d, w, "attention/out_norm", y_TD)
+        normed_TD = norm(d, w, "ffn/norm", x_TD)
+        y_TD = ffn(d, w, normed_TD, selected(w, layer, normed_TD), layer.threshold, entered_TD)
+        return x_TD + norm(d, w, "ffn/out_norm", y_TD)
     normed_TD = norm(d, w, "attention/norm", x_TD)
     attended_TD = x_TD + attention(d, w, normed_TD)
     if not d.shared_norm:

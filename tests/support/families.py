@@ -54,6 +54,12 @@ GRANITE = {
     "logits_scaling": 3.0,
     "tie_word_embeddings": True,
 }
+GEMMA3 = LLAMA | {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 7,
+    "query_pre_attn_scalar": 17,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
 MIXTRAL = LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2}
 SCALED: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0},
@@ -160,6 +166,11 @@ CASES: dict[str, Case] = {
         smallthinker.FIELDS | {"moe_primary_router_apply_softmax": True, "tie_word_embeddings": True},
         made=smallthinker.random_smallthinker,
     ),
+    "gemma3": Case("Gemma3Text", GEMMA3, {"layer_types": None, "sliding_window_pattern": 2}),
+    "gemma3-listed": Case(
+        "Gemma3Text",
+        GEMMA3 | {"layer_types": ["full_attention", "sliding_attention"], "final_logit_softcapping": 2.0},
+    ),
     "arcee": Case("Arcee", LLAMA),
     "arcee-biases": Case("Arcee", LLAMA | {"attention_bias": True, "mlp_bias": True}),
     "phi3": Case("Phi3", PHI3),
@@ -236,6 +247,8 @@ def random_sizes(name: str, seed: int) -> dict[str, int]:
             own_width = {"head_dim": width} if "head_dim" in fields else {}
             hidden = heads * (int(rng.integers(1, 9)) if own_width else width)
             sizes = {"hidden_size": hidden, "intermediate_size": neurons, "num_key_value_heads": kv, **own_width}
+            if "layer_types" in fields:
+                layers = len(fields["layer_types"])
             sizes |= {key: neurons for key in fields if key in ("moe_intermediate_size", "moe_ffn_hidden_size")}
     common = {"num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": context}
     return sizes | common
@@ -259,7 +272,8 @@ def random_checkpoint(
             write_tokenizer(folder)
         return made
     config = getattr(tf, f"{case.model}Config")(**case.fields)
-    model_class = getattr(tf, "GPT2LMHeadModel" if case.model == "GPT2" else f"{case.model}ForCausalLM")
+    names = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+    model_class = getattr(tf, names.get(case.model, f"{case.model}ForCausalLM"))
     model = randomised(model_class(config))
     # The quick implementation of experts asks for rows of a multiple of 16 bytes.
     model.config._experts_implementation = "eager"

@@ -62,6 +62,10 @@ FACTS: dict[str, dict[str, Any]] = {
         "n_experts": 3, "experts_per_token": 2, "router_score": "sigmoid", "router_early": True, "window": 7,
         "windowed_layers": (1,),
     },
+    "norms before and after, two kinds of angles": {
+        "block": "sandwich", "window": 9, "windowed_layers": (0,),
+        "windowed_frequencies": (1.0, 0.5, 0.25, 0.125),
+    },
     "experts weighed among all": {"n_experts": 3, "experts_per_token": 2, "router_normalised": False},
 }  # fmt: skip
 """What a decoder of two layers or more may have beside the usual."""

@@ -17,6 +17,7 @@ GROUP = "pi_compile.families"
 """Entry points of installed packages; each names an `Adapter`."""
 BUILT_IN = (
     "pi_compile.checkpoint.families.falcon:ADAPTER",
+    "pi_compile.checkpoint.families.gemma:ADAPTER",
     "pi_compile.checkpoint.families.gpt2:ADAPTER",
     "pi_compile.checkpoint.families.granite:ADAPTER",
     "pi_compile.checkpoint.families.granite:GRANITEMOE",

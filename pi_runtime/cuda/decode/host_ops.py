@@ -40,6 +40,7 @@ class HostOps(CpuOps):
         self._tally_M3, self.count_all = np.zeros((tokens, 3), np.int64), False
         self.select_T, self.wanted_N = np.ones(tokens, np.int64), np.arange(tokens)
         self.x_TD, self.input_TD = model.workspace.x_TD[:tokens], model.workspace.normed_TD[:tokens]
+        self.residual_TD = self.input_TD
         self.rows_ML2 = np.zeros((tokens, len(layers), 2), np.int64)
         """For each layer: rows of `first` read here, and neurons kept."""
         self._cut_LX = np.array([c.cut_X for c in cuts], np.int64)

@@ -32,10 +32,14 @@ class LayerRecord:
     out: Annotated[int, "attention/out"]
     out_scales: Annotated[int, "attention/out_scales"]
     out_bias: Annotated[int, "attention/out_bias"]
+    attention_out_norm: Annotated[int, "attention/out_norm/weight"]
+    attention_out_norm_bias: Annotated[int, "attention/out_norm/bias"]
     q_norm: Annotated[int, "attention/q_norm"]
     k_norm: Annotated[int, "attention/k_norm"]
     ffn_norm: Annotated[int, "ffn/norm/weight"]
     ffn_norm_bias: Annotated[int, "ffn/norm/bias"]
+    ffn_out_norm: Annotated[int, "ffn/out_norm/weight"]
+    ffn_out_norm_bias: Annotated[int, "ffn/out_norm/bias"]
     router: Annotated[int, "ffn/router"]
     first: Annotated[int, "ffn/first"]
     first_scales: Annotated[int, "ffn/first_scales"]
@@ -67,6 +71,8 @@ class LayerRecord:
     """1: queries and keys are not rotated."""
     window: int
     """Positions that a token sees; 0 for all."""
+    second_angles: int
+    """1: the angles are those in the second half of the table."""
 
 
 ARRAYS = {field: kind.__metadata__[0] for field, kind in LayerRecord.__annotations__.items() if get_origin(kind)}
@@ -76,7 +82,7 @@ LayerRecords = Annotated[npt.NDArray[np.void], LayerRecord]
 EXPERT_ARRAYS = ("ffn/first", "ffn/rest", "ffn/up_bias", "predictor/")
 """Arrays of which each expert has its own rows."""
 SELECTOR_CODES: dict[str | None, int] = {name: n for n, name in enumerate((None, *SELECTORS))}
-SEQUENTIAL, PARALLEL, POST_NORM, REORDERED = range(len(BLOCKS))
+SEQUENTIAL, PARALLEL, POST_NORM, REORDERED, SANDWICH = range(len(BLOCKS))
 RELU, RELU2, DRELU, SILU, GELU, GELU_TANH = range(len(ACTIVATIONS))
 
 
@@ -225,6 +231,7 @@ def table_of(artifact: StoredArrays, mode: str) -> LayerRecords:
     table_LX = np.zeros((len(m.layers), m.decoder.n_experts), LAYER)
     for n, layer in enumerate(m.layers):
         of_layer = {"unrotated": int(n in m.decoder.unrotated_layers), "window": m.decoder.of_layer(n).window}
+        of_layer["second_angles"] = int(n in m.decoder.windowed_layers and m.decoder.windowed_frequencies != ())
         fill(table_LX[n], settings_of(m.decoder, layer, mode) | of_layer, partial(_address, artifact, f"layers/{n}/"))
     return table_LX
 

@@ -24,6 +24,8 @@ class Workspace(NamedTuple):
     """The residual stream; on return it holds the normed states that the head was applied to."""
     normed_TD: Floats
     attended_TD: Floats
+    residual_TD: Floats
+    """The residual beside the FFN, where its sum is normed alone and its input is another."""
     embedding_TW: Floats
     """States as wide as the embedding, where the model has another width."""
     qkv_TQ: Floats

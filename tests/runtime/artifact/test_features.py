@@ -49,6 +49,9 @@ NAMES = {
         *("embedding_norm", "embedding_scale", "logit_scale", "logit_softcap"), "unrotated_layers",
     ],
     "windows, experts by sigmoid of what enters": ["router_early", "router_score", "window", "windowed_layers"],
+    "norms before and after, two kinds of angles": [
+        "block.sandwich", "window", "windowed_frequencies", "windowed_layers",
+    ],
     "experts weighed among all": ["router_normalised"],
 }  # fmt: skip
 

@@ -22,4 +22,7 @@ def test_what_the_gpu_tier_lacks_is_refused_by_name() -> None:
         except DoesNotFitError as error:
             refused[name] = str(error)
     assert all(any(feature in message for message in refused.values()) for feature in LACKING)
-    assert {*refused} == {"windows, experts by sigmoid of what enters"}
+    assert {*refused} == {
+        "windows, experts by sigmoid of what enters",
+        "norms before and after, two kinds of angles",
+    }

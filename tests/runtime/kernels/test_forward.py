@@ -80,6 +80,14 @@ DECODERS: dict[str, dict[str, Any]] = {
         "block": "reordered",
     },
     "window": {"context_length": 160, "window": 37, "windowed_layers": (1,)},
+    "sandwich": {
+        "block": "sandwich",
+        "context_length": 160,
+        "window": 37,
+        "windowed_layers": (0,),
+        "windowed_frequencies": (1.0, 0.5, 0.25, 0.125),
+    },
+    "sandwich-layer-norm": {"block": "sandwich", "norm": "layer", "n_experts": 3, "d_ff": 29, "experts_per_token": 2},
     "experts-odd": {**ODD, "n_experts": 3, "experts_per_token": 1, "d_ff": 29, "activation": "drelu", "ffn_bias": True},
 }
 

@@ -26,6 +26,7 @@ FAMILIES = {
     "arcee": "arcee-biases",
     "bamboo": "bamboo",
     "falcon": "falcon-40b",
+    "gemma3_text": "gemma3",
     "gpt2": "gpt2",
     "granite": "granite-biases",
     "granitemoe": "granitemoe",
@@ -56,7 +57,7 @@ NEURONS = {
     "qwen3_moe": "moe_intermediate_size",
     "smallthinker": "moe_ffn_hidden_size",
 }
-TIED = ("falcon", "gpt2", "granite", "granitemoe", "opt")
+TIED = ("falcon", "gemma3_text", "gpt2", "granite", "granitemoe", "opt")
 Copy = Callable[[str], Path]
 
 
