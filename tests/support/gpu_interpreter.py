@@ -28,7 +28,7 @@ WIDE = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 @cache
 def _make_quicker() -> None:
     """Replace what takes two thirds of a launch's time under the interpreter; what it does is the same."""
-    patch_lang = interpreter._patch_lang
+    patch_lang, scalar_dtype = interpreter._patch_lang, cache(interpreter._get_np_dtype)
 
     def patch_once(kernel: Any) -> Any:
         """Put NumPy in the place of Triton's language, unless the kernel that calls this one has done so."""
@@ -45,7 +45,12 @@ def _make_quicker() -> None:
             low, high = scalar.get_int_min_value(), scalar.get_int_max_value()
             assert low <= found.min() <= found.max() <= high, f"{scalar} overflow detected for operation {name}"
 
-    interpreter._patch_lang = patch_once
+    def numpy_dtype(dtype: Any) -> Any:
+        """NumPy's dtype for one of Triton's: Triton builds the table anew at each look-up."""
+        element = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        return np.dtype(np.uint64) if isinstance(element, tl.pointer_type) else scalar_dtype(element)
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_once, numpy_dtype
     interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = assert_no_overflow
 
 

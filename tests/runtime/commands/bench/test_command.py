@@ -91,7 +91,7 @@ def test_ctrl_c_before_anything_is_measured(run: Run, random_path: Path, monkeyp
     assert run(random_path, *BRIEF)[:2] == (130, "")
 
 
-SWEEP = ("--bench", "--ram-budget", "8GiB", "--seconds", "2", "--mode", "predicted")
+SWEEP = ("--bench", "--ram-budget", "8GiB", "--seconds", "120", "--mode", "predicted")
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +102,13 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_artifact(path, decoder, format="f16", ranks=[8] * 6, scale=3.0)
 
 
+@pytest.fixture
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few tokens, and time for all of them where other processes test beside: what is read depends on no clock."""
+    monkeypatch.setattr(ram_sweep, "MOST_TOKENS", 6)
+
+
+@pytest.mark.usefixtures("few_tokens")
 def test_a_curve_over_budgets(run: Run, wide: Path) -> None:
     code, out, err = run(wide, *SWEEP, "--json", "--threads", 1)
     assert code == 0
@@ -112,6 +119,7 @@ def test_a_curve_over_budgets(run: Run, wide: Path) -> None:
     assert (found["device"], found["threads"]) == ("cpu", 1)
     budgets = [row["ram_budget"] for row in rows]
     assert budgets == sorted(budgets, reverse=True)
+    assert {len(row["seconds"]) for row in rows} == {6}
     assert budgets[0] < 8 << 30  # no more than holds everything
     assert (rows[0]["disk_hit_rate"], rows[0]["disk_bytes_per_token"]) == (1, 0)
     assert rows[-1]["disk_hit_rate"] < 1
@@ -119,6 +127,7 @@ def test_a_curve_over_budgets(run: Run, wide: Path) -> None:
     assert all(row["tokens_per_s"] == pytest.approx(len(row["seconds"]) / sum(row["seconds"])) for row in rows)
 
 
+@pytest.mark.usefixtures("few_tokens")
 def test_a_curve_is_drawn(run: Run, wide: Path) -> None:
     code, out, _ = run(wide, *SWEEP)
     assert code == 0
