@@ -135,8 +135,8 @@ class Model:
         """Σ a (w − ŵ)² ÷ Σ a w² of each candidate, over every `EVERY`th row of all matrices but the embedding."""
         sums = dict.fromkeys(CANDIDATES, 0.0)
         of, x = 0.0, td.embed(self.d, self.globals, td.windows(self.fit, self.window)[:8])
-        for w in self.weights:
-            moments = second_moments(self.d, w, [x], lambda batch: batch)
+        for n, w in enumerate(self.weights):
+            moments = second_moments(self.d, n, w, [x], lambda batch: batch)
             ((x,),) = td.layers(self.d, [w], [x])
             for name in MATRICES:
                 rows = w[name][:, 0] if name == "ffn/rest" and w[name].shape[1] == 2 else w[name].flatten(0, -2)
