@@ -80,6 +80,8 @@ def test_init_writes_q8_and_the_size_in_each_format(mixed: Path, tmp_path: Path)
         **dict.fromkeys(("attention", "ffn"), "q8"),
     }
     assert any(line.startswith("ffn: Q4_K and Q6_K, 5.2 bits a value, is quantised again, to q8;") for line in notices)
+    # Sizes alone are looked at: random weights lose 5 % in q4.
+    recipe.write_text(recipe.read_text().replace("perplexity_increase", "rounding_increase = 0.0\nperplexity_increase"))
     line = next(line for line in notices if line.startswith("the artifact takes about "))
     sizes = re.findall(r"([\d.]+) (KiB|MiB) in (q8|q4|f32)", line)
     assert [name for *_, name in sizes] == ["q8", "q4", "f32"]
