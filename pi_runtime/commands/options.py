@@ -23,7 +23,7 @@ def _size(name: str) -> Callable[[str], int]:
 
 
 def _guesses(text: str) -> str | int:
-    """How many tokens are guessed: a number, or a word."""
+    """Parse the value of `--speculate`: a number of tokens to guess, or a word such as auto."""
     return int(text) if text.isdecimal() else text
 
 

@@ -29,7 +29,7 @@ class EngineCaches:
 
     @property
     def may_open(self) -> bool:
-        """Whether memory was given back, or a session's is worth less, since there was too little."""
+        """Whether `open` may succeed: since it failed memory came back, or a paused session became cheap to give up."""
         return self._sessions.clock() >= self._full_until
 
     def open(self, sequence: TokenSequence) -> KVCache | None:
@@ -115,7 +115,7 @@ class EngineCaches:
             self._sessions.dense_s.count(seconds / tokens)
 
     def _newest_of(self, session: SessionState) -> TokenSequence | None:
-        """What reads a paused session's newest token, which no step has run yet, so that only new ones are left."""
+        """A sequence that runs the newest token of a paused session ahead of its next turn; None where none is due."""
         kept = session.suspended
         if kept is None or not len(kept.tokens) + 1 == len(session.tokens) < self._context:
             return None

@@ -227,7 +227,7 @@ class Core:
     # Advance.
 
     def _advance(self, sequence: TokenSequence, result: SequenceResult) -> None:
-        """Let a sequence go on with the result of a step; further answers to its prompt begin with it."""
+        """Let a sequence take a step's result; where its prompt is read now, further answers draw a token too."""
         ran, draft = sequence.num_computed + sequence.num_scheduled, sequence.drafted
         samples = self._start_samples(sequence) if ran == len(sequence.tokens) else []
         self._take(sequence, sequence.advance(result.logits_TV, result.rows_L2))
@@ -239,7 +239,7 @@ class Core:
             self._take(sample, sample.draw(result.logits_TV, result.rows_L2))
 
     def _start_samples(self, leader: TokenSequence) -> list[TokenSequence]:
-        """Let further answers wait with one token each, ahead of their client's; they go on from stored pages."""
+        """Queue the further answers to a prompt that has just been read, ahead of their client's other requests."""
         samples, leader.samples = leader.samples, []
         for sample in reversed(samples):
             self.scheduler.submit_next(sample)
@@ -273,7 +273,7 @@ class Core:
         seconds: float,
         generated: int,
     ) -> None:
-        """Count the time of a step, from which later ones are planned. `decoding`: which parts were, before it."""
+        """Tell those who plan later steps how long this one took. `decoding`: which parts were decoding before it."""
         tokens, selects = sum(len(step.tokens) for _, step in parts), {step.select for _, step in parts}
         if all(decoding) and selects == {True}:
             plain_s = self._speculation.times.plain(len(parts))

@@ -22,7 +22,7 @@ LATEST = 4
 
 
 class PieceSize:
-    """The tokens of a prompt in a step beside answers: `PIECE`, doubled as often as it pays, up to `max_tokens`."""
+    """Chooses how many tokens of a prompt run in a step beside answers: `PIECE`, doubled as often as it pays."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens

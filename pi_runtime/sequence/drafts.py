@@ -27,7 +27,7 @@ NO_TOKEN = -1
 
 
 class Acceptance:
-    """The share of drafted tokens that were right, by the equal tokens before them: recent ones count most."""
+    """How often drafted tokens were right, for each length of the match before them; recent ones count most."""
 
     def __init__(self, right: float | None = None) -> None:
         """`right`: the share to begin with; None has it grow with the number of equal tokens."""
@@ -53,7 +53,7 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens that may come next, after so many that are equal; and how many of them run in the step."""
+    """Tokens that may come next, taken from behind `match` equal tokens; the first `num_run` run in the step."""
 
     tokens: list[int]
     match: int
@@ -80,7 +80,7 @@ NO_DRAFT = Draft([], 0)
 
 
 class ForcedText:
-    """Drafts the text that a grammar lets follow alone.
+    """Drafts what must come next, where a grammar allows one text only.
 
     Such a draft is wrong only where the model spells the text in other tokens than the tokenizer does.
     """
@@ -157,7 +157,7 @@ class PromptLookup:
         self._known.extend(tokens[first:])
 
     def _copied(self, source: int, max_tokens: int) -> list[int]:
-        """What follows at `source`; where that reaches the end, it goes on with what was copied."""
+        """The tokens from position `source` on; beyond the end of what is known they repeat themselves."""
         period = len(self._known) - source
         found: list[int] = []
         for n in range(max_tokens):

@@ -163,7 +163,7 @@ def candidates(scores: Float32s, sampling: Sampling) -> tuple[npt.NDArray[np.int
 
 
 def _shortlist(scores: Float32s, top: float, sampling: Sampling) -> tuple[npt.NDArray[np.intp], float]:
-    """Ids that include all which pass the first filter, and the top-p that means the same among these.
+    """Ids, few if possible, among which the filters find what they find among all; and the top-p to apply there.
 
     Sorting a large vocabulary, and its exponentials in float64, would take milliseconds.
     """

@@ -41,7 +41,7 @@ class Status(Enum):
 
 @dataclass(eq=False)
 class Origin:
-    """Where a sequence comes from."""
+    """The client that a sequence is run for, and the salt that says with whom it shares stored keys and values."""
 
     salt: str = ""
     """Only sequences with the same salt share stored keys and values."""
@@ -61,7 +61,7 @@ class Output(NamedTuple):
 
 
 class TokenSequence(ABC):
-    """Tokens that run through the model until a goal is reached.
+    """Tokens that run through the model for a goal: an answer, log-probabilities, or keys and values for later.
 
     Whoever runs it brings the tokens of `next_block` to the executor, gives the result to `advance`, and its text to
     `put`, until it is `complete`. Whoever reads it takes `outputs`, in a thread of their own where they like.
@@ -191,7 +191,7 @@ class TokenSequence(ABC):
 
 
 class ReadSequence(TokenSequence):
-    """A sequence that is only computed: what a session's next prompt begins with, or its newest token."""
+    """A sequence that runs only to have its keys and values stored, with which a session's next turn begins."""
 
     @property
     def reads_ahead(self) -> bool:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 def accepted_length(accepted_tokens: int, checked_drafts: int) -> float | None:
-    """1 + accepted tokens ÷ drafts: the model's own token comes behind those that were right."""
+    """Mean number of tokens that a draft's step gave: those drafted right, and one that the model drew behind them."""
     return 1 + accepted_tokens / checked_drafts if checked_drafts else None
 
 

@@ -66,7 +66,7 @@ class Admission:
             ticket.release()
 
     def full(self, said: str) -> ApiError:
-        """The error of an answer that is one too many."""
+        """The error (429) that refuses an answer for which slots and queue have no room."""
         return ApiError(429, said, code="queue_full", headers={"Retry-After": str(self.retry_s)})
 
     def count(self, seconds: float) -> None:

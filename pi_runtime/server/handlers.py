@@ -50,7 +50,7 @@ class Generated:
     writer_of: Callable[[Any, Prompt, Served], AnswerWriter]
 
     def read(self, body: Any, served: Served) -> tuple[Prompt, AnswerWriter]:
-        """What becomes of a body. Raises ApiError for what is wrong."""
+        """The prompt that a typed body asks for, and the writer of its answers. Raises ApiError for what is wrong."""
         prompt = self.to_prompt(body, served)
         return prompt, self.writer_of(body, prompt, served)
 

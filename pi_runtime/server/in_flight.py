@@ -206,7 +206,7 @@ def _streams(
 
 
 def _expected(model: Model, prompt: Prompt, tokens: int) -> Sequence[int]:
-    """The tokens of what is likely to come after so many, without what is beyond the longest answer."""
+    """The tokens of the request's predicted text, less what no answer to a prompt of so many tokens can reach."""
     room = model.context - tokens
     most = min(room, prompt.settings.get("max_tokens") or room)
     text = prompt.prediction[: most * model.tokenizer.least_tokens.longest]

@@ -89,7 +89,7 @@ class Metrics:
             self._rows_read_tokens += stats.generated_tokens
 
     def text(self, engine: EngineStats | None, *, slots: int, open_requests: int) -> str:
-        """All figures as text; without those of the engine before there is one."""
+        """All figures in Prometheus' form; `engine` is None until the engine is open, and its figures are left out."""
         return "\n".join([*self._lines(engine, slots, open_requests), ""])
 
     def _lines(self, engine: EngineStats | None, slots: int, open_requests: int) -> Iterator[str]:

@@ -70,7 +70,7 @@ class ResponseSender:
 
 
 def in_parts(value: Any, depth: int = 6) -> Iterator[bytes]:
-    """JSON in parts, as small as items at this depth: while one is made no other thread runs."""
+    """A value's JSON in small parts, as no other thread runs while one is made; items below `depth` are not divided."""
     if not value or not depth or not isinstance(value, dict | list):
         yield to_json(value)
         return

@@ -110,7 +110,7 @@ class Service:
         self._tasks.append(asyncio.create_task(self._watch(), name="watch"))
 
     async def _watch(self) -> None:
-        """See whether the engine is there; its fault is the server's."""
+        """Look at the engine until it ends; then its error is what the server has failed with."""
         assert self._engine is not None
         while self._engine.ended is None:
             _ = self._engine.stalled_s  # it compares with what there was when it was last looked at
@@ -195,5 +195,5 @@ class Service:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether loading or closing still goes on: then Python's own end would wait for it, or break it amid."""
+        """Whether a thread still loads or closes the engine: Python's own end would wait for it, or cut it short."""
         return bool(self._threads)

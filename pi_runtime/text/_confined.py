@@ -35,7 +35,7 @@ def serve(reply_to: Callable[[bytes], dict[str, Any] | None], *, has_files: bool
 
 
 def confine(seconds: float, memory_bytes: int, *, has_files: bool = False) -> None:
-    """Let this process compute for a while in bounded memory, and unless it has files, do nothing else."""
+    """Limit this process in time and memory; unless `has_files`, it can open no files and start no processes either."""
     if sys.platform != "win32":
         time.tzset()  # reads the zone file that strftime_now needs
         allow_time(seconds)

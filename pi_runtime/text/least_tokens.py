@@ -50,7 +50,7 @@ class LeastTokens:
         return all(step["type"] in KEEPING and step.get("behavior") != "Removed" for step in _steps(divider))
 
     def _knows_every_byte(self, model: Any, vocabulary: Mapping[str, int]) -> bool:
-        """Whether a text that has no other tokens becomes tokens of its bytes: then it has none that are unknown."""
+        """Whether the model has a token for each byte, so that every text has tokens and none of them is unknown."""
         if not isinstance(model, tokenizers.models.BPE):
             return False
         letters = tokenizers.pre_tokenizers.ByteLevel.alphabet() if self._is_byte_level else ()

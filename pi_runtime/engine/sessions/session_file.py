@@ -39,7 +39,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class _Header:
-    """What a file says of itself."""
+    """The header of a session file: what wrote it, how many tokens it has, and how many of them have pages."""
 
     run: Mapping[str, str]
     tokens: int

@@ -30,7 +30,7 @@ LATEST = 0.2
 
 
 class Measured:
-    """A figure that follows its latest measurements."""
+    """A running average of measurements, which begins with an assumed value."""
 
     def __init__(self, assumed: float) -> None:
         self.value, self._is_assumed = assumed, True

@@ -133,7 +133,7 @@ class ChatChunk(Chunk):
 
 
 def chat_request(body: ChatRequest, served: Served) -> Prompt:
-    """What the engine is asked for. Raises ApiError for what is wrong."""
+    """Make the engine's prompt of a request for a chat completion. Raises ApiError for what is wrong."""
     served.check_name(body.model)
     count = body.count(served)
     if body.top_logprobs is not None and not body.logprobs:

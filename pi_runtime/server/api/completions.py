@@ -77,7 +77,7 @@ class CompletionChunk(Chunk):
 
 
 def completion_request(body: CompletionRequest, served: Served) -> Prompt:
-    """What the engine is asked for. Raises ApiError for what is wrong."""
+    """Make the engine's prompt of a request for completions. Raises ApiError for what is wrong."""
     served.check_name(body.model)
     prompts = _prompts(body.prompt)
     count = body.count(served, len(prompts))

@@ -101,7 +101,7 @@ class OllamaMessage(Body):
 
 
 class OllamaFields(Body):
-    """What both requests have."""
+    """The fields that Ollama's requests for a chat and for the answer to a prompt share."""
 
     model: str = Field(description="The name that `/api/tags` gives, with or without `:latest`.")
     stream: bool | None = Field(default=None, description="Lines of JSON, unless it is `false`.")
@@ -146,7 +146,7 @@ class OllamaSaid(TypedDict):
 
 
 class OllamaFigures(TypedDict):
-    """What every line has; the last one has the figures, with times in nanoseconds."""
+    """The fields of every line of Ollama's answers; the last line has the figures too, with times in nanoseconds."""
 
     model: str
     created_at: str
@@ -174,7 +174,7 @@ class OllamaGenerateAnswer(OllamaFigures):
 
 
 def ollama_chat_request(body: OllamaChatRequest, served: Served) -> Prompt:
-    """What the engine is asked for: without messages, nothing. Raises ApiError for what is wrong."""
+    """Make the engine's prompt of an Ollama chat, an empty one without messages. Raises ApiError for what is wrong."""
     served.check_name(body.model.removesuffix(LATEST))
     if not body.messages:
         return _request(body, served)
@@ -184,7 +184,7 @@ def ollama_chat_request(body: OllamaChatRequest, served: Served) -> Prompt:
 
 
 def ollama_generate_request(body: OllamaGenerateRequest, served: Served) -> Prompt:
-    """What the engine is asked for: without a prompt, nothing. Raises ApiError for what is wrong."""
+    """Make the engine's prompt of an Ollama prompt, an empty one without text. Raises ApiError for what is wrong."""
     served.check_name(body.model.removesuffix(LATEST))
     if not body.prompt:
         return _request(body, served)

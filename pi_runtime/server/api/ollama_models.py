@@ -35,7 +35,7 @@ class OllamaModelDetails(TypedDict):
 
 
 class _OllamaNamed(TypedDict):
-    """What both lists say of a model."""
+    """What Ollama's list of models and its list of loaded models both say of one."""
 
     name: str
     model: str

@@ -21,7 +21,7 @@ ALL_TOKENS = Unsupported("use logit_bias")
 
 
 class OtherServersFields(Body):
-    """Fields of requests for answers."""
+    """What other servers' requests for answers have; a field that would change the answer takes only its off value."""
 
     mirostat: Annotated[Zero | None, Unsupported("only 0, which is off")] = None
     mirostat_tau: Accepted = None
@@ -71,7 +71,7 @@ class OtherServersFields(Body):
 
 
 class OneAnswerFields(Body):
-    """Fields of requests that have one answer."""
+    """Fields that ask for several answers or an echo, in forms that give one answer; each takes only its off value."""
 
     n: Annotated[Literal[1] | None, Unsupported("there is one answer")] = None
     best_of: Annotated[Literal[1] | None, Unsupported("answers are not compared")] = None
@@ -79,7 +79,7 @@ class OneAnswerFields(Body):
 
 
 class OtherServersChatFields(Body):
-    """Fields of chats."""
+    """What other servers' requests for chats have besides; each field takes only values that change nothing."""
 
     best_of: Annotated[Literal[1] | None, Unsupported("answers are not compared")] = None
     echo: Off = None

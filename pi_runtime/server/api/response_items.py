@@ -103,7 +103,7 @@ InputItem = Annotated[
 
 
 class OfFunctions(Body):
-    """What speaks of functions, which are the only tools."""
+    """An object whose `type` is `function`, the only kind of tool that there is."""
 
     type: Literal["function"]
 

@@ -143,7 +143,7 @@ class ResponseOutput:
         return self._at(kind, delta=text, **place, **fields)
 
     def _at(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """An event of the open item."""
+        """A stream's event about the open item: the item's id and place, and what the event has besides."""
         return self.event(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
 
     def _item_event(self, kind: str) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class OutputFormat:
         parallel: bool,
         otherwise: str | None,
     ) -> str | None:
-        """The rule of an answer that may call tools, and `otherwise` follows a rule; None where it is free."""
+        """The grammar rule of answers that call tools or follow the rule `otherwise`; None where any text may come."""
         assert self.tools is not None
         must_call, only = choice != "auto", None if isinstance(choice, str) else _name(choice)
         if not must_call and otherwise is None and parallel and not any(map(_is_strict, tools)):
