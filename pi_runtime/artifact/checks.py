@@ -111,7 +111,7 @@ def _later_problems(d: Decoder) -> Iterator[str]:
 
 
 def _are_layers(layers: tuple[int, ...], d: Decoder) -> bool:
-    return list(layers) == sorted({*layers} & {*range(d.n_layers)})
+    return list(layers) == sorted({n for n in layers if 0 <= n < d.n_layers})
 
 
 def _formats(m: Manifest) -> Iterator[str]:

@@ -53,6 +53,19 @@ def test_a_manifest_that_is_too_large(tmp_path: Path) -> None:
     assert "manifest.json" in refused(tmp_path / "a.pi", put_together(entries))
 
 
+SIZES = ("vocab_size", "d_model", "d_embedding", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "n_experts")
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_decoder_that_claims_millions(tmp_path: Path, name: str) -> None:
+    """No size takes memory before the arrays have confirmed it. A list of 8 Mi elements would show, and hurt nobody."""
+    entries = take_apart(GOLDEN)
+    change_manifest(entries, lambda manifest: manifest["decoder"].update({name: 8 << 20}))
+    data = put_together(entries)
+    with watched(name):
+        refused(tmp_path / "a.pi", data)
+
+
 DIRECTORIES: dict[str, Callable[[int], bytes]] = {
     "short names": lambda n: b"%x" % n,
     "the same name": lambda _: b"embedding/c/0/0",
