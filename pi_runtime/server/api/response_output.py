@@ -135,7 +135,7 @@ class ResponseOutput:
     def _part(self, text: str) -> OutputPart:
         if self.items[-1]["type"] == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*self._logprobs]}
 
     def _delta(self, kind: str, text: str, **fields: Any) -> dict[str, Any]:
         self._texts.append(text)

@@ -77,7 +77,8 @@ def test_the_events_of_a_stream(alphabet_chat: Chat) -> None:
         "response.completed",
     ]
     assert "".join(event.delta for event in found if event.type == "response.output_text.delta") == "yz"
-    text, part = found[-4:-2]
+    added, text, part = found[3], *found[-4:-2]
+    assert (added.part.text, added.part.logprobs) == ("", [])
     assert text.text == part.part.text == found[-1].response.output_text == "yz"
     assert [entry.token for entry in text.logprobs] == ["y", "z"]
     assert len(found[-1].response.output[0].content[0].logprobs[0].top_logprobs) == 2
