@@ -23,7 +23,6 @@ from pi_runtime.kernels.ops.attention import LayerCache, attend, norm_heads, rot
 from pi_runtime.kernels.ops.linear import add_vector, finish_logits, linear, norm
 
 _load_row, _route = by_address(load_row), by_address(moe.route)
-# One piece of code for all: compiled into its callers, a sum may get another order in each.
 _norm, _norm_heads = by_address(norm), by_address(norm_heads)
 
 

@@ -134,10 +134,11 @@ def _norm_heads(d: Decoder, weight: F32, x_THE: F32) -> F32:
 def rotary_table(decoder: Decoder, length: int) -> tuple[F32, F32]:
     """cos and sin (length, J) of the angles position · frequency_j, times `rotary_scale`.
 
-    The angles are float32, as in transformers. J = 0 where positions are learned.
+    The angles are float32, as in transformers; cos and sin are rounded from 64 bits, because NumPy's in 32 depend on
+    the processor. J = 0 where positions are learned.
     """
     frequency_J = np.array(decoder.rotary_frequencies, np.float32)
-    angles = np.outer(np.arange(length, dtype=np.float32), frequency_J)
+    angles = np.outer(np.arange(length, dtype=np.float32), frequency_J).astype(np.float64)
     scale = np.float32(decoder.rotary_scale)
     return np.cos(angles).astype(np.float32) * scale, np.sin(angles).astype(np.float32) * scale
 

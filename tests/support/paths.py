@@ -7,3 +7,5 @@ SUPPORT = Path(__file__).parent
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 GOLDEN = ROOT / "tests" / "runtime" / "artifact" / "golden.pi"
 """The pinned artifact of the present format."""
+GOLDEN_LOGITS = ROOT / "tests" / "runtime" / "kernels" / "golden_logits.npz"
+"""What small models compute, to the last bit."""

@@ -138,6 +138,18 @@ def golden_artifact(path: Path) -> Path:
     return path
 
 
+def counted_artifact(path: Path, decoder: Decoder, format: str) -> Path:  # noqa: A002
+    """An artifact with a predictor in each layer, whose weights come from integer arithmetic alone."""
+    formats, ranks = dict.fromkeys(PARTS, format), [40] * decoder.n_layers
+    with ArtifactWriter(path) as writer:
+        for number, (name, spec) in enumerate(array_specs(decoder, formats, ranks, profiled=False).items()):
+            if not is_scales(name):
+                writer.add_array(name, spec, [_counted_values(name, spec, number)])
+        writer.add_file("tokenizer.json", byte_tokenizer())
+        writer.finish(bare_manifest(decoder, formats, ranks))
+    return path
+
+
 def stored_plan(cuts: tuple[int, ...], vram_bytes: int, used_bytes: int, **fields: Any) -> Plan:
     """A plan as artifacts hold it; everything but its cuts on the CPU unless `fields` say otherwise."""
     usual: dict[str, Any] = {

@@ -1,5 +1,7 @@
 """How kernels are compiled: options all share, and a kernel cache that never goes stale.
 
+Every operation rounds as written: a compiler that may order sums anew orders them by the width of its vectors.
+
 numba notices an edit only in the file of the function it compiles, not in what that function calls. So the cache
 folder is named after a digest of every kernel source, numba's version, the processor and the instruction set; an edit
 means a new folder.
@@ -24,11 +26,8 @@ from pi_runtime.errors import UsageError
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.isa import ISA
 
-FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
-"""Sums may be vectorised; infinities and NaN keep their meaning."""
 _OPTIONS = {
     "nogil": True,
-    "fastmath": FASTMATH,
     "error_model": "numpy",
     "no_cfunc_wrapper": True,  # nothing in C calls kernels
 }
@@ -99,11 +98,6 @@ def device(function: Callable[..., Any]) -> Any:
 def loop_body(function: Callable[..., Any]) -> Any:
     """Compile the body of a `prange` loop, called by address: numba compiles such a loop three times over."""
     return by_address(device(function))
-
-
-def strict_device(function: Callable[..., Any]) -> Any:
-    """Compile a `device` function in which every operation rounds as written: equal to NumPy's to the last bit."""
-    return _kept_from_python(_compile(function, "serial", no_cpython_wrapper=True, fastmath=False))
 
 
 def public_parallel(function: Callable[..., Any]) -> Any:

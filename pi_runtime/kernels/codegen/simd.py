@@ -48,7 +48,7 @@ def load(b: Any, base: Any, at: Any, kind: Any) -> Any:
     return b.load(b.bitcast(b.gep(base, [at]), kind.as_pointer()), align=1)
 
 
-def _first_lanes(b: Any, count: Any, n: int) -> Any:
+def first_lanes(b: Any, count: Any, n: int) -> Any:
     """A mask of the first `count` of n lanes."""
     lanes = ir.Constant(vec(I64, n), list(range(n)))
     return b.icmp_signed("<", lanes, splat(b, count, n))
@@ -63,14 +63,14 @@ def load_some(b: Any, base: Any, at: Any, count: Any, kind: Any) -> Any:
     """Load the first `count` lanes of a vector `at` bytes after `base`; the others are 0, and are not read."""
     place = b.bitcast(b.gep(base, [at]), kind.as_pointer())
     zeros = ir.Constant(kind, [0] * kind.count)
-    arguments = [place, ir.Constant(I32, 1), _first_lanes(b, count, kind.count), zeros]
+    arguments = [place, ir.Constant(I32, 1), first_lanes(b, count, kind.count), zeros]
     return call(b, f"llvm.masked.load.{_mangled(kind)}.p0", kind, arguments)
 
 
 def store_some(b: Any, value: Any, base: Any, at: Any, count: Any) -> None:
     """Store the first `count` lanes of a vector `at` bytes after `base`; what follows is not touched."""
     place = b.bitcast(b.gep(base, [at]), value.type.as_pointer())
-    arguments = [value, place, ir.Constant(I32, 1), _first_lanes(b, count, value.type.count)]
+    arguments = [value, place, ir.Constant(I32, 1), first_lanes(b, count, value.type.count)]
     call(b, f"llvm.masked.store.{_mangled(value.type)}.p0", ir.VoidType(), arguments)
 
 
@@ -93,10 +93,27 @@ def shuffle(b: Any, one: Any, other: Any, lanes: Sequence[int]) -> Any:
     return b.shuffle_vector(one, other, ir.Constant(vec(I32, len(lanes)), list(lanes)))
 
 
+def join(b: Any, parts: Sequence[Any]) -> Any:
+    """Vectors of one size side by side: one, two or four of them."""
+    if len(parts) == 1:
+        return parts[0]
+    one, other = (join(b, part) for part in (parts[: len(parts) // 2], parts[len(parts) // 2 :]))
+    return shuffle(b, one, other, range(2 * one.type.count))
+
+
 def splat(b: Any, value: Any, n: int) -> Any:
     """A scalar in every lane."""
     undefined = ir.Constant(vec(value.type, n), ir.Undefined)
     return shuffle(b, b.insert_element(undefined, value, ir.Constant(I32, 0)), undefined, [0] * n)
+
+
+def halves_added(b: Any, values: Any, lanes: int) -> Any:
+    """The sum of each so many lanes: the upper half of them is added to the lower one until one lane is left."""
+    while lanes > 1:
+        low = [k for k in range(values.type.count) if k % lanes < lanes // 2]
+        lanes //= 2
+        values = b.fadd(shuffle(b, values, values, low), shuffle(b, values, values, [k + lanes for k in low]))
+    return values
 
 
 def fma(b: Any, x: Any, y: Any, z: Any) -> Any:

@@ -23,6 +23,7 @@ from pi_runtime.kernels.codegen.jit import device, public
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
+Bytes = npt.NDArray[np.int8]
 
 F32, F16, BF16 = (FORMATS[name].code for name in ("f32", "f16", "bf16"))
 _WEIGHTS = [FORMATS[name] for name in WEIGHT_FORMATS]
@@ -71,6 +72,16 @@ def float_to_half(typing_context: Any, number: Any) -> Any:
         return float16.narrow(builder, arguments[0])
 
     return types.uint16(types.float32), generate
+
+
+@intrinsic
+def multiply_add(typing_context: Any, x: Any, y: Any, z: Any) -> Any:
+    """x · y + z, rounded once, as vector instructions compute it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
 
 
 @intrinsic

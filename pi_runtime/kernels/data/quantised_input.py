@@ -17,7 +17,7 @@ from numba import carray
 from pi_runtime.artifact.footprint import INPUT, PAD
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen.footprint import padded_width
-from pi_runtime.kernels.codegen.jit import device, public, strict_device
+from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import Floats, is_quantised, pointer_of
 from pi_runtime.kernels.data.weight_formats import GROUP_COLUMNS
 
@@ -64,7 +64,7 @@ def prepare_input(fmt: int, x_D: Floats, input_at: int) -> None:
         _interleave((columns + BLOCK - 1) // BLOCK * BLOCK // GROUP_COLUMNS, p, input_at)
 
 
-@strict_device
+@device
 def _quantise(p: int, input_at: int) -> None:
     x_P = carray(pointer_of(input_at), (p,), np.float32)
     bits_P = carray(pointer_of(input_at), (p,), np.int32)

@@ -83,7 +83,7 @@ def _emit_groups(f: BlockFormat, b: Any, row: Any, scales: Any, first: Any, grou
         read = [v.load(b, row, b.add(stored, v.offset(k)), v.vec(v.I8, 32)) for k in range(0, f.group_nbytes, 32)]
         parts = zip(*[f.signed(b, w_J) for w_J in read], strict=True)  # all lower bits come before all upper ones
         fours = v.transpose(b, [b.bitcast(w_J, v.vec(v.I32, 8)) for part in parts for w_J in part])
-        s_B = f.scales(b, scales, b.mul(group, v.offset(8)), 8)
+        s_B = f.scales(b, [scales], b.mul(group, v.offset(8)), 8)
         for block, w_Q in enumerate(fours):
             scale, w_J = v.shuffle(b, s_B, s_B, [block] * 8), b.bitcast(w_Q, v.vec(v.I8, 32))
             for k in range(0, BLOCK, 8):

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from pi_runtime.kernels.codegen.jit import device, strict_device
+from pi_runtime.kernels.codegen.jit import device
 from pi_runtime.kernels.data.weight_table import DRELU, GELU, RELU, RELU2, SILU
 
 _HALF_ROOT = math.sqrt(0.5)
@@ -21,7 +21,7 @@ def relu(z: np.float32) -> np.float32:
     return np.float32(0) if z <= 0 else z
 
 
-@strict_device
+@device
 def activate(activation: int, limit: np.float32, z: np.float32) -> np.float32:
     """a(z), or 0 where its magnitude is at most `limit`."""
     h = relu(z)
@@ -38,7 +38,7 @@ def activate(activation: int, limit: np.float32, z: np.float32) -> np.float32:
     return np.float32(0) if abs(h) <= limit else h
 
 
-@strict_device
+@device
 def times_up(relu_up: bool, h: np.float32, up: np.float32) -> np.float32:
     """h · up, or h · max(up, 0) with `relu_up`; what does not fire stays 0 whatever `up` is."""
     return h if h == 0 else h * (relu(up) if relu_up else up)

@@ -20,7 +20,7 @@ from numba import carray, prange
 
 from pi_runtime.artifact.footprint import ATTENTION_TOKENS, CHUNKS, POSITIONS
 from pi_runtime.artifact.formats import BLOCK, FORMATS
-from pi_runtime.kernels.codegen.jit import device, loop_body, parallel, public, strict_device
+from pi_runtime.kernels.codegen.jit import device, loop_body, parallel, public
 from pi_runtime.kernels.data.matrix_view import (
     F16,
     F32,
@@ -37,6 +37,7 @@ from pi_runtime.kernels.data.matrix_view import (
 from pi_runtime.kernels.ops.key_products import key_products
 from pi_runtime.kernels.ops.row_sums import row_sums
 from pi_runtime.kernels.ops.softmax import weigh
+from pi_runtime.kernels.ops.vector_sums import squares
 
 LARGEST_HALF = np.float32(65504)
 """The largest float16 number."""
@@ -66,10 +67,7 @@ def norm_heads(eps: np.float32, weight: int, first: int, heads: int, width: int,
     for t in range(qkv_TQ.shape[0]):
         for h in range(first, first + heads):
             head_E = qkv_TQ[t, h * width : (h + 1) * width]
-            square = np.float32(0)
-            for j in range(width):
-                square += head_E[j] * head_E[j]
-            scale = np.float32(1) / np.sqrt(square / np.float32(width) + eps)
+            scale = np.float32(1) / np.sqrt(squares(head_E, np.float32(0)) / np.float32(width) + eps)
             for j in range(width):
                 head_E[j] *= scale * w_E[j]
 
@@ -147,7 +145,7 @@ def _store(fmt: int, x_E: Floats, at: int, stride: int, place: int, keys: bool) 
             float_X[first + j * step] = x_E[j]
 
 
-@strict_device
+@device
 def _store_q8(x_E: Floats, at: int, scales_at: int, step: int) -> None:
     """q = round(x / s) of each block of 32 columns, with s = max |x| / 127 rounded to float16; `step` items apart."""
     width = x_E.shape[0]
@@ -167,7 +165,7 @@ def _store_q8(x_E: Floats, at: int, scales_at: int, step: int) -> None:
             q_X[j * step] = np.int8(max(np.float32(-127), min(np.float32(127), quotient)))
 
 
-@strict_device
+@device
 def _unpack_keys(at: int, width: int, unpacked_X: Floats) -> None:
     """A page's keys in q8 as float32, column by column."""
     q_EB = carray(pointer_of(at), (width, POSITIONS), np.int8)
@@ -177,7 +175,7 @@ def _unpack_keys(at: int, width: int, unpacked_X: Floats) -> None:
             unpacked_X[j * POSITIONS + s] = np.float32(q_EB[j, s]) * half_to_float(half_XB[j // BLOCK, s])
 
 
-@strict_device
+@device
 def _unpack_values(at: int, stride: int, count: int, width: int, unpacked_X: Floats) -> None:
     """The first `count` values in q8 as float32, row by row."""
     for n in range(count):

@@ -41,12 +41,13 @@ from pi_runtime.kernels.data.matrix_view import (
     columns_from,
     half_to_float,
     integers,
+    multiply_add,
     pointer_of,
     values_of_row,
     vector,
 )
-from pi_runtime.kernels.data.row_loading import load_row, load_single_block
-from pi_runtime.kernels.data.weight_formats import BLOCK_FORMATS, GROUP_COLUMNS, BlockFormat
+from pi_runtime.kernels.data.row_loading import load_single_block, stored_index
+from pi_runtime.kernels.data.weight_formats import BLOCK_FORMATS, GROUP_COLUMNS, BlockFormat, integer_weight
 
 _LOW = [lane for k in (0, 8) for j in range(4) for lane in (k + j, 16 + k + j)]
 _WORDS = [_LOW, [lane + 4 for lane in _LOW]]
@@ -70,13 +71,6 @@ def add_block_rows(m: MatrixView, index: int, count: int, known: int, h: int, y_
     """
     if count == 0:
         return
-    if not _HAS_VECTORS:
-        row_D, index_K, h_K = np.empty(m.columns, np.float32), integers(index, count), vector(h, count)
-        for k in range(count):
-            load_row(m, index_K[k], 0, row_D)
-            for j in range(m.columns):
-                y_P[j] += h_K[k] * row_D[j]
-        return
     for first in range(0, m.columns, STRIP):
         some = columns_from(m, first, min(STRIP, m.columns - first))
         _add_strip(some, index, count, known, h, y_P[first:], scratch)
@@ -84,25 +78,59 @@ def add_block_rows(m: MatrixView, index: int, count: int, known: int, h: int, y_
 
 @device
 def _add_strip(m: MatrixView, index: int, count: int, known: int, h: int, y_P: Floats, scratch: int) -> None:
-    index_K, h_K = integers(index, count), vector(h, count)
+    groups = (m.columns + BLOCK - 1) // GROUP_COLUMNS
+    _add_singles(m, 8 * groups, index, count, h, y_P, scratch)
+    if not _HAS_VECTORS:
+        for block in range(8 * groups):
+            _add_block(m, block, index, count, h, y_P[block * BLOCK : (block + 1) * BLOCK], scratch)
+        return
     row_K, later_K = scratch + BLOCK_SUM.rows, scratch + BLOCK_SUM.later
     blocks = (m.columns + 4 * BLOCK - 1) // (4 * BLOCK) * 4
     _quantise_factors((m.values, m.stride, m.scales, m.scales_stride, m.slots, index, h, count, known, scratch, blocks))
     if count % 2:  # a last row without a partner is paired with itself, times zero
         for rows in (row_K, later_K):
             integers(rows, count + 1)[count] = integers(rows, count)[count - 1]
-    groups, pairs = (m.columns + BLOCK - 1) // GROUP_COLUMNS, (count + 1) // 2
     n_PB, g_B, sum_B = scratch + BLOCK_SUM.n, scratch + BLOCK_SUM.g, scratch + BLOCK_SUM.sums
+    pairs = (count + 1) // 2
     _sum_groups(m.fmt, (row_K, pairs, n_PB, g_B, sum_B, _BLOCKS, groups, address_of(y_P), later_K))
-    # Blocks outside the groups, at most seven a row, are added in float32; c is no longer needed.
-    out_J = vector(scratch + BLOCK_SUM.c, BLOCK)
-    for block in range(8 * groups, (m.columns + BLOCK - 1) // BLOCK):
+
+
+@device
+def _scale_of(m: MatrixView, row: int, block: int) -> np.float32:
+    return half_to_float(carray(pointer_of(m.scales + row * m.scales_stride + 2 * block), (1,), np.uint16)[0])
+
+
+@device
+def _add_singles(m: MatrixView, first: int, index: int, count: int, h: int, y_P: Floats, scratch: int) -> None:
+    """Add blocks outside the groups, at most seven a row, in float32."""
+    index_K, h_K, out_J = integers(index, count), vector(h, count), vector(scratch + BLOCK_SUM.c, BLOCK)
+    for block in range(first, (m.columns + BLOCK - 1) // BLOCK):
         y_J = y_P[block * BLOCK : (block + 1) * BLOCK]
         for k in range(count):
-            scale = carray(pointer_of(m.scales + index_K[k] * m.scales_stride + 2 * block), (1,), np.uint16)[0]
-            load_single_block(m.fmt, values_of_row(m, index_K[k]), block, half_to_float(scale), scratch + BLOCK_SUM.c)
+            scale = _scale_of(m, index_K[k], block)
+            load_single_block(m.fmt, values_of_row(m, index_K[k]), block, scale, address_of(out_J))
             for j in range(BLOCK):
-                y_J[j] += h_K[k] * out_J[j]
+                y_J[j] = multiply_add(h_K[k], out_J[j], y_J[j])
+
+
+@device
+def _add_block(m: MatrixView, block: int, index: int, count: int, h: int, y_J: Floats, scratch: int) -> None:
+    """Add one block inside a group in plain loops."""
+    index_K, h_K, blocks = integers(index, count), vector(h, count), (m.columns + BLOCK - 1) // BLOCK
+    n_K, largest, wrong = vector(scratch + BLOCK_SUM.c, count), np.float32(0), np.float32(0)
+    for k in range(count):
+        n_K[k] = h_K[k] * _scale_of(m, index_K[k], block)
+        largest = max(largest, abs(n_K[k]))
+        wrong += h_K[k] * np.float32(0)
+    unit = largest / np.float32(32767)
+    usable = unit >= np.float32(_TINY)
+    inverse, unit = (np.float32(1) / unit, unit) if usable else (np.float32(0), np.float32(0))
+    for j in range(BLOCK):
+        total, at = np.int32(0), stored_index(block * BLOCK + j, blocks)
+        for k in range(count):
+            q = integer_weight(m.fmt, values_of_row(m, index_K[k]), at, blocks)
+            total += np.int32(np.rint(n_K[k] * inverse)) * q
+        y_J[j] = multiply_add(np.float32(total), unit + wrong, y_J[j])
 
 
 @dataclass
@@ -208,11 +236,12 @@ def _add(f: BlockFormat, b: Any, sums: list[Any], scales: Any, y: Any, first: An
         for which, lanes in enumerate(_FOURS):
             block = 2 * k + which  # in the lower lanes, and block + 4 in the upper ones
             factors = v.shuffle(b, scales, scales, [block] * 4 + [block + 4] * 4)
-            value = b.fmul(b.sitofp(v.shuffle(b, even, odd, lanes), scales.type), factors)
+            value = b.sitofp(v.shuffle(b, even, odd, lanes), scales.type)
             for part in range(2):
                 column = b.add(first, v.offset((block + 4 * part) * BLOCK + BLOCK // f.per_byte * half))
-                at, four = b.mul(column, v.offset(4)), v.shuffle(b, value, value, range(4 * part, 4 * part + 4))
-                v.store(b, b.fadd(v.load(b, y, at, four.type), four), y, at)
+                at, four = b.mul(column, v.offset(4)), range(4 * part, 4 * part + 4)
+                sum_4, scale_4 = (v.shuffle(b, one, one, four) for one in (value, factors))
+                v.store(b, v.fma(b, sum_4, scale_4, v.load(b, y, at, sum_4.type)), y, at)
 
 
 def _emit_sum(f: BlockFormat, b: Any, arguments: Any) -> None:

@@ -22,7 +22,7 @@ from pi_runtime.kernels.codegen import simd as v
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import device, public
-from pi_runtime.kernels.data.matrix_view import F16, F32, pointer_of
+from pi_runtime.kernels.data.matrix_view import F16, F32, multiply_add, pointer_of
 from pi_runtime.kernels.data.weight_formats import FLOAT_FORMATS, FloatFormat, float_weight
 
 _TILES = (8, 4, 2, 1) if ISA.lanes == 16 else (2, 1)
@@ -105,7 +105,7 @@ def portable_key_products(
         score_S[:] = np.float32(0)
         for j in range(columns):
             for s in range(POSITIONS):
-                score_S[s] += q_J[j] * float_weight(fmt, keys, j * POSITIONS + s)
+                score_S[s] = multiply_add(q_J[j], float_weight(fmt, keys, j * POSITIONS + s), score_S[s])
 
 
 _key_products = by_address(vector_key_products if ISA.lanes else portable_key_products)

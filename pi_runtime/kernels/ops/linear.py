@@ -13,6 +13,7 @@ from pi_runtime.kernels.codegen.jit import loop_body, parallel, public
 from pi_runtime.kernels.data.matrix_view import Floats, MatrixView, Vectors, address_of, rows_in_turn, vector
 from pi_runtime.kernels.data.quantised_input import prepare_input
 from pi_runtime.kernels.ops.row_products import row_products
+from pi_runtime.kernels.ops.vector_sums import squares, total
 
 ROWS_AT_ONCE = 32
 """Rows that a thread takes at once."""
@@ -75,15 +76,8 @@ def norm(centred: int, eps: np.float32, weight: int, bias: int, x_TD: Floats, y_
     tokens, width = x_TD.shape
     w_D = vector(weight, width)
     for t in range(tokens):
-        mean = np.float32(0)
-        if centred:
-            for j in range(width):
-                mean += x_TD[t, j]
-            mean /= np.float32(width)
-        square = np.float32(0)
-        for j in range(width):
-            square += (x_TD[t, j] - mean) * (x_TD[t, j] - mean)
-        scale = np.float32(1) / np.sqrt(square / np.float32(width) + eps)
+        mean = total(x_TD[t]) / np.float32(width) if centred else np.float32(0)
+        scale = np.float32(1) / np.sqrt(squares(x_TD[t], mean) / np.float32(width) + eps)
         for j in range(width):
             y_TD[t, j] = (x_TD[t, j] - mean) * scale * w_D[j]
         if centred:

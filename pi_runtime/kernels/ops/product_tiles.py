@@ -1,5 +1,8 @@
 """Tiles of products of rows with vectors, emitted for one format: `row_products` goes through rows and vectors in them.
 
+A product is summed in as many lanes on every processor, whatever its registers have: several rows share a register, or
+a row has several registers. Only in 16-bit floats it has as many as a register.
+
 Shape letters: R rows and T vectors of a tile, B blocks, J bytes and L lanes of a register.
 """
 
@@ -8,14 +11,15 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from llvmlite import ir
 from numba.core import cgutils
 
 from pi_runtime.artifact.footprint import INPUT, PAD
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen import simd as v
-from pi_runtime.kernels.codegen.isa import ISA
-from pi_runtime.kernels.data.weight_formats import GROUP_COLUMNS, BlockFormat, FloatFormat
+from pi_runtime.kernels.data.weight_formats import GROUP_COLUMNS, REGISTER, BlockFormat, FloatFormat
+
+LANES = 8
+"""Lanes that a product of a row of a block format and a vector is summed in."""
 
 
 @dataclass
@@ -27,41 +31,70 @@ class Rows:
     later: list[Any]
     later_scales: list[Any]
 
+    @property
+    def a_register(self) -> int:
+        """How many rows share a register of sums."""
+        return min(len(self.values), REGISTER // LANES)
+
 
 Sums = list[list[Any]]
-"""[T][R] places of float registers, one for each product of a tile."""
+"""[T][registers of R] places of float registers: a tile's products have their lanes there side by side."""
+
+
+def by_register(rows: Rows, each: Sequence[Any]) -> list[Sequence[Any]]:
+    """What each row has, for the rows of one register after those of another."""
+    return [each[k : k + rows.a_register] for k in range(0, len(each), rows.a_register)]
 
 
 def float_tile(f: FloatFormat, b: Any, rows: Rows, inputs: list[Any], columns: Any, sums: Sums) -> None:
-    """Emit a tile of a float format: add the products to `sums`."""
-    lanes, size = ISA.lanes, f.nbytes
+    """Emit a tile of a float format: add the products to `sums`.
 
-    def add(w: list[Any], x: list[Any]) -> None:
-        for x_L, into in zip(x, sums, strict=True):
-            for w_L, total in zip(w, into, strict=True):
-                b.store(v.fma(b, w_L, x_L, b.load(total)), total)
+    Where a register has fewer than `f.lanes`, and several vectors need them all, the columns are gone through once
+    for each part of the lanes.
+    """
+    every = range(0, f.lanes, REGISTER)
+    for parts in [every] if len(inputs) == 1 else [[part] for part in every]:
+        _FloatTile(f, b, rows, inputs, columns, sums, parts).emit()
 
-    def whole(column: Any) -> None:
-        at = b.mul(column, v.offset(4))
-        w = [f.load(b, row, column, lanes) for row in rows.values]
-        add(w, [v.load(b, x, at, v.vec(v.F32, lanes)) for x in inputs])
 
-    at_once = 4 * lanes
-    with cgutils.for_range(b, b.udiv(columns, v.offset(at_once))) as loop:
-        first = b.mul(loop.index, v.offset(at_once))
-        for line, row in product(range(0, at_once * size, v.LINE), rows.later):
-            v.prefetch(b, row, b.add(b.mul(first, v.offset(size)), v.offset(line)))
-        for k in range(4):
-            whole(b.add(first, v.offset(k * lanes)))
-    done = b.and_(columns, v.offset(-at_once))
-    with cgutils.for_range(b, b.udiv(b.sub(columns, done), v.offset(lanes))) as loop:
-        whole(b.add(done, b.mul(loop.index, v.offset(lanes))))
-    column = b.and_(columns, v.offset(-lanes))
-    with b.if_then(b.icmp_signed("<", column, columns)):
-        left = b.sub(columns, column)
-        at = b.mul(column, v.offset(4))
-        w = [f.load(b, row, column, lanes, left) for row in rows.values]
-        add(w, [v.load_some(b, x, at, left, v.vec(v.F32, lanes)) for x in inputs])
+@dataclass
+class _FloatTile:
+    """Emits a tile of a float format for some parts of the lanes, by the first lane of each."""
+
+    f: FloatFormat
+    b: Any
+    rows: Rows
+    inputs: list[Any]
+    columns: Any
+    sums: Sums
+    parts: Sequence[int]
+
+    def emit(self) -> None:
+        b, columns, nbytes, at_once = self.b, self.columns, self.f.nbytes, 4 * self.f.lanes
+        with cgutils.for_range(b, b.udiv(columns, v.offset(at_once))) as loop:
+            first = b.mul(loop.index, v.offset(at_once))
+            for line, row in product(range(0, at_once * nbytes, v.LINE), self.rows.later if 0 in self.parts else []):
+                v.prefetch(b, row, b.add(b.mul(first, v.offset(nbytes)), v.offset(line)))
+            for k in range(0, at_once, self.f.lanes):
+                self._add(b.add(first, v.offset(k)))
+        done = b.and_(columns, v.offset(-at_once))
+        with cgutils.for_range(b, b.udiv(b.sub(columns, done), v.offset(self.f.lanes))) as loop:
+            self._add(b.add(done, b.mul(loop.index, v.offset(self.f.lanes))))
+        column = b.and_(columns, v.offset(-self.f.lanes))
+        with b.if_then(b.icmp_signed("<", column, columns)):
+            self._add(column, b.sub(columns, column))
+
+    def _add(self, column: Any, left: Any = None) -> None:
+        """Add the products of a column for each lane, or of those that are left."""
+        b, f, kind = self.b, self.f, v.vec(v.F32, REGISTER)
+        for part in self.parts:
+            first, count = b.add(column, v.offset(part)), None if left is None else b.sub(left, v.offset(part))
+            at, which = b.mul(first, v.offset(4)), part // REGISTER
+            w = [f.load(b, row, first, REGISTER, count) for row in self.rows.values]
+            for x, into in zip(self.inputs, self.sums, strict=True):
+                x_L = v.load(b, x, at, kind) if count is None else v.load_some(b, x, at, count, kind)
+                for w_L, total in zip(w, into[which :: f.lanes // REGISTER], strict=True):
+                    b.store(v.fma(b, w_L, x_L, b.load(total)), total)
 
 
 class _Input:
@@ -76,11 +109,13 @@ class _Input:
 class BlockTile:
     """Emits a tile of a block format.
 
-    In a group of eight blocks, lane l of a register belongs to block l % 8 (see `artifact.formats`).
+    In a group of eight blocks, lane l of a register belongs to block l % 8 (see `artifact.formats`), so that sums of
+    eight whole blocks are converted at once. A block outside the groups has its eight fours of columns in the lanes.
     """
 
     def __init__(self, f: BlockFormat, b: Any, rows: Rows, inputs: list[Any], columns: Any, sums: Sums) -> None:
         self.f, self.b, self.rows, self.sums = f, b, rows, sums
+        self.scales = by_register(rows, rows.scales)
         self.inputs = [_Input(b, x, columns) for x in inputs]
         blocks = b.udiv(b.add(columns, v.offset(BLOCK - 1)), v.offset(BLOCK))
         groups = b.udiv(blocks, v.offset(8))
@@ -94,13 +129,6 @@ class BlockTile:
         with cgutils.for_range(b, left) as loop:
             self._single(b.add(done, b.mul(loop.index, v.offset(at_once))))
 
-    def _start(self, x: _Input, block: Any, count: int, lanes: int) -> Any:
-        """What the integer sums of `count` blocks start at, in the first of the lanes."""
-        found = v.load(self.b, x.block_sums, self.b.mul(block, v.offset(4)), v.vec(v.I32, count))
-        found = self.f.start(self.b, found)
-        zeros = ir.Constant(found.type, [0] * count)
-        return v.shuffle(self.b, found, zeros, [min(k, count) for k in range(lanes)])
-
     def _weights(self, row: Any, at: Any, n: int) -> list[Any]:
         """Registers of n bytes as they are multiplied, from a place of a row on."""
         return self.f.factors(self.b, v.load(self.b, row, at, v.vec(v.I8, n)))
@@ -112,63 +140,62 @@ class BlockTile:
         return [v.dot_bytes(self.b, one, w_r[half], q_J, signed=signed) for one, w_r in zip(found, w, strict=True)]
 
     def _add(self, found: list[list[Any]], s: list[Any], t: list[Any]) -> None:
-        """Add integer sums times the scales of their blocks."""
-        for found_t, t_L, into in zip(found, t, self.sums, strict=True):
-            for one, s_L, total in zip(found_t, s, into, strict=True):
-                value = self.b.sitofp(one, s_L.type)
+        """Add integer sums [T][registers of R] times the scales of their blocks: of each register, and of a vector."""
+        for found_t, t_8, into in zip(found, t, self.sums, strict=True):
+            t_L = v.join(self.b, [t_8] * self.rows.a_register)
+            for whole, s_L, total in zip(found_t, s, into, strict=True):
+                value = self.b.sitofp(whole, s_L.type)
                 self.b.store(v.fma(self.b, value, self.b.fmul(s_L, t_L), self.b.load(total)), total)
 
     def _group(self, group: Any) -> None:
-        b, lanes, size = self.b, ISA.lanes, 4 * ISA.lanes
-        nbytes = self.f.group_nbytes
+        b, size, nbytes = self.b, 4 * REGISTER, self.f.group_nbytes
         block, stored = b.mul(group, v.offset(8)), b.mul(group, v.offset(nbytes))
         for line, row in product(range(0, nbytes, v.LINE), self.rows.later):
             v.prefetch(b, row, b.add(stored, v.offset(line)))
-        found = [[self._start(x, block, 8, lanes)] * len(self.rows.values) for x in self.inputs]
+        found = [[self._start(x, block)] * len(self.rows.values) for x in self.inputs]
         for k in range(0, nbytes, size):
             w = [self._weights(row, b.add(stored, v.offset(k)), size) for row in self.rows.values]
             for half, (n, x) in product(range(len(w[0])), enumerate(self.inputs)):
                 at = b.add(b.mul(group, v.offset(GROUP_COLUMNS)), v.offset(k + half * nbytes))
                 found[n] = self._multiply(found[n], w, half, x, at)
+        s = [self.f.scales(b, some, block, LANES) for some in self.scales]
+        t = [v.load(b, x.scales, b.mul(block, v.offset(4)), v.vec(v.F32, LANES)) for x in self.inputs]
+        self._add([self._whole(found_t) for found_t in found], s, t)
 
-        def every_lane(eight: Any) -> Any:
-            return v.shuffle(b, eight, eight, [k % 8 for k in range(lanes)])
+    def _start(self, x: _Input, block: Any) -> Any:
+        """What the integer sums of a group start at, in the first of the lanes."""
+        b, zeros = self.b, v.const(v.I32, LANES, 0)
+        found = self.f.start(b, v.load(b, x.block_sums, b.mul(block, v.offset(4)), zeros.type))
+        return v.join(b, [found, *[zeros] * (REGISTER // LANES - 1)])
 
-        s = [self.f.scales(b, row, block, 8) for row in self.rows.scales]
-        t = [v.load(b, x.scales, b.mul(block, v.offset(4)), v.vec(v.F32, 8)) for x in self.inputs]
-        self._add(found, [every_lane(s_8) for s_8 in s], [every_lane(t_8) for t_8 in t])
+    def _whole(self, found: list[Any]) -> list[Any]:
+        """The rows' sums of whole blocks by register: in a wide one of a row, blocks lie in two halves."""
+        joined = [v.join(self.b, some) for some in by_register(self.rows, found)]
+        if REGISTER == LANES:
+            return joined
+        low = [row * REGISTER + lane for row in range(self.rows.a_register) for lane in range(LANES)]
+        halves = low, [lane + LANES for lane in low]
+        return [self.b.add(*[v.shuffle(self.b, one, one, half) for half in halves]) for one in joined]
 
     def _single(self, block: Any) -> None:
         """The blocks outside the groups that share their bytes; a row has at most seven."""
-        b, lanes, at_once = self.b, ISA.lanes, self.f.per_byte
+        b, at_once = self.b, self.f.per_byte
         at = b.udiv(b.mul(block, v.offset(BLOCK)), v.offset(at_once))
         w = [self._weights(row, at, BLOCK) for row in self.rows.values]
         for half in range(at_once):
             one, found = b.add(block, v.offset(half)), []
+            place = b.mul(one, v.offset(BLOCK))
             for x in self.inputs:
-                eight = [self._start(x, one, 1, 8)] * len(w)
-                eight = self._multiply(eight, w, half, x, b.mul(one, v.offset(BLOCK)))
-                zeros = v.const(v.I32, 8, 0)
-                found.append([v.shuffle(b, sums_8, zeros, [min(k, 8) for k in range(lanes)]) for sums_8 in eight])
-            s = [self.f.scales(b, row, one, 1) for row in self.rows.scales]
+                eight = self._multiply([self._start_of_fours(x, place)] * len(w), w, half, x, place)
+                found.append([v.join(b, some) for some in by_register(self.rows, eight)])
+            each = [0] * LANES
+            s = [self.f.scales(b, some, one, 1) for some in self.scales]
+            s = [v.shuffle(b, s_1, s_1, [row for row in range(self.rows.a_register) for _ in each]) for s_1 in s]
             t = [v.load(b, x.scales, b.mul(one, v.offset(4)), v.vec(v.F32, 1)) for x in self.inputs]
-            s, t = ([v.shuffle(b, one_1, one_1, [0] * lanes) for one_1 in some] for some in (s, t))
-            self._add(found, s, t)
+            self._add(found, s, [v.shuffle(b, t_1, t_1, each) for t_1 in t])
 
-
-def lane_sums(b: Any, four: Sequence[Any]) -> Any:
-    """A register with the lane sums of `ROWS` = 4 registers; each is added in halves."""
-
-    def halved(one: Any, other: Any, part: int) -> Any:
-        """Lower plus upper half of each part of so many lanes, of two registers side by side."""
-        low = [k for k in range(2 * one.type.count) if k % part < part // 2]
-        return b.fadd(v.shuffle(b, one, other, low), v.shuffle(b, one, other, [k + part // 2 for k in low]))
-
-    lanes = four[0].type.count
-    found = halved(halved(four[0], four[1], lanes), halved(four[2], four[3], lanes), lanes // 2)
-    part = lanes // 4
-    while part > 1:
-        low = [k for k in range(4 * part) if k % part < part // 2]
-        found = b.fadd(v.shuffle(b, found, found, low), v.shuffle(b, found, found, [k + part // 2 for k in low]))
-        part //= 2
-    return found
+    def _start_of_fours(self, x: _Input, at: Any) -> Any:
+        """What the integer sums of the fours of one block start at."""
+        b, zeros, ones = self.b, v.const(v.I32, LANES, 0), v.const(v.I8, BLOCK, 1)
+        q_J = v.load(b, x.bytes, at, ones.type)
+        return self.f.start(b, b.sub(zeros, v.dot_bytes(b, zeros, ones, q_J, signed=False)))

@@ -3,11 +3,11 @@
     row · x = Σ_j w_j x_j                                    f32, f16, bf16: float32 throughout
     row · x = Σ_b s_b t_b Σ_{j in b} w_j q_j                 q8, q4: integer sums in blocks of 32, exact
 
-A row times a vector is summed in one order, however many rows and vectors share a call: each lane of a vector register
-adds up its columns from left to right, and the lanes are added in halves. So a token gets the same bits alone and in
-any company. The vectors are quantised inputs (see `quantised_input`): q their integers and t their scales. Rows and
-vectors are taken in tiles, so that a weight that was read serves several vectors. While rows are read, later ones are
-prefetched.
+A row times a vector is summed in one order, however many rows and vectors share a call: each of some lanes adds up its
+columns from left to right, and the lanes are added in halves. There are 8 in the block formats and 16 in f32, on every
+processor; f16 and bf16 have as many as a register. So a token gets the same bits alone and in any company. The vectors
+are quantised inputs (see `quantised_input`): q their integers and t their scales. Rows and vectors are taken in tiles,
+so that a weight that was read serves several vectors. While rows are read, later ones are prefetched.
 
 Shape letters: D columns, P padded columns, B blocks, N rows of a call.
 """
@@ -27,26 +27,37 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pi_runtime.artifact.formats import BLOCK
+from pi_runtime.kernels.codegen import float16
 from pi_runtime.kernels.codegen import simd as v
 from pi_runtime.kernels.codegen.footprint import padded_width
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import (
+    F32,
+    Bytes,
     MatrixView,
     RowList,
     Vectors,
     half_to_float,
     integers,
     is_quantised,
+    multiply_add,
     pointer_of,
     values_of_row,
     vector,
 )
 from pi_runtime.kernels.data.quantised_input import row_order_at, scales_at
 from pi_runtime.kernels.data.row_loading import stored_index
-from pi_runtime.kernels.data.weight_formats import BLOCK_FORMATS, FLOAT_FORMATS, float_weight, integer_weight
-from pi_runtime.kernels.ops.product_tiles import BlockTile, Rows, float_tile, lane_sums
+from pi_runtime.kernels.data.weight_formats import (
+    BLOCK_FORMATS,
+    FLOAT_FORMATS,
+    FLOAT_LANES,
+    REGISTER,
+    float_weight,
+    integer_weight,
+)
+from pi_runtime.kernels.ops.product_tiles import LANES, BlockTile, Rows, float_tile
 
 ROWS = 4
 """Rows of a tile."""
@@ -110,46 +121,47 @@ class _Call:
             pointers(later, self.scales, self.scales_stride),
         )
 
-    def _tile(self, tile: Callable[..., Any], rows: Rows, row: Any, t: Any, size: int) -> None:
+    def _tile(self, tile: Callable[..., Any], lanes: int, rows: Rows, row: Any, t: Any, size: int) -> None:
         """Emit one tile: its products go where the rows from `row` on, and the vectors from t on, have theirs."""
-        b, lanes, inputs = self.b, ISA.lanes, []
+        b, inputs = self.b, []
         for k in range(size):
             which = self._least(b.add(t, v.offset(k)), self.token_count)
             token = v.listed(b, self.tokens, which, which)
             inputs.append(v.pointer(b, b.add(self.inputs, b.mul(token, self.input_stride))))
-        zeros, count = v.const(v.F32, lanes, 0.0), len(rows.values)
-        sums = [[cgutils.alloca_once_value(b, zeros) for _ in range(count)] for _ in range(size)]
+        count, in_all = len(rows.values), lanes * len(rows.values)
+        zeros = v.const(v.F32, min(REGISTER, in_all), 0.0)
+        sums = [[cgutils.alloca_once_value(b, zeros) for _ in range(0, in_all, REGISTER)] for _ in range(size)]
         for place in (place for into in sums for place in into):
             b.store(zeros, place)
         tile(b, rows, inputs, self.columns, sums)
         for k, into in enumerate(sums):
-            found = lane_sums(b, [b.load(place) for place in into] + [zeros] * (ROWS - count))
+            found = v.halves_added(b, v.join(b, [b.load(place) for place in into]), lanes)
             token = b.add(t, v.offset(k))
             at = b.add(b.add(self.out, b.mul(token, self.out_stride)), b.mul(row, v.offset(4)))
             with b.if_then(b.icmp_signed("<", token, self.token_count)):
                 self._write(found, v.pointer(b, at), row, count)
 
-    def _write(self, four: Any, at: Any, row: Any, count: int) -> None:
+    def _write(self, found: Any, at: Any, row: Any, count: int) -> None:
         b = self.b
         with b.if_else(b.icmp_signed("<=", b.add(row, v.offset(count)), self.count)) as (whole, part):
             with whole:
-                v.store(b, v.shuffle(b, four, four, range(count)), at, v.offset(0))
+                v.store(b, found, at, v.offset(0))
             with part:
                 for r in range(count - 1):
                     with b.if_then(b.icmp_signed("<", b.add(row, v.offset(r)), self.count)):
-                        v.store(b, b.extract_element(four, ir.Constant(v.I32, r)), at, v.offset(4 * r))
+                        v.store(b, b.extract_element(found, ir.Constant(v.I32, r)), at, v.offset(4 * r))
 
-    def emit(self, tile: Callable[..., Any], sizes: tuple[int, ...], alone_rows: int) -> None:
+    def emit(self, tile: Callable[..., Any], lanes: int, sizes: tuple[int, ...], alone_rows: int) -> None:
         """Emit a format's loops. `alone_rows`: a vector alone takes so many long rows at once; memory prefers few."""
         b = self.b
         long = b.icmp_signed(">=", self.columns, v.offset(LONG))
         with b.if_else(b.and_(long, b.icmp_signed("==", self.token_count, v.offset(1)))) as (alone, company):
             with alone, cgutils.for_range_slice(b, v.offset(0), self.count, v.offset(alone_rows)) as (row, _):
-                self._tile(tile, self._rows(row, alone_rows), row, v.offset(0), 1)
+                self._tile(tile, lanes, self._rows(row, alone_rows), row, v.offset(0), 1)
             with company:
-                self._many(tile, sizes)
+                self._many(tile, lanes, sizes)
 
-    def _many(self, tile: Callable[..., Any], sizes: tuple[int, ...]) -> None:
+    def _many(self, tile: Callable[..., Any], lanes: int, sizes: tuple[int, ...]) -> None:
         b = self.b
         with cgutils.for_range_slice(b, v.offset(0), self.count, v.offset(ROWS)) as (row, _):
             rows, t = self._rows(row, ROWS), v.offset(0)
@@ -158,7 +170,7 @@ class _Call:
                 spare = 1 if size == sizes[0] > 2 else 0
                 tiles = b.sdiv(b.add(b.sub(self.token_count, t), v.offset(spare)), v.offset(size))
                 with cgutils.for_range(b, tiles) as loop:
-                    self._tile(tile, rows, row, b.add(t, b.mul(loop.index, v.offset(size))), size)
+                    self._tile(tile, lanes, rows, row, b.add(t, b.mul(loop.index, v.offset(size))), size)
                 t = b.add(t, b.mul(tiles, v.offset(size)))
 
 
@@ -170,9 +182,9 @@ def _emit_row_products(typing_context: Any, fmt: Any, call: Any) -> Any:
         call = _Call(b, *cgutils.unpack_tuple(b, arguments[1]))
         cases: dict[int, Callable[[], None]] = {}
         for code, f in FLOAT_FORMATS.items():
-            cases[code] = partial(call.emit, partial(float_tile, f), _FLOAT_TILES, 2)
-        for code, block in BLOCK_FORMATS.items():
-            cases[code] = partial(call.emit, partial(BlockTile, block), _BLOCK_TILES, 1)
+            cases[code] = partial(call.emit, partial(float_tile, f), f.lanes, _FLOAT_TILES, 2)
+        for code, block in BLOCK_FORMATS.items() if ISA.lanes else ():
+            cases[code] = partial(call.emit, partial(BlockTile, block), LANES, _BLOCK_TILES, 1)
         v.switch(b, arguments[0], cases)
         return context.get_dummy_value()
 
@@ -187,28 +199,52 @@ def vector_row_products(m: MatrixView, rows: RowList, x: Vectors, out: int, out_
     _emit_row_products(m.fmt, (*matrix, *listed, *vectors, out, out_stride))
 
 
-@public
-def _float_product(fmt: int, row: int, input_at: int, columns: int) -> np.float32:
+@device
+def _float_lane(fmt: int, row: int, input_at: int, columns: int, lane: int) -> np.float32:
+    """What one lane sums up."""
     x_D, total = carray(pointer_of(input_at), (columns,), np.float32), np.float32(0)
-    for j in range(columns):
-        total += float_weight(fmt, row, j) * x_D[j]
+    for j in range(lane, columns, FLOAT_LANES if fmt == F32 else REGISTER):
+        total = multiply_add(float_weight(fmt, row, j), x_D[j], total)
     return total
 
 
-@public
-def _block_product(fmt: int, row: int, scales: int, input_at: int, columns: int) -> np.float32:
-    p, blocks = padded_width(columns), (columns + BLOCK - 1) // BLOCK
+@device
+def _block_lane(fmt: int, row: int, scales: int, input_at: int, columns: int, lane: int) -> np.float32:
+    """What one of `LANES` lanes sums up: a block of each group, then a four of each block outside the groups."""
+    p, blocks, total = padded_width(columns), (columns + BLOCK - 1) // BLOCK, np.float32(0)
     s_B = carray(pointer_of(scales), (blocks,), np.uint16)
     q_P = carray(pointer_of(row_order_at(input_at, p)), (p,), np.int8)
     t_B = carray(pointer_of(scales_at(input_at, p)), (blocks,), np.float32)
-    total = np.float32(0)
-    for block in range(blocks):
-        whole = np.int32(0)
-        for column in range(block * BLOCK, (block + 1) * BLOCK):
-            at = stored_index(column, blocks)
-            whole += integer_weight(fmt, row, at, blocks) * np.int32(q_P[at])
-        total += half_to_float(s_B[block]) * t_B[block] * np.float32(whole)
+    grouped = blocks // LANES * LANES
+    for block in range(lane, grouped, LANES):
+        whole = _integer_product(fmt, row, q_P, block * BLOCK, BLOCK, blocks)
+        total = multiply_add(np.float32(whole), half_to_float(s_B[block]) * t_B[block], total)
+    for block in range(grouped, blocks):
+        whole = _integer_product(fmt, row, q_P, block * BLOCK + 4 * lane, 4, blocks)
+        total = multiply_add(np.float32(whole), half_to_float(s_B[block]) * t_B[block], total)
     return total
+
+
+@device
+def _integer_product(fmt: int, row: int, q_P: Bytes, first: int, count: int, blocks: int) -> np.int32:
+    """The integer sum of some columns of one block."""
+    whole = np.int32(0)
+    for column in range(first, first + count):
+        at = stored_index(column, blocks)
+        whole += integer_weight(fmt, row, at, blocks) * np.int32(q_P[at])
+    return whole
+
+
+@device
+def _lanes(m: MatrixView, row: int, scales: int, input_at: int, lane: int, step: int) -> np.float32:
+    """The sum of every `step`-th lane: halves of lanes are added."""
+    if is_quantised(m.fmt):
+        if step == LANES:
+            return _block_lane(m.fmt, row, scales, input_at, m.columns, lane)
+    elif step == (FLOAT_LANES if m.fmt == F32 else REGISTER):
+        return _float_lane(m.fmt, row, input_at, m.columns, lane)
+    low = _lanes(m, row, scales, input_at, lane, 2 * step)
+    return low + _lanes(m, row, scales, input_at, lane + step, 2 * step)
 
 
 @public
@@ -219,14 +255,20 @@ def portable_row_products(m: MatrixView, rows: RowList, x: Vectors, out: int, ou
         values, scales = values_of_row(m, row), m.scales + row * m.scales_stride
         for t in range(x.tokens):
             at = x.inputs + (integers(x.listed, x.tokens)[t] if x.listed != 0 else t) * x.stride
-            if is_quantised(m.fmt):
-                found = _block_product(m.fmt, values, scales, at, m.columns)
-            else:
-                found = _float_product(m.fmt, values, at, m.columns)
-            vector(out + t * out_stride, rows.rows)[n] = found
+            vector(out + t * out_stride, rows.rows)[n] = _lanes(m, values, scales, at, 0, 1)
 
 
-_row_products = by_address(vector_row_products if ISA.lanes else portable_row_products)
+@public
+def mixed_row_products(m: MatrixView, rows: RowList, x: Vectors, out: int, out_stride: int) -> None:
+    """`row_products` without integer dot products: the float formats by whatever vectors LLVM makes."""
+    if is_quantised(m.fmt):
+        portable_row_products(m, rows, x, out, out_stride)
+    else:
+        vector_row_products(m, rows, x, out, out_stride)
+
+
+_without_vectors = mixed_row_products if float16.NATIVE else portable_row_products
+_row_products = by_address(vector_row_products if ISA.lanes else _without_vectors)
 
 
 @device

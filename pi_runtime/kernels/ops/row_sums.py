@@ -27,7 +27,7 @@ from pi_runtime.kernels.codegen import simd as v
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import device, public
-from pi_runtime.kernels.data.matrix_view import MatrixView, RowList, integers, vector
+from pi_runtime.kernels.data.matrix_view import MatrixView, RowList, integers, multiply_add, vector
 from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.data.weight_formats import FLOAT_FORMATS, FloatFormat
 
@@ -153,7 +153,7 @@ def portable_row_sums(m: MatrixView, rows: RowList, h: int, h_stride: int, token
         for t in range(tokens):
             h_K, y_D = vector(h + t * h_stride, rows.rows), vector(y + t * y_stride, m.columns)
             for j in range(m.columns):
-                y_D[j] += h_K[k] * row_D[j]
+                y_D[j] = multiply_add(h_K[k], row_D[j], y_D[j])
 
 
 _row_sums = by_address(vector_row_sums if _HAS_VECTORS else portable_row_sums)

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from pi_runtime.artifact.footprint import POSITIONS
 from pi_runtime.kernels.codegen import simd as v
-from pi_runtime.kernels.codegen.jit import strict_device
+from pi_runtime.kernels.codegen.jit import device
 from pi_runtime.kernels.data.matrix_view import Floats, address_of
 
 LOG2E = 1.44269504
@@ -93,7 +93,7 @@ def _emit_weigh(typing_context: Any, score: Any, seen: Any, scale: Any, largest:
     return types.float32(types.intp, types.intp, types.float32, types.intp, types.intp), generate
 
 
-@strict_device
+@device
 def weigh(score_B: Floats, seen: int, scale: np.float32, largest_1: Floats, total_1: Floats) -> np.float32:
     """score ← exp(score · scale − largest) of the `seen` first positions, else 0; adds them to the total.
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import llvmlite.binding
@@ -15,7 +16,7 @@ from support.paths import SUPPORT
 from pi_runtime.errors import UsageError
 from pi_runtime.kernels.codegen import isa, simd
 
-CHILD = SUPPORT / "isa_checks.py"
+CHILDREN = {"operators": SUPPORT / "isa_checks.py", "golden logits": SUPPORT / "golden_logits.py"}
 AVX2 = {"sse2", "avx", "avx2", "fma", "f16c"}
 VNNI_512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"}
 PROCESSORS = {
@@ -101,11 +102,13 @@ def test_avxvnni_through_avx512_keeps_to_256_bits() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", isa.NAMES)
-def test_each_set_computes_the_same(name: str) -> None:
+@pytest.mark.parametrize("child", CHILDREN)
+def test_each_set_computes_the_same(child: str, name: str, tmp_path: Path) -> None:
     """Those that this machine has, each in a process of its own, with the kernel cache that all processes share."""
     there = isa.available(isa.host_features())
-    environment = {**os.environ, "PI_ISA": name, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, CHILD], capture_output=True, text=True, env=environment, check=False)
+    environment = {**os.environ, "PI_ISA": name, "PYTHONPATH": os.pathsep.join(sys.path), "NUMBA_NUM_THREADS": "3"}
+    command = [sys.executable, CHILDREN[child], *([tmp_path, "1", "3"] if child == "golden logits" else [])]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if name in there:
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == [name]

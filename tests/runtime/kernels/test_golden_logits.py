@@ -1,0 +1,30 @@
+"""The golden logits are near what the definition says; that every instruction set computes them is in `test_isa.py`."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.golden_logits import DECODERS, MODES, PROMPT, TOKENS, key
+from support.paths import GOLDEN_LOGITS
+from support.synthetic import counted_artifact
+
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.kernels import reference
+
+
+@pytest.mark.parametrize(("fmt", "lanes"), [("f16", 8), ("f16", 16), ("q8", 8), ("q4", 8)])
+def test_golden_logits_are_near_the_definition(fmt: str, lanes: int, tmp_path: Path) -> None:
+    """In block formats an input at the edge rounds to another byte, and by that a predictor may name another neuron."""
+    golden, errors = np.load(GOLDEN_LOGITS)[key(fmt, lanes)], []
+    for name, decoder in DECODERS.items():
+        path = counted_artifact(tmp_path / f"{name}.pi", decoder, fmt)
+        with Artifact.open(path) as artifact:
+            for mode in MODES:
+                wanted_TV = reference.forward(artifact, [*PROMPT, *TOKENS], mode)[len(PROMPT) - 1 :]
+                found_TV = golden[len(errors) : len(errors) + len(wanted_TV)]
+                errors += (np.abs(found_TV - wanted_TV).max(-1) / np.abs(wanted_TV).max(-1)).tolist()
+    assert len(errors) == len(golden)
+    least, median, most = (1e-4, 1e-4, 1e-4) if fmt == "f16" else (1e-4, 0.01, 0.1)
+    assert min(errors) < least
+    assert np.median(errors) < median
+    assert max(errors) < most

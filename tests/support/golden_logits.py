@@ -1,0 +1,69 @@
+"""Golden logits: what small models compute, to the last bit, on every instruction set and at any number of threads.
+
+    python tests/support/golden_logits.py FOLDER [THREADS …]    prints the instruction set, once the logits are the same
+    python tests/support/golden_logits.py FOLDER --write        writes them anew (f16: those of its lanes)
+
+A process of its own for each instruction set, because the choice is made once. No exponential but the softmax's own is
+computed: others come from the machine's C library.
+"""
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pi_runtime import load
+from pi_runtime.kernels.codegen.isa import ISA
+from pi_runtime.kernels.data.weight_formats import REGISTER
+from support.paths import GOLDEN_LOGITS
+from support.synthetic import counted_artifact, small_decoder
+
+FORMATS, MODES = ("f16", "q8", "q4"), ("dense", "predicted")
+_SHAPE = {"d_model": 352, "n_heads": 11, "n_kv_heads": 1, "head_dim": 32, "d_ff": 332}
+"""A group of blocks, three blocks beside it, and an end of 12 columns, in which lanes are left over."""
+DECODERS = {
+    "gated, rms norm": small_decoder(**_SHAPE, qk_norm=True),
+    "plain, layer norm": small_decoder("opt", **_SHAPE | {"d_model": 300}),
+}
+PROMPT, TOKENS = [3, 141, 59, 26, 53, 58, 97], [7, 200]
+
+
+def key(fmt: str, lanes: int) -> str:
+    """The entry of a format's logits: f16 has them for each number of lanes."""
+    return f"{fmt} in {lanes} lanes" if fmt == "f16" else fmt
+
+
+def logits(fmt: str, folder: Path, threads: int | None = None) -> Iterator[npt.NDArray[np.float32]]:
+    """Of the prompt's last token, read at once, then of two more tokens alone, model by model."""
+    for name, decoder in DECODERS.items():
+        path = folder / f"{name}, {fmt}.pi"
+        if not path.exists():
+            counted_artifact(path, decoder, fmt)
+        for mode in MODES:
+            with load(path, mode=mode, threads=threads) as model:
+                cache = model.new_cache()
+                yield model.logits(PROMPT, cache=cache)[-1].copy()
+                for token in TOKENS:
+                    yield model.decode(token, cache)[0].copy()
+
+
+def main() -> None:
+    folder, *numbers = sys.argv[1:]
+    golden = dict(np.load(GOLDEN_LOGITS)) if GOLDEN_LOGITS.exists() else {}
+    for threads, fmt in itertools.product(numbers, FORMATS):
+        entry = key(fmt, REGISTER)
+        found = np.stack(list(logits(fmt, Path(folder), None if threads == "--write" else int(threads))))
+        if threads == "--write":
+            golden[entry] = found
+        wrong = np.flatnonzero((found != golden[entry]).any(-1))
+        assert not len(wrong), f"{ISA.name}, {entry}, {threads} threads: rows {wrong.tolist()}"
+    if numbers == ["--write"]:
+        np.savez(GOLDEN_LOGITS, **golden)
+    print(ISA.name)
+
+
+if __name__ == "__main__":
+    main()
