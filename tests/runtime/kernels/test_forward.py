@@ -123,12 +123,14 @@ BOUND = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-3}
 
 @pytest.mark.parametrize("fmt", FLOATS)
 @pytest.mark.parametrize("name", DECODERS)
-def test_logits_equal_the_reference_and_token_by_token_equals_the_block(name: str, fmt: str, tmp_path: Path) -> None:
+def test_logits_equal_the_reference_and_token_by_token_equals_the_block(
+    name: str, fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, decoder = artifact_of(name, fmt, tmp_path)
-    ids = np.random.default_rng(3).integers(0, decoder.vocab_size, min(decoder.context_length, 131))
+    length, margins = min(decoder.context_length, 131), Margins(monkeypatch)
     for mode in MODES:
         with Artifact.open(path) as artifact:
-            wanted = reference.forward(artifact, ids, mode)
+            ids, wanted = next(decided(artifact, mode, margins, length=length, quotient=0.0, score=1e-4))
         block, steps = both_ways(path, mode, ids)
         assert relative_error(block, wanted) < BOUND[fmt], mode
         assert relative_error(steps, wanted) < BOUND[fmt], mode
@@ -170,13 +172,15 @@ class Margins:
         return found
 
 
-def decided(artifact: Artifact, mode: str, margins: Margins) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Short inputs, and their logits, in which neither a byte nor a selection hangs on a last bit."""
+def decided(
+    artifact: Artifact, mode: str, margins: Margins, *, length: int = 3, quotient: float = 1e-3, score: float = 1e-3
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Inputs, and their logits, in which neither a byte nor a selection hangs on a last bit."""
     for seed in range(2000):
-        ids = np.random.default_rng(seed).integers(0, artifact.manifest.decoder.vocab_size, 3)
+        ids = np.random.default_rng(seed).integers(0, artifact.manifest.decoder.vocab_size, length)
         margins.quotient = margins.score = 1.0
         wanted = reference.forward(artifact, ids, mode)
-        if margins.quotient > 1e-3 and margins.score > 1e-3:
+        if margins.quotient > quotient and margins.score > score:
             yield ids, wanted
 
 
@@ -198,7 +202,8 @@ def test_decided_inputs_of_q8_and_q4(name: str, fmt: str, tmp_path: Path, monkey
             ids, wanted = next(decided(artifact, mode, margins))
         for equal in MODES[: 2 if mode == "gate" else 0] or [mode]:
             block, steps = both_ways(path, equal, ids)
-            assert relative_error(block, wanted) < 3e-6, equal
+            # Sums in another order differ by their last bits: 32 of them.
+            assert relative_error(block, wanted) < 2.0**-18, equal
             # One token's rows are summed in 16-bit integers.
             assert relative_error(steps, wanted) < 2e-5, equal
 
