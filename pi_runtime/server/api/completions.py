@@ -84,7 +84,7 @@ def completion_request(body: CompletionRequest, served: Served) -> Prompt:
     if body.best_of not in {None, count}:
         raise invalid("best_of", f"not supported: answers are not compared; only {count}, the value of n")
     generates = body.most_tokens != 0
-    ids = [_tokens(place, prompt, served, beside=int(generates)) for place, prompt in prompts.items()]
+    ids = [served.tokens(prompt, place, beside=int(generates)) for place, prompt in prompts.items()]
     most = body.most_tokens if generates else 1
     return Prompt(
         texts=ids,
@@ -153,16 +153,6 @@ class CompletionWriter(ChoicesWriter):
             "logprobs": joined([*parts, self._logprobs[answer.index].write(found)]) if self.wants_logprobs else None,
             "finish_reason": None if end is None else FINISH_REASONS[end.finish_reason],
         }
-
-
-def _tokens(place: str, prompt: str | list[int], served: Served, *, beside: int) -> list[int]:
-    """The token ids of a prompt that is text or ids. Raises ApiError for one that is empty, wrong or too long."""
-    ids = served.encode(prompt, place, beside=beside) if isinstance(prompt, str) else prompt
-    if not ids:
-        raise invalid(place, "the prompt is empty, and the model has no begin-of-text token to start from")
-    served.check_length(len(ids), place, beside=beside)
-    served.check_tokens(ids, place)
-    return ids
 
 
 def _prompts(prompt: str | list[int] | list[str] | list[list[int]] | None) -> dict[str, str | list[int]]:

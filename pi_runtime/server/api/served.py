@@ -64,6 +64,15 @@ class Served:
         except PromptError as error:
             raise invalid(param, refused(error).message) from None
 
+    def tokens(self, prompt: str | list[int], param: str, *, beside: int = 1) -> list[int]:
+        """The token ids of a prompt that is text or ids. Raises ApiError for one that is empty, wrong or too long."""
+        ids = self.encode(prompt, param, beside=beside) if isinstance(prompt, str) else prompt
+        if not ids:
+            raise invalid(param, "the prompt is empty, and the model has no begin-of-text token to start from")
+        self.check_length(len(ids), param, beside=beside)
+        self.check_tokens(ids, param)
+        return ids
+
     def check_text(self, text: str, param: str, *, beside: int = 1) -> None:
         """Raise ApiError where a text has more tokens than fit the context, as far as its length says."""
         self.check_length(self.model.tokenizer.least_tokens(text), param, beside=beside, least=True)
