@@ -71,7 +71,7 @@ _FLOAT_TILES, _BLOCK_TILES = ((6, 4, 2, 1), (3, 2, 1)) if ISA.lanes == 16 else (
 
 
 @dataclass
-class _Call:
+class _ProductCall:
     """Emits the loops over rows and vectors of one call; the values are those of `row_products`."""
 
     b: Any
@@ -176,10 +176,10 @@ class _Call:
 
 @intrinsic
 def _emit_row_products(typing_context: Any, fmt: Any, call: Any) -> Any:
-    """Emit `row_products`; `call` is a tuple of the values of `_Call`, in order."""
+    """Emit `row_products`; `call` is a tuple of the values of `_ProductCall`, in order."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        call = _Call(b, *cgutils.unpack_tuple(b, arguments[1]))
+        call = _ProductCall(b, *cgutils.unpack_tuple(b, arguments[1]))
         cases: dict[int, Callable[[], None]] = {}
         for code, f in FLOAT_FORMATS.items():
             cases[code] = partial(call.emit, partial(float_tile, f), f.lanes, _FLOAT_TILES, 2)

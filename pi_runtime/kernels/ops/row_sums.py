@@ -35,7 +35,7 @@ _HAS_VECTORS = ISA.lanes > 0
 
 
 @dataclass
-class _Call:
+class _SumCall:
     """Emits the loops of one call; the values are those of `row_sums`."""
 
     b: Any
@@ -126,10 +126,10 @@ class _Call:
 
 @intrinsic
 def _emit_row_sums(typing_context: Any, fmt: Any, call: Any) -> Any:
-    """Emit `row_sums`; `call` is a tuple of the values of `_Call`, in order."""
+    """Emit `row_sums`; `call` is a tuple of the values of `_SumCall`, in order."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        call = _Call(b, *cgutils.unpack_tuple(b, arguments[1]))
+        call = _SumCall(b, *cgutils.unpack_tuple(b, arguments[1]))
         v.switch(b, arguments[0], {code: partial(call.emit, f) for code, f in FLOAT_FORMATS.items()})
         return context.get_dummy_value()
 
