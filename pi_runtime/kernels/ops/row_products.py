@@ -36,6 +36,7 @@ from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import (
     F32,
     Bytes,
+    Floats,
     MatrixView,
     RowList,
     Vectors,
@@ -236,26 +237,32 @@ def _integer_product(fmt: int, row: int, q_P: Bytes, first: int, count: int, blo
 
 
 @device
-def _lanes(m: MatrixView, row: int, scales: int, input_at: int, lane: int, step: int) -> np.float32:
-    """The sum of every `step`-th lane: halves of lanes are added."""
-    if is_quantised(m.fmt):
-        if step == LANES:
-            return _block_lane(m.fmt, row, scales, input_at, m.columns, lane)
-    elif step == (FLOAT_LANES if m.fmt == F32 else REGISTER):
-        return _float_lane(m.fmt, row, input_at, m.columns, lane)
-    low = _lanes(m, row, scales, input_at, lane, 2 * step)
-    return low + _lanes(m, row, scales, input_at, lane + step, 2 * step)
+def _row_product(m: MatrixView, row: int, scales: int, input_at: int, sum_L: Floats) -> np.float32:
+    """The sum of all lanes: the upper half of them is added to the lower one until one is left."""
+    # No recursion: numba leaves such a function's own name unresolved in what it loads from the kernel cache.
+    lanes = LANES if is_quantised(m.fmt) else FLOAT_LANES if m.fmt == F32 else REGISTER
+    for lane in range(lanes):
+        if is_quantised(m.fmt):
+            sum_L[lane] = _block_lane(m.fmt, row, scales, input_at, m.columns, lane)
+        else:
+            sum_L[lane] = _float_lane(m.fmt, row, input_at, m.columns, lane)
+    while lanes > 1:
+        lanes //= 2
+        for lane in range(lanes):
+            sum_L[lane] += sum_L[lane + lanes]
+    return sum_L[0]
 
 
 @public
 def portable_row_products(m: MatrixView, rows: RowList, x: Vectors, out: int, out_stride: int) -> None:
     """The definition of `row_products` in plain loops."""
+    sum_L = np.empty(FLOAT_LANES, np.float32)
     for n in range(rows.rows):
         row = integers(rows.listed, rows.rows)[n] if rows.listed != 0 else rows.first + n
         values, scales = values_of_row(m, row), m.scales + row * m.scales_stride
         for t in range(x.tokens):
             at = x.inputs + (integers(x.listed, x.tokens)[t] if x.listed != 0 else t) * x.stride
-            vector(out + t * out_stride, rows.rows)[n] = _lanes(m, values, scales, at, 0, 1)
+            vector(out + t * out_stride, rows.rows)[n] = _row_product(m, values, scales, at, sum_L)
 
 
 @public
