@@ -3,6 +3,10 @@
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
 from support.small_project import no_progress, prose, small_project, small_recipe
 
 from pi_compile.errors import CorpusError
