@@ -1,7 +1,7 @@
 """What rounding costs is measured before anything is packed, and refused where it is more than the recipe allows.
 
 Measured are recipes with a part in a coarse format (a block format below 8 bits) that has fewer bits than the source
-has. In q8, and where a part keeps its bits, too little is lost to be worth the minutes.
+has. A part that keeps its bits loses nothing here. One in q8 loses little, and is not measured.
 """
 
 import math

@@ -85,7 +85,7 @@ def _position_problems(d: Decoder) -> Iterator[str]:
 
 
 def _later_problems(d: Decoder) -> Iterator[str]:
-    """Of facts that files have only where they differ from what was once the only way."""
+    """Problems of the facts that format 4 added: a file has them only where they differ from their defaults."""
     if d.joint_qk_norm and not d.qk_norm:
         yield "decoder.joint_qk_norm: true without qk_norm"
     if not d.router_normalised and d.n_experts == 1:

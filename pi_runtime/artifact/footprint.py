@@ -169,7 +169,7 @@ def list_places(neurons: int) -> int:
 
 
 def chunk_layout(neurons: int) -> ChunkLayout:
-    """Of lists, factors and products, of blocks, and of integer sums."""
+    """Where the parts of a chunk of neurons lie: lists, factors and products, blocks, integer sums."""
     places, blocks = list_places(neurons), chunk_places(neurons) // GROUP
     h = 16 * places
     start = h + 8 * places

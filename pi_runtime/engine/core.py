@@ -276,8 +276,7 @@ class Core:
         """Tell those who plan later steps how long this one took. `decoding`: which parts were decoding before it."""
         tokens, selects = sum(len(step.tokens) for _, step in parts), {step.select for _, step in parts}
         if all(decoding) and selects == {True}:
-            plain_s = self._speculation.times.plain(len(parts))
-            if tokens > len(parts) and plain_s is not None:
+            if tokens > len(parts) and (plain_s := self._speculation.times.plain(len(parts))) is not None:
                 self.drafts_won_s += generated / len(parts) * plain_s - seconds
             self._speculation.times.count(len(parts), tokens, seconds)
             self._caches.count_step(tokens, seconds, decoding=True)

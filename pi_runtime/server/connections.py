@@ -77,7 +77,7 @@ class _Counted(socket.socket):
 
 
 def most_connections(wanted: int) -> int:
-    """As many connections as are wanted, or as the files that this process may open leave room for."""
+    """The number of connections: those that are wanted, or fewer where this process may open too few files."""
     if sys.platform == "win32":
         return wanted
     import resource  # noqa: PLC0415  Windows has none

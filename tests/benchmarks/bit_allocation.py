@@ -14,14 +14,12 @@ Layers: attention and FFN of each layer in 3 to 8 bits, divided exactly (`multip
 bits for all, by the divergences that each costs alone.
 """
 
-import argparse
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import torch
-from quality import MATRICES, ROOT, Model
+from quality import MATRICES, Model, parsed
 
 from pi_compile.calibration.quantising.moments import down, neuron_ranges, second_moments
 from pi_compile.placement.solvers.multiple_choice_knapsack import ItemClass, solve
@@ -191,15 +189,7 @@ def print_rows(rows: Iterator[tuple[str, float, float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", type=Path, default=[ROOT / "recipes" / "demo"])
-    parser.add_argument("--text", type=Path, help="the documentation of this project, unless told")
-    parser.add_argument("--fit", type=int, default=4_096)
-    parser.add_argument("--tokens", type=int, default=2_048)
-    parser.add_argument("--neurons-only", action="store_true")
-    args = parser.parse_args()
-    pages = [args.text] if args.text else sorted((ROOT / "docs").rglob("*.md"))
-    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    args, text = parsed(__doc__, "--neurons-only", fit=4_096, tokens=2_048)
     for path in args.models:
         with torch.inference_mode():
             model = Model(path, text, args.fit, args.tokens)

@@ -207,16 +207,21 @@ def print_perplexity(model: Model) -> None:
         print(f"{kind:<20}{math.exp(loss):>11.3f}{divergence:>12.4f}{same:>17.1%}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parsed(description: str | None, flag: str, *, fit: int, tokens: int) -> tuple[argparse.Namespace, str]:
+    """The command line of a study of models on a text, with one flag of its own, and the text."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", type=Path, default=[ROOT / "recipes" / "demo"])
     parser.add_argument("--text", type=Path, help="the documentation of this project, unless told")
-    parser.add_argument("--fit", type=int, default=16_384)
-    parser.add_argument("--tokens", type=int, default=4_096)
-    parser.add_argument("--formats-only", action="store_true")
+    parser.add_argument("--fit", type=int, default=fit)
+    parser.add_argument("--tokens", type=int, default=tokens)
+    parser.add_argument(flag, action="store_true")
     args = parser.parse_args()
     pages = [args.text] if args.text else sorted((ROOT / "docs").rglob("*.md"))
-    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    return args, "\n".join(page.read_text(encoding="utf-8") for page in pages)
+
+
+def main() -> None:
+    args, text = parsed(__doc__, "--formats-only", fit=16_384, tokens=4_096)
     for path in args.models:
         with torch.inference_mode():
             model = Model(path, text, args.fit, args.tokens)
