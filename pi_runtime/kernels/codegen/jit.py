@@ -18,7 +18,7 @@ from typing import Any
 
 import llvmlite.binding
 import numba
-from numba.core.caching import FunctionCache
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
 from numba.core.runtime import rtsys
 
 from pi_runtime.artifact import decoder, footprint, formats, rungs, sizes
@@ -138,6 +138,22 @@ def _compile(function: Callable[..., Any], folder: str, **options: Any) -> Any:
     return dispatcher
 
 
+class _ByModule(UserProvidedCacheLocator):  # type: ignore[misc]
+    """Where the files of a kernel are: a folder named after its module, which other copies of the sources share."""
+
+    def __init__(self, function: Callable[..., Any], path: str) -> None:
+        super().__init__(function, path)
+        self._cache_path = str(Path(numba.config.CACHE_DIR, function.__module__))
+
+
+class _Files(CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes = (_ByModule,)
+
+
+class _FunctionCache(FunctionCache):  # type: ignore[misc]
+    _impl_class = _Files
+
+
 class _KernelCache:
     """numba's cache of one kernel, in our folder, which is looked for at the first call: importing touches no disk.
 
@@ -148,12 +164,12 @@ class _KernelCache:
         self._function, self._name = function, folder
 
     @cached_property
-    def _found(self) -> FunctionCache:
+    def _found(self) -> _FunctionCache:
         # numba takes the folder from its global configuration: lend it ours.
         before = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = str(_folder() / self._name)
         try:
-            return FunctionCache(self._function)
+            return _FunctionCache(self._function)
         finally:
             numba.config.CACHE_DIR = before
 

@@ -121,13 +121,14 @@ def test_cold_until_something_is_compiled() -> None:
 
 
 @pytest.mark.slow
-def test_one_compilation_serves_all_models_and_later_processes(tmp_path: Path) -> None:
+def test_one_compilation_serves_all_models_later_processes_and_other_copies(tmp_path: Path) -> None:
     paths = [
         random_artifact(tmp_path / "a.pi", small_decoder(), format="bf16", ranks=[3, None]),
         random_artifact(tmp_path / "b.pi", small_decoder("opt"), format="f32"),
     ]
     script = (
-        "import sys; from pi_runtime import load\n"
+        "import sys, pi_runtime; from pi_runtime import load\n"
+        "print(pi_runtime.__file__)\n"
         "for path in sys.argv[1:]:\n"
         "    with load(path) as model: model.logits([1, 2, 3]), ''.join(model.generate([65], max_tokens=3))"
     )
@@ -135,12 +136,20 @@ def test_one_compilation_serves_all_models_and_later_processes(tmp_path: Path) -
         with load(path) as model:
             model.logits([1, 2, 3]), "".join(model.generate([65], max_tokens=3))
     assert len(forward.signatures) == 1
-    environment = {**ENVIRONMENT, "NUMBA_DEBUG_CACHE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script, *paths], capture_output=True, text=True, env=environment, check=True
-    )
-    assert "data loaded from" in done.stdout
-    assert "data saved to" not in done.stdout
+    copy = tmp_path / "copy"
+    shutil.copytree(KERNELS.parent, copy / "pi_runtime", ignore=shutil.ignore_patterns("__pycache__"))
+    for packages in (KERNELS.parents[1], copy):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *paths],
+            capture_output=True,
+            text=True,
+            env={**ENVIRONMENT, "NUMBA_DEBUG_CACHE": "1", "PYTHONPATH": str(packages)},
+            cwd=packages,
+            check=True,
+        )
+        assert f"{packages}/pi_runtime/__init__.py" in done.stdout
+        assert "data loaded from" in done.stdout
+        assert "data saved to" not in done.stdout
 
 
 @pytest.mark.slow
