@@ -12,7 +12,6 @@ import numpy.typing as npt
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, part_of
 from pi_compile.checkpoint.part_formats import KEEP, resolve_formats
-from pi_compile.checkpoint.tokenizer_files import read_text_files
 from pi_compile.errors import CheckpointError, ProfileError
 from pi_compile.files import file_digest
 from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights, Stored
@@ -73,7 +72,7 @@ def pack(
     CheckpointError for values that are not finite or that a format cannot hold, and what `ArtifactWriter` raises.
     """
     _check_profile(profile, checkpoint)
-    text = read_text_files(checkpoint.location, checkpoint.decoder.vocab_size)
+    text = checkpoint.text_files
     formats, layers = part_formats(checkpoint, spec), _layers(checkpoint.decoder, predictor_set)
     specs = array_specs(checkpoint.decoder, formats, [layer.predictor for layer in layers], profile is not None)
     manifest = Manifest(
@@ -239,7 +238,7 @@ def _representable(checkpoint: Checkpoint, name: str, spec: ArraySpec, blocks: I
 
 
 def _too_large(checkpoint: Checkpoint, name: str, target: Format, tensors: Sequence[str]) -> CheckpointError:
-    largest = {tensor: float(np.abs(checkpoint.extremes(tensor)).max()) for tensor in tensors}
+    largest = {tensor: checkpoint.largest(tensor) for tensor in tensors}
     wrong = {tensor: value for tensor, value in largest.items() if target.overflows(np.array(value))}
     return CheckpointError(
         f"{checkpoint.folder}: values of {', '.join(wrong)} are too large for {target.name}",

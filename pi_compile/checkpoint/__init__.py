@@ -1,6 +1,6 @@
 """Checkpoints of Hugging Face's form and GGUF files: finding, checking and reading them, block by block.
 
-Modules that read weights are imported on first use: a config can be read where torch is not installed.
+Modules that read weights are imported on first use: a config can be read where what they need is not installed.
 """
 
 from importlib import import_module

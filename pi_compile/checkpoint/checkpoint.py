@@ -10,22 +10,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from pi_compile.checkpoint.families.adapter import SourceTensor
 from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES, find_checkpoint
 from pi_compile.checkpoint.resolution import ResolvedCheckpoint, resolve_checkpoint
-from pi_compile.checkpoint.tensors import RowReader
+from pi_compile.checkpoint.tensors import RowReader, StoredRows, Values
 from pi_compile.errors import CheckpointError
 from pi_compile.files import file_digest, json_digest
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.sizes import PARTS, array_specs
 
-Values = npt.NDArray[np.float32]
+if TYPE_CHECKING:
+    from pi_compile.checkpoint.tokenizer_files import TextFiles
+
 Order = npt.NDArray[np.integer[Any]] | Sequence[int]
 
 BLOCK_BYTES = 16 << 20
@@ -87,10 +88,9 @@ class Checkpoint(ResolvedCheckpoint):
         arrays = [n for n, shape in self.array_shapes.items() if len(shape) > 1 and part_of(n) == part]
         return [tensor for n in arrays if not n.endswith("/router") for tensor in self.tensor_names(n)]
 
-    def extremes(self, tensor: str) -> Values:
-        """Smallest and largest value of a checkpoint tensor."""
-        low, high = torch.aminmax(self.source.tensor(tensor))
-        return np.array([low, high], np.float32)
+    def largest(self, tensor: str) -> float:
+        """Largest magnitude of the values of a checkpoint tensor."""
+        return max(float(np.abs(block).max()) for block in _row_blocks(self.source.rows(tensor)))
 
     @cached_property
     def file_digests(self) -> dict[str, str]:
@@ -99,6 +99,13 @@ class Checkpoint(ResolvedCheckpoint):
         names = sorted({*(name for name in beside if (self.folder / name).is_file()), *self.source.files})
         with ThreadPoolExecutor() as pool:
             return dict(zip(names, pool.map(file_digest, (self.folder / name for name in names)), strict=True))
+
+    @cached_property
+    def text_files(self) -> "TextFiles":
+        """Tokenizer, chat template, end tokens and sampling defaults; see `read_text_files` for what it raises."""
+        from pi_compile.checkpoint.tokenizer_files import read_text_files  # noqa: PLC0415 (imports transformers)
+
+        return read_text_files(self.location, self.decoder.vocab_size, self.config.fields, self.gguf)
 
     def digest(self) -> str:
         """sha256 of the contents of every file that is read, and of a declared activation.
@@ -129,7 +136,7 @@ class Checkpoint(ResolvedCheckpoint):
         `order` permutes the neurons of each expert: stored row i is neuron order[i] of the checkpoint. Only
         `NEURON_ARRAYS` take it. Raises CheckpointError naming the tensor if a value is not finite.
         """
-        index = None if order is None else torch.from_numpy(np.array(order, np.int64))
+        index = None if order is None else np.array(order, np.int64)
         if index is not None:
             assert array.split("/", 2)[-1] in NEURON_ARRAYS, array
             assert np.array_equal(np.sort(index), np.arange(self.decoder.neurons)), "not a permutation"
@@ -145,14 +152,11 @@ class Checkpoint(ResolvedCheckpoint):
         Raises CheckpointError naming a tensor whose values are not all finite.
         """
         for name in dict.fromkeys(name for array in self.array_shapes for name in self.tensor_names(array)):
-            tensor = self.source.rows(name)
-            step = _rows_per_block(tensor.shape[1:])
-            for start in range(0, len(tensor), step):
-                self._check_finite(name, tensor[start : start + step])
+            for block in _row_blocks(self.source.rows(name)):
+                self._check_finite(name, block)
 
-    def _check_finite(self, name: str, values: torch.Tensor) -> None:
-        low, high = torch.aminmax(values)
-        if not (torch.isfinite(low) and torch.isfinite(high)):
+    def _check_finite(self, name: str, values: Values) -> None:
+        if not (np.isfinite(values.min()) and np.isfinite(values.max())):
             raise CheckpointError(
                 f"{self.source.path(name)}: tensor {name} holds NaN or infinity",
                 expected="finite weights",
@@ -163,7 +167,7 @@ class Checkpoint(ResolvedCheckpoint):
         return self.adapter.source_tensors(array, self.prefix, self.decoder)
 
     def _joined(
-        self, tensors: tuple[SourceTensor, ...], rows_per_neuron: int | None, index: torch.Tensor | None
+        self, tensors: tuple[SourceTensor, ...], rows_per_neuron: int | None, index: npt.NDArray[np.int64] | None
     ) -> Iterator[Values]:
         """Blocks of the tensors, one tensor after the other.
 
@@ -193,19 +197,20 @@ class Checkpoint(ResolvedCheckpoint):
             return self.source.rows(tensor.name)
         values = self.source.tensor(tensor.name)
         if tensor.transposed:
-            values = values.mT.contiguous()
+            values = np.ascontiguousarray(values.mT)
         if tensor.stacked:
-            values = values.flatten(0, 1)
-        if tensor.rows is None:
-            return values
-        blocks = values.view(tensor.rows.groups, tensor.rows.size, *values.shape[1:])
-        return blocks[:, tensor.rows.start : tensor.rows.stop].flatten(0, 1)
+            values = values.reshape(-1, *values.shape[2:])
+        if tensor.rows is not None:
+            blocks = values.reshape(tensor.rows.groups, tensor.rows.size, *values.shape[1:])
+            values = blocks[:, tensor.rows.start : tensor.rows.stop].reshape(-1, *values.shape[1:])
+        return StoredRows(values)
 
-    def _read(self, tensor: SourceTensor, matrix: RowReader, rows: slice, index: torch.Tensor | None) -> Values:
-        block = matrix[rows] if index is None else matrix[index[rows]]
-        values = block.to(torch.float32, memory_format=torch.contiguous_format)
+    def _read(
+        self, tensor: SourceTensor, matrix: RowReader, rows: slice, index: npt.NDArray[np.int64] | None
+    ) -> Values:
+        values = matrix[rows if index is None else index[rows]]
         self._check_finite(tensor.name, values)
-        return (values + tensor.addend if tensor.addend else values).numpy()
+        return values + np.float32(tensor.addend) if tensor.addend else values
 
 
 def open_checkpoint(
@@ -239,6 +244,11 @@ def part_of(array: str) -> str | None:
     if array in _EMBEDDING_ARRAYS:
         return "embedding"
     return "head" if array == "head" else None
+
+
+def _row_blocks(rows: RowReader) -> Iterator[Values]:
+    step = _rows_per_block(rows.shape[1:])
+    return (rows[start : start + step] for start in range(0, len(rows), step))
 
 
 def _rows_per_block(row_shape: Sequence[int]) -> int:

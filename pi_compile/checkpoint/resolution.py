@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
+import numpy as np
 
 from pi_compile.checkpoint.config import Config, check_keys, ignored_notices
 from pi_compile.checkpoint.families.adapter import Adapter, SourceTensor
@@ -13,12 +13,12 @@ from pi_compile.checkpoint.families.registry import find_adapter
 from pi_compile.checkpoint.folder import CONFIG_FILE
 from pi_compile.checkpoint.gguf.architectures import apply_rope_divisors, gguf_adapter
 from pi_compile.checkpoint.gguf.config import gguf_config
-from pi_compile.checkpoint.gguf.file import open_gguf
+from pi_compile.checkpoint.gguf.file import GgufFile, open_gguf
 from pi_compile.checkpoint.gguf.tensors import GgufTensors
 from pi_compile.checkpoint.json_file import read_json
 from pi_compile.checkpoint.quantised.scheme import KEY, read_scheme
 from pi_compile.checkpoint.quantised.tensors import QuantisedTensors
-from pi_compile.checkpoint.tensors import DTYPES, FolderTensors, TensorSource
+from pi_compile.checkpoint.tensors import FORMATS, FolderTensors, RowReader, TensorSource
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
@@ -37,6 +37,9 @@ class ResolvedCheckpoint:
     adapter: Adapter
     prefix: str
     """Prefix of its tensor names."""
+    config: Config
+    """Its config.json; of a GGUF file, what its metadata say of it."""
+    gguf: GgufFile | None
     decoder: Decoder
     source: TensorSource
     notices: tuple[str, ...]
@@ -96,6 +99,8 @@ def resolve_checkpoint(
         location=location,
         adapter=adapter,
         prefix=prefix,
+        config=config,
+        gguf=file,
         decoder=decoder,
         source=source,
         notices=tuple(notices),
@@ -137,7 +142,7 @@ def _resolve_tied_head(
     embedding, head = prefix + adapter.global_tensors["embedding"][0].name, _head(adapter)
     if embedding not in source.names:
         source.alias(embedding, head)
-    if _equal(source.tensor(embedding), source.tensor(head)):
+    if source.dtype(embedding) == source.dtype(head) and _equal(source.rows(embedding), source.rows(head)):
         return decoder
     notices.append(f"config.json ties the head to the embedding, but {head} differs from it and is used")
     return replace(decoder, tied_head=False)
@@ -147,11 +152,11 @@ def _head(adapter: Adapter) -> str:
     return f"{adapter.head}.weight"
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
+def _equal(a: RowReader, b: RowReader) -> bool:
+    if tuple(a.shape) != tuple(b.shape):
         return False
     starts = range(0, a.shape[0], _COMPARED_ROWS)
-    return all(torch.equal(a[n : n + _COMPARED_ROWS], b[n : n + _COMPARED_ROWS]) for n in starts)
+    return all(np.array_equal(a[n : n + _COMPARED_ROWS], b[n : n + _COMPARED_ROWS]) for n in starts)
 
 
 def _expected_tensors(decoder: Decoder, adapter: Adapter, prefix: str) -> dict[str, tuple[int, ...]]:
@@ -230,7 +235,7 @@ def _check_dtypes(expected: dict[str, tuple[int, ...]], source: TensorSource) ->
     if wrong:
         raise CheckpointError(
             f"{source.path(wrong[0])}: {len(wrong)} tensors are not in a float format that is read",
-            expected=", ".join(DTYPES.values()),
+            expected=", ".join(FORMATS.values()),
             found=_shortened([f"{name} {source.dtype(name)}" for name in wrong]),
             remedy="use the checkpoint before quantisation, or save it as float32, float16 or bfloat16",
         )

@@ -1,32 +1,74 @@
 """Named tensors of a checkpoint, memory-mapped: shapes and dtypes are known at once, values are read when needed.
 
 The files are `model.safetensors`, or its shards with `model.safetensors.index.json`. Where a checkpoint has neither,
-`pytorch_model.bin` or its shards are read through `torch.load(weights_only=True, mmap=True)`, which runs no code.
+`pytorch_model.bin` or its shards are read through `torch.load(weights_only=True, mmap=True)`, which runs no code and is
+the only thing here that needs torch.
 """
 
+import json
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
+import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from pi_compile.checkpoint.folder import CONFIG_FILE, PICKLES, SAFETENSORS
 from pi_compile.checkpoint.json_file import read_json, remedy_for
 from pi_compile.errors import CheckpointError
 
-DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+Array = npt.NDArray[Any]
+Values = npt.NDArray[np.float32]
+Index = slice | npt.NDArray[np.int64]
+BF16 = np.dtype([("bfloat16", "<u2")])
+"""A bfloat16, which NumPy lacks, by its bits: a type of its own, so that nobody takes it for an integer."""
+FORMATS = {np.dtype("<f4"): "f32", np.dtype("<f2"): "f16", BF16: "bf16"}
+"""Type of stored floats → the number format that keeps them."""
+_TYPES = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BOOL": "?"} | {
+    f"{letter}{8 * nbytes}": f"<{letter.lower()}{nbytes}" for letter in "IU" for nbytes in (1, 2, 4, 8)
+}
+_OF_SAFETENSORS = {"BF16": BF16} | {name: np.dtype(kind) for name, kind in _TYPES.items()}
 
 
 class RowReader(Protocol):
-    """A tensor from which some rows are read at a time."""
+    """A tensor from which some rows are read at a time, as float32."""
 
     @property
     def shape(self) -> Sequence[int]: ...
     def __len__(self) -> int: ...
-    def __getitem__(self, index: slice | torch.Tensor, /) -> torch.Tensor: ...
+    def __getitem__(self, index: Index, /) -> Values: ...
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRows:
+    """The rows of floats that are `stored` in any format."""
+
+    stored: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def __getitem__(self, index: Index, /) -> Values:
+        return as_float32(self.stored[index])
+
+
+def as_float32(stored: Array) -> Values:
+    """Stored floats as float32, in order in memory; float32 that are so already are not copied."""
+    if stored.dtype == BF16:
+        return (stored["bfloat16"].astype(np.uint32, order="C") << np.uint32(16)).view(np.float32)
+    return np.require(stored, np.float32, ["C", "ALIGNED"])
+
+
+def type_name(dtype: np.dtype[Any]) -> str:
+    """Name of a type of stored numbers: bfloat16, int32."""
+    return dtype.name if dtype.names is None else dtype.names[0]
 
 
 class TensorSource(Protocol):
@@ -56,7 +98,10 @@ class TensorSource(Protocol):
         """Stored bits of one value, scales included."""
         ...
 
-    def tensor(self, name: str) -> torch.Tensor: ...
+    def tensor(self, name: str) -> Array:
+        """A whole tensor: as it is stored where a number format keeps it, else its values."""
+        ...
+
     def rows(self, name: str) -> RowReader: ...
     def path(self, name: str) -> Path: ...
 
@@ -76,7 +121,7 @@ class FolderTensors:
         index = read_json(folder / main).get("weight_map") if main.endswith(".index.json") else None
         self.files: tuple[str, ...] = (main,) if index is None else (main, *_shards(folder / main, index))
         """Names of the files that are read, index included."""
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, Array] = {}
         self._file_of: dict[str, str] = {}
         for file in self.files if index is None else self.files[1:]:
             opened = _open_safetensors if file.endswith(".safetensors") else _open_pickle
@@ -93,21 +138,22 @@ class FolderTensors:
         self.names |= {name}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[name].shape)
+        return self._tensors[name].shape
 
     def dtype(self, name: str) -> str:
-        """Number format of a tensor; torch's name of a dtype that is not read."""
+        """Number format of a tensor; the name of a type that is not read."""
         dtype = self._tensors[name].dtype
-        return DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+        return FORMATS.get(dtype) or type_name(dtype)
 
     def bits(self, name: str) -> float:
         return 8 * self._tensors[name].itemsize
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> Array:
         """The mapped tensor: a view of the file's pages. Do not write to it."""
         return self._tensors[name]
 
-    rows = tensor
+    def rows(self, name: str) -> RowReader:
+        return StoredRows(self._tensors[name])
 
     def path(self, name: str) -> Path:
         """File that holds a tensor."""
@@ -155,17 +201,33 @@ def _check_index(path: Path, index: Mapping[str, str], file_of: Mapping[str, str
         )
 
 
-def _open_safetensors(path: Path) -> Mapping[str, torch.Tensor]:
+def _open_safetensors(path: Path) -> Mapping[str, Array]:
     try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        with safe_open(path, framework="np"):  # checks the header and that the tensors fill the file
+            mapped = np.memmap(path, np.uint8, "r")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path}: not a whole safetensors file", found=str(error), remedy=remedy_for(path)
         ) from None
+    start = 8 + int.from_bytes(mapped[:8], "little")
+    header = json.loads(bytes(mapped[8:start]))
+    header.pop("__metadata__", None)
+    data = np.asarray(mapped[start:])
+    return {name: _mapped(data, entry) for name, entry in header.items()}
 
 
-def _open_pickle(path: Path) -> Mapping[str, torch.Tensor]:
+def _mapped(data: Array, entry: Mapping[str, Any]) -> Array:
+    """One tensor in the data of a safetensors file that has been checked."""
+    kind, shape = _OF_SAFETENSORS.get(entry["dtype"]), tuple(entry["shape"])
+    if kind is None:
+        return _unread({"F8_E4M3": "float8_e4m3fn"}.get(entry["dtype"], entry["dtype"]), shape)
+    first, last = entry["data_offsets"]
+    return data[first:last].view(kind).reshape(shape)
+
+
+def _open_pickle(path: Path) -> Mapping[str, Array]:
+    import torch  # noqa: PLC0415 (needed here alone)
+
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError:
@@ -184,4 +246,22 @@ def _open_pickle(path: Path) -> Mapping[str, torch.Tensor]:
         raise CheckpointError(
             f"{path}: not a state dict", expected="tensor name → tensor", remedy="save the model with `save_pretrained`"
         )
-    return MappingProxyType(state)
+
+    return {name: stored_of_torch(tensor) for name, tensor in state.items()}
+
+
+def stored_of_torch(tensor: Any) -> Array:
+    """A tensor of torch as it is stored, in the same memory."""
+    import torch  # noqa: PLC0415
+
+    if tensor.dtype == torch.bfloat16:
+        return np.asarray(tensor.detach().view(torch.int16)).view(BF16)
+    try:
+        return np.asarray(tensor.detach())
+    except TypeError:
+        return _unread(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def _unread(type_name: str, shape: tuple[int, ...]) -> Array:
+    """What stands for a tensor of a type that NumPy lacks: it is refused by that name, and never read."""
+    return np.broadcast_to(np.zeros((), [(type_name, "V1")]), shape)

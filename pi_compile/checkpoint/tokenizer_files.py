@@ -5,7 +5,6 @@ The reference is what transformers does with the checkpoint. The checkpoint's ow
 
 import json
 import math
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +13,11 @@ from typing import Any
 
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
 from transformers.utils import logging
 
 from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE
-from pi_compile.checkpoint.gguf.config import gguf_config
-from pi_compile.checkpoint.gguf.file import open_gguf
-from pi_compile.checkpoint.gguf_magic import SUFFIX
+from pi_compile.checkpoint.gguf.file import GgufFile
 from pi_compile.checkpoint.json_file import read_json
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.schema import Text
@@ -28,6 +26,13 @@ from pi_runtime.errors import PiError
 GENERATION_KEYS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 _OTHER_FORMS = (("vocab.json", "merges.txt"), ("tokenizer.model",))
+_LISTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
+_SPECIAL_TOKENS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
 _PROBES = (
     "Hello world",
     " two  spaces, a\ttab\nand\r\n\nlines ",
@@ -48,14 +53,17 @@ class TextFiles:
     notices: tuple[str, ...]
 
 
-def read_text_files(location: Path, vocab_size: int) -> TextFiles:
+def read_text_files(
+    location: Path, vocab_size: int, config: Mapping[str, Any], gguf: GgufFile | None = None
+) -> TextFiles:
     """Read tokenizer, chat template, end tokens and sampling defaults of a checkpoint.
 
-    `location` is the checkpoint's folder, or a GGUF file; nothing beside that file is read. `vocab_size` is the
-    model's. Raises CheckpointError if there is no tokenizer, or if transformers or the runtime cannot read it.
+    `location` is the checkpoint's folder, or a GGUF file, `gguf`; nothing beside that file is read. `vocab_size` is the
+    model's, and `config` has the fields of its config.json. Raises CheckpointError if there is no tokenizer, or if
+    transformers or the runtime cannot read it.
     """
     with _faults_of_libraries(location):
-        return _read(location, vocab_size)
+        return _read(location, vocab_size, config, gguf)
 
 
 @contextmanager
@@ -79,13 +87,14 @@ def _faults_of_libraries(location: Path) -> Iterator[None]:
         ) from None
 
 
-def _read(location: Path, vocab_size: int) -> TextFiles:
+def _read(location: Path, vocab_size: int, config: Mapping[str, Any], gguf: GgufFile | None) -> TextFiles:
     notices: list[str] = []
-    config, generation_config = _configs(location)
+    beside = location / GENERATION_FILE
+    generation_config = read_json(beside) if gguf is None and beside.is_file() else None
     end_ids = _configured_end_ids(config, generation_config or {}, location)
     generation = _sampling_defaults(config if generation_config is None else generation_config, location)
-    stored = _stored_tokenizer(location) if location.is_dir() else None
-    tokenizer = _load(location)
+    stored = _stored_tokenizer(location) if gguf is None else None
+    tokenizer = _load(location, gguf)
     files = {TOKENIZER: _tokenizer_json(location, stored, tokenizer, notices)}
     template = _template(tokenizer, notices)
     if template is not None:
@@ -108,14 +117,6 @@ def _read(location: Path, vocab_size: int) -> TextFiles:
     return TextFiles(text, files, generation, tuple(notices))
 
 
-def _configs(location: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-    """The fields of config.json and generation_config.json; a GGUF file has the first, as its metadata."""
-    if not location.is_dir():
-        return gguf_config(open_gguf(location)).fields, None
-    generation = location / GENERATION_FILE
-    return read_json(location / CONFIG_FILE), read_json(generation) if generation.is_file() else None
-
-
 def _stored_tokenizer(folder: Path) -> bytes | None:
     if (folder / TOKENIZER).is_file():
         return (folder / TOKENIZER).read_bytes()
@@ -128,19 +129,15 @@ def _stored_tokenizer(folder: Path) -> bytes | None:
     )
 
 
-def _load_from_gguf(file: Path) -> Any:
-    # In a folder of its own: transformers prefers a tokenizer.json that happens to lie beside the file.
-    with tempfile.TemporaryDirectory() as folder:
-        name = f"model{SUFFIX}"
-        (Path(folder) / name).write_bytes(open_gguf(file).header())
-        loaded = PreTrainedTokenizerFast.from_pretrained(folder, gguf_file=name, local_files_only=True)
+def _load_from_gguf(file: GgufFile) -> Any:
+    loaded = _as_transformers_reads(file)
     # transformers adds special tokens that are not in the file, with ids beyond the model's vocabulary.
     state = json.loads(loaded.backend_tokenizer.to_str())
     vocabulary, special = state["model"]["vocab"], loaded.special_tokens_map
     state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in vocabulary]
     if (state["pre_tokenizer"] or {}).get("type") == "Metaspace":
         # llama.cpp puts a space before every text, even one that begins with a space, or before none.
-        adds_space = open_gguf(file).metadata.get("tokenizer.ggml.add_space_prefix", True)
+        adds_space = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
         steps = [{"type": "Prepend", "prepend": "▁"}] if adds_space else []
         space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
         state["normalizer"], state["pre_tokenizer"] = {"type": "Sequence", "normalizers": [*steps, space]}, None
@@ -151,14 +148,30 @@ def _load_from_gguf(file: Path) -> Any:
     )
 
 
-def _load(location: Path) -> Any:
+def _as_transformers_reads(file: GgufFile) -> Any:
+    """What `from_pretrained(gguf_file=…)` makes of a file, which needs torch to read it."""
+    stored = {**file.metadata, **{key: file.strings(key) for key in _LISTS if key in file.string_lists}}
+    described, settings = (
+        {name: stored[f"tokenizer.{key}"] for key, name in names.items() if f"tokenizer.{key}" in stored}
+        for names in (GGUF_TOKENIZER_MAPPING["tokenizer"], GGUF_TOKENIZER_MAPPING["tokenizer_config"])
+    )
+    if described.get("tokenizer_type") == "llama":
+        settings.setdefault("add_bos_token", True)
+    for name, key in _SPECIAL_TOKENS.items():
+        token = stored.get(f"tokenizer.ggml.{key}")
+        settings[name] = None if token is None else described["tokens"][token]
+    made, more = convert_gguf_tokenizer(file.architecture, described)
+    return PreTrainedTokenizerFast(tokenizer_object=made, **settings, **more)
+
+
+def _load(location: Path, gguf: GgufFile | None) -> Any:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # transformers warns of model types that it does not know
     try:
-        if location.is_dir():
+        if gguf is None:
             tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False, local_files_only=True)
         else:
-            tokenizer = _load_from_gguf(location)
+            tokenizer = _load_from_gguf(gguf)
     finally:
         logging.set_verbosity(verbosity)
     if not getattr(tokenizer, "is_fast", False):

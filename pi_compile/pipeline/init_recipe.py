@@ -7,7 +7,7 @@ from typing import Any
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.part_formats import AGAIN, KEEP, resolve_formats
-from pi_compile.checkpoint.tokenizer_files import TextFiles, read_text_files
+from pi_compile.checkpoint.tokenizer_files import TextFiles
 from pi_compile.corpus import HUB, PYTHON
 from pi_compile.files import check_output, write_text
 from pi_compile.recipe import AnyRecipe, default_recipe
@@ -38,7 +38,7 @@ def create_recipe(
     that have no effect, as the user declares, `activation` that of a GGUF file; the recipe repeats them. A part in
     blocks that no number format keeps is written as `AGAIN`. `notice` gets what the user should know about the
     checkpoint. `make` is the recipe's default, and `check` refuses checkpoints that it is not for. Raises UsageError
-    rather than replace a recipe, unless `force`, and what `open_checkpoint` and `read_text_files` raise.
+    rather than replace a recipe, unless `force`, and what `open_checkpoint` and `Checkpoint.text_files` raise.
     """
     check_output(output)
     if output.exists() and not force:
@@ -50,7 +50,7 @@ def create_recipe(
     text = [_source(source, output) for source in corpus] or [PYTHON]
     checkpoint = open_checkpoint(model, revision or None, ignore_config, activation=activation)
     check(checkpoint)
-    found = read_text_files(checkpoint.location, checkpoint.decoder.vocab_size)
+    found = checkpoint.text_files
     for line in (*checkpoint.notices, *found.notices):
         notice(line)
     name = _relative(checkpoint.location, output) if checkpoint.revision is None else model

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pi_compile.checkpoint import Checkpoint
 from pi_compile.files import file_digest, write_text
-from pi_compile.pipeline import stages
+from pi_compile.packing import PackSpec, pack, part_formats
 from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
-from pi_compile.pipeline.rounding_check import RoundingCheck, Tokens
 from pi_compile.pipeline.store import Store
 from pi_compile.pipeline.summary import pack_report
-from pi_compile.recipe import read_recipe
+from pi_compile.recipe import Recipe, read_recipe
+from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.console import Progress
 
 
@@ -68,18 +69,45 @@ def pack_plain(
 ) -> dict[str, Any]:
     """Write an artifact without profile and predictors, and report on it. It skips nothing, and is quick to make."""
     recipe, folder = read_recipe(recipe_path), recipe_path.resolve().parent
-    checkpoint, settings = recipe_checkpoint(recipe, folder), recipe.model_dump()
+    checkpoint = recipe_checkpoint(recipe, folder)
+    return _packed(checkpoint, recipe, folder, output, progress, notice)
 
-    def text() -> Tokens:
-        window = recipe.profile.window
-        amounts = {"fit_tokens": window, "tune_tokens": max(64, window)}
-        return stages.read_corpus(checkpoint, **settings["corpus"] | amounts, window=window, folder=folder).report
 
-    loss = RoundingCheck(checkpoint, recipe, notice, progress).report(text, None)
+def _packed(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    folder: Path,
+    output: Path,
+    progress: Callable[..., AbstractContextManager[Progress]],
+    notice: Callable[[str], None],
+) -> dict[str, Any]:
+    spec = PackSpec(formats=recipe.pack.model_dump())
+    formats, stored = part_formats(checkpoint, spec), checkpoint.formats()
+    rounded = any(formats[part] != stored[part] and FORMATS[formats[part]].bits < 8 for part in stored)
+    loss = _rounding_loss(checkpoint, recipe, folder, progress, notice) if rounded else {}
     with progress("packing") as bar:
-        result = stages.pack(checkpoint, output, formats=settings["pack"], recipe=settings, progress=bar)
+        result = pack(checkpoint, spec, output, recipe=recipe.model_dump(), progress=bar)
     for line in (*checkpoint.notices, *result.notices):
         notice(line)
     if recipe.quantise.tokens:
         notice("without profiling weights are rounded to nearest: [quantise] has no effect")
     return pack_report(result) | loss
+
+
+def _rounding_loss(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    folder: Path,
+    progress: Callable[..., AbstractContextManager[Progress]],
+    notice: Callable[[str], None],
+) -> dict[str, Any]:
+    """What rounding to few bits costs. This alone needs torch."""
+    from pi_compile.pipeline import stages  # noqa: PLC0415
+    from pi_compile.pipeline.rounding_check import RoundingCheck, Tokens  # noqa: PLC0415
+
+    def text() -> Tokens:
+        window = recipe.profile.window
+        corpus = recipe.corpus.model_dump() | {"fit_tokens": window, "tune_tokens": max(64, window)}
+        return stages.read_corpus(checkpoint, **corpus, window=window, folder=folder).report
+
+    return RoundingCheck(checkpoint, recipe, notice, progress).report(text, None)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.checkpoint.tokenizer_files import TOKENIZER, read_text_files
+from pi_compile.checkpoint.tokenizer_files import TOKENIZER
 from pi_compile.corpus import Streams, source_files
 from pi_compile.files import file_digest
 from pi_compile.machine import Machine, find_machine
@@ -117,7 +117,7 @@ class Pipeline:
     def streams(self) -> Streams:
         """Token streams of the corpus."""
         section, decoder = self.recipe.corpus, self.checkpoint.decoder
-        text = read_text_files(self.checkpoint.location, decoder.vocab_size)
+        text = self.checkpoint.text_files
         settings = {**section.model_dump(), "window": self.recipe.profile.window}
         key = key_of(
             settings=settings,

@@ -19,7 +19,7 @@ from pi_compile.calibration.profiling import ProfileSpec
 from pi_compile.calibration.quantising import QuantiseSpec
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.part_formats import AUTO, KEEP, PREDICTOR_FORMATS
-from pi_compile.checkpoint.tokenizer_files import TOKENIZER, read_text_files
+from pi_compile.checkpoint.tokenizer_files import TOKENIZER
 from pi_compile.corpus import CorpusSpec, Streams, read_streams
 from pi_compile.cost_model import CPU, Workload, processors_of
 from pi_compile.machine import Machine, find_machine
@@ -67,8 +67,7 @@ def read_corpus(
     amounts = {"fit_tokens": fit_tokens, "tune_tokens": tune_tokens, "report_tokens": report_tokens}
     check_settings(corpus=amounts, profile={"window": window})
     spec = CorpusSpec(text=tuple(map(str, text)), report=tuple(map(str, report)), field=field, **amounts)
-    files = read_text_files(checkpoint.location, checkpoint.decoder.vocab_size).files
-    tokenizer = tokenizers.Tokenizer.from_buffer(files[TOKENIZER])
+    tokenizer = tokenizers.Tokenizer.from_buffer(checkpoint.text_files.files[TOKENIZER])
     tokenizer.no_truncation()
     return read_streams(spec, folder or Path(), tokenizer, min(window, checkpoint.decoder.context_length))
 

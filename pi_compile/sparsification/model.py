@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.json_file import read_json
-from pi_compile.checkpoint.tokenizer_files import TOKENIZER, read_text_files
+from pi_compile.checkpoint.tokenizer_files import TOKENIZER
 from pi_compile.errors import CheckpointError
 from pi_compile.recipe import ModelSection
 from pi_compile.sparsification.data import Packing
@@ -106,7 +106,7 @@ def packing_of(checkpoint: Checkpoint, window: int) -> Packing:
             expected=f"at most {d.context_length}, the model's context",
             remedy="lower it",
         )
-    files = read_text_files(checkpoint.location, d.vocab_size).files
+    files = checkpoint.text_files.files
     end: Any = read_json(checkpoint.folder / "config.json").get("eos_token_id")
     end_id: int | None = end[0] if isinstance(end, list) and end else end
     return Packing(tokenizers.Tokenizer.from_str(files[TOKENIZER].decode()), end_id, window)

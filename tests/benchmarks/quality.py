@@ -21,7 +21,7 @@ import torch
 from pi_compile.calibration.quantising.compensation import importance
 from pi_compile.calibration.quantising.moments import FIRST, OUT, QKV, second_moments
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
-from pi_compile.checkpoint.tokenizer_files import TOKENIZER, read_text_files
+from pi_compile.checkpoint.tokenizer_files import TOKENIZER
 from pi_compile.pipeline.stages import quantise
 from pi_compile.torch_model import decoder as td
 from pi_runtime.artifact.formats import FORMATS
@@ -121,7 +121,7 @@ class Model:
     def __init__(self, path: Path, text: str, fit: int, tokens: int) -> None:
         self.checkpoint: Checkpoint = open_checkpoint(path)
         self.d = self.checkpoint.decoder
-        files = read_text_files(self.checkpoint.location, self.d.vocab_size).files
+        files = self.checkpoint.text_files.files
         tokenizer = tokenizers.Tokenizer.from_buffer(files[TOKENIZER])
         tokenizer.no_truncation()
         ids = np.array(tokenizer.encode(text, add_special_tokens=False).ids)

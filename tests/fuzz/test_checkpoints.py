@@ -61,6 +61,7 @@ def test_tokenizer_files(cases: Cases, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     hf.random_llama(folder)
     names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+    config = json.loads((folder / "config.json").read_text())
     whole = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
     def damaged(rng: Random) -> str:
@@ -69,7 +70,7 @@ def test_tokenizer_files(cases: Cases, tmp_path: Path) -> None:
         name = rng.choice(sorted(whole))
         return f"{name} {damaged_json(rng, folder / name, json.loads(whole[name]))}"
 
-    check(cases, SHORT, 1, damaged, lambda: read_text_files(folder, 1000))
+    check(cases, SHORT, 1, damaged, lambda: read_text_files(folder, 1000, config))
 
 
 def test_gguf_files(cases: Cases, tmp_path: Path) -> None:
@@ -91,6 +92,6 @@ def test_gguf_files(cases: Cases, tmp_path: Path) -> None:
 
     def read() -> None:
         checkpoint = open_checkpoint(found)
-        read_text_files(checkpoint.location, checkpoint.decoder.vocab_size)
+        _ = checkpoint.text_files
 
     check(cases, SHORT, 1, damaged, read)

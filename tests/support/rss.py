@@ -84,12 +84,11 @@ def synthetic_llama(
 
 def main() -> None:
     from pi_compile.checkpoint import open_checkpoint
-    from pi_compile.checkpoint.tokenizer_files import read_text_files
     from pi_compile.packing import PackSpec, pack
     from pi_runtime.artifact.sizes import PARTS
 
     checkpoint = open_checkpoint(sys.argv[1])
-    read_text_files(checkpoint.folder, checkpoint.decoder.vocab_size)  # imports much of transformers
+    _ = checkpoint.text_files  # imports much of transformers
     before, peak, done = rss_anon(), 0, threading.Event()
 
     def watch() -> None:

@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType, ReaderField, ReaderTensor
 
 from pi_compile.checkpoint.folder import GGUF_PART
-from pi_compile.checkpoint.gguf_magic import MAGIC, MAGICS
+from pi_compile.checkpoint.gguf_magic import MAGICS
 from pi_compile.checkpoint.json_file import remedy_for
 from pi_compile.errors import CheckpointError
 
@@ -34,6 +34,7 @@ _OWN_KEYS = ("GGUF.", "split.")
 
 
 _LENGTH = struct.Struct("<Q")
+_STRING_LIST = [GGUFValueType.ARRAY, GGUFValueType.STRING]
 _Parts = tuple[int, list[npt.NDArray[Any]], list[int], list[GGUFValueType]]
 
 
@@ -45,12 +46,12 @@ class GgufFile:
     """The file, or its first part."""
     metadata: Mapping[str, Any]
     """Key → value; lists of strings, which only the tokenizer needs, are empty."""
+    string_lists: Mapping[str, npt.NDArray[np.uint8]]
+    """Key → its list of strings as it is stored: the length of each, then its bytes."""
     tensors: Mapping[str, ReaderTensor]
     path_of: Mapping[str, Path]
     """Tensor → the file that holds it."""
     paths: tuple[Path, ...]
-    header_bytes: int
-    """Bytes of the first file before its first tensor."""
     of_powerinfer: bool
     """Whether it was made for PowerInfer, which computes ReLU in every model."""
 
@@ -67,10 +68,14 @@ class GgufFile:
         kind = self.tensors[name].tensor_type
         return KEPT_TYPES.get(kind, kind.name)
 
-    def header(self) -> bytes:
-        """The first file up to its tensors, as llama.cpp has it."""
-        with self.path.open("rb") as file:
-            return MAGIC + file.read(self.header_bytes)[len(MAGIC) :]
+    def strings(self, key: str) -> list[str]:
+        """The list of strings under a key."""
+        data, start, found = bytes(self.string_lists[key]), 0, []
+        while start < len(data):
+            end = start + 8 + _LENGTH.unpack_from(data, start)[0]
+            found.append(data[start + 8 : end].decode())
+            start = end
+        return found
 
 
 def open_gguf(path: Path) -> GgufFile:
@@ -93,7 +98,7 @@ def open_gguf(path: Path) -> GgufFile:
 
 def _open_one(path: Path) -> GgufFile:
     try:
-        reader = _Reader(path, "c")  # copy-on-write: torch takes writable arrays only
+        reader = _Reader(path, "r")
         metadata = {key: _value(field) for key, field in reader.fields.items()}
     # The package that reads these bytes checks little of them.
     except (OSError, ValueError, KeyError, IndexError, OverflowError, RecursionError, struct.error) as error:
@@ -106,10 +111,10 @@ def _open_one(path: Path) -> GgufFile:
     return GgufFile(
         path=path,
         metadata=metadata,
+        string_lists={key: f.parts[-1] for key, f in reader.fields.items() if f.types == _STRING_LIST},
         tensors=tensors,
         path_of=dict.fromkeys(tensors, path),
         paths=(path,),
-        header_bytes=int(reader.data_offset),
         of_powerinfer=reader.of_powerinfer,
     )
 
@@ -199,7 +204,7 @@ class _Reader(gguf.GGUFReader):
             end = start
             for _ in range(count):
                 end += 8 + _LENGTH.unpack_from(data, end)[0]
-            return end - orig_offs, [], [], types
+            return end - orig_offs, [self.data[start:end]], [], types
         if types[1] == GGUFValueType.ARRAY:
             raise ValueError("a list of lists")
         values = self._get(start, self.gguf_scalar_to_np[types[1]], count)

@@ -4,16 +4,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import numpy.typing as npt
-import torch
 from gguf import GGMLQuantizationType as Type
 
 from pi_compile.checkpoint.gguf.architectures import ROPE_DIVISORS, architecture
 from pi_compile.checkpoint.gguf.file import BLOCK_TYPES, GgufFile
+from pi_compile.checkpoint.tensors import BF16, Array, Index, Values, as_float32
 from pi_runtime.artifact.decoder import Decoder
 
 _EXPERTS = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))_exps(\.weight)")
@@ -37,7 +36,7 @@ class _StoredTensor:
 class _GgufRows:
     """Rows of a tensor as they are stored, and the order in which they are wanted."""
 
-    data: npt.NDArray[Any]
+    data: Array
     tensor_type: Type
     order: npt.NDArray[np.int64] | None
     shape: tuple[int, ...]
@@ -45,13 +44,15 @@ class _GgufRows:
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, index: slice | torch.Tensor, /) -> torch.Tensor:
-        wanted = index if isinstance(index, slice) else index.numpy()
-        data = self.data[wanted if self.order is None else self.order[wanted]]
+    def __getitem__(self, index: Index, /) -> Values:
+        return as_float32(self.stored(index))
+
+    def stored(self, index: Index) -> Array:
+        """Some rows, as they are stored where they are floats."""
+        data = self.data[index if self.order is None else self.order[index]]
         if self.tensor_type == Type.BF16:
-            return torch.from_numpy(data.view(np.int16)).view(torch.bfloat16)
-        stored = self.tensor_type in (Type.F32, Type.F16)
-        return torch.from_numpy(data if stored else gguf.dequantize(data, self.tensor_type))
+            return data.view(BF16)
+        return data if self.tensor_type in (Type.F32, Type.F16) else gguf.dequantize(data, self.tensor_type)
 
 
 class GgufTensors:
@@ -106,9 +107,9 @@ class GgufTensors:
         tensor = self._file.tensors[self._stored[name].name]
         return 8 * float(tensor.n_bytes) / float(tensor.n_elements)
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> Array:
         """A view of the file's pages where the values are stored in order and not quantised, else a copy."""
-        return self.rows(name)[:]
+        return self.rows(name).stored(slice(None))
 
     def rows(self, name: str) -> _GgufRows:
         """The rows of the tensor; only those that are read are dequantised."""

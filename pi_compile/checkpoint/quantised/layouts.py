@@ -22,18 +22,21 @@ Sources: AutoGPTQ and GPTQModel (`qlinear`), AutoAWQ (`packing_utils`), compress
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from pi_compile.checkpoint.quantised.scheme import BITS, Scheme
+from pi_compile.checkpoint.tensors import BF16, Array, Index, Values, as_float32, type_name
 
 WORD = 32
-_AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
+_AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """The place in its word of each of eight columns."""
-_INTEGERS = (torch.int32, torch.int16, torch.int64)
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-Tensors = Mapping[str, torch.Tensor]
-Index = slice | torch.Tensor
+_INT8, _INT32 = np.dtype("<i1"), np.dtype("<i4")
+_INTEGERS = (_INT32, np.dtype("<i2"), np.dtype("<i8"))
+_FLOATS = (np.dtype("<f2"), BF16, np.dtype("<f4"))
+Tensors = Mapping[str, Array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,12 +45,12 @@ class QuantisedMatrix:
 
     shape: tuple[int, int]
     bits: int
-    integers: Callable[[Index], torch.Tensor]
+    integers: Callable[[Index], Array]
     """The integers [rows, K] of some rows."""
-    scale_NG: torch.Tensor
-    zeros: Callable[[Index], torch.Tensor] | None
+    scale_NG: Array
+    zeros: Callable[[Index], Array] | None
     """The zeros [rows, G] of some rows; None where all are 0."""
-    group_K: torch.Tensor
+    group_K: npt.NDArray[np.int64]
     """The group of each column."""
     nbytes: int
     """Stored bytes of all its tensors."""
@@ -55,16 +58,17 @@ class QuantisedMatrix:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, rows: Index, /) -> torch.Tensor:
-        values = self.integers(rows).to(torch.float32)
+    def __getitem__(self, rows: Index, /) -> Values:
+        values = self.integers(rows).astype(np.float32, order="C")
         if self.zeros is not None:
-            values -= self.zeros(rows).to(torch.float32)[:, self.group_K]
-        return values * self.scale_NG[rows].to(torch.float32)[:, self.group_K]
+            values -= self.zeros(rows).astype(np.float32)[:, self.group_K]
+        values *= as_float32(self.scale_NG[rows])[:, self.group_K]
+        return values
 
     @property
     def is_permuted(self) -> bool:
         """Whether columns of one group do not lie side by side, as GPTQ's act-order leaves them."""
-        return bool((self.group_K.diff() < 0).any())
+        return bool((np.diff(self.group_K) < 0).any())
 
 
 @dataclass(frozen=True)
@@ -85,15 +89,15 @@ def _gptq(tensors: Tensors, scheme: Scheme) -> QuantisedMatrix:
     _check("qweight", words, _INTEGERS[:1], 2)
     stored, rows = tensors.get("g_idx"), words.shape[1]
     columns = words.shape[0] * WORD // bits
-    if stored is not None and -(-stored.numel() * bits // WORD) == words.shape[0]:
-        columns = stored.numel()  # the last word need not be full
+    if stored is not None and -(-stored.size * bits // WORD) == words.shape[0]:
+        columns = stored.size  # the last word need not be full
     groups = _check_scales("scales", scale_GN, (None, rows))[0]
     zeros = _check("qzeros", tensors["qzeros"], _INTEGERS[:1], (groups, -(-rows * bits // WORD)))
     return QuantisedMatrix(
         (rows, columns),
         bits,
-        lambda index: _unpacked(words[:, index].t(), bits)[:, :columns],
-        scale_GN.t(),
+        lambda index: _unpacked(words[:, index].T, bits)[:, :columns],
+        scale_GN.T,
         lambda index: _columns(zeros, bits, index, rows) + scheme.stored_zero & (1 << bits) - 1,
         _groups(stored, columns, groups),
         _nbytes(tensors),
@@ -109,7 +113,7 @@ def _awq(tensors: Tensors, scheme: Scheme) -> QuantisedMatrix:
         (rows, columns),
         bits,
         lambda index: _columns(words, bits, index, rows, _AWQ_ORDER),
-        scale_GN.t(),
+        scale_GN.T,
         lambda index: _columns(zeros, bits, index, rows, _AWQ_ORDER),
         _groups(None, columns, groups),
         _nbytes(tensors),
@@ -138,7 +142,7 @@ def _packed(tensors: Tensors, _: Scheme) -> QuantisedMatrix:
 
 
 def _plain(tensors: Tensors, _: Scheme) -> QuantisedMatrix:
-    integers = _check("weight", tensors["weight"], (torch.int8,), 2)
+    integers = _check("weight", tensors["weight"], (_INT8,), 2)
     rows, columns = integers.shape
     scale_NG, groups = _channel_scales(tensors, rows)
     return QuantisedMatrix(
@@ -163,70 +167,66 @@ LAYOUTS: Mapping[str, tuple[Layout, ...]] = {
 """Method → its layouts."""
 
 
-def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+def _unpacked(words: Array, bits: int) -> Array:
     """The integers [rows, columns · 32 / bits] of words that are packed along the columns."""
-    places = torch.arange(0, WORD, bits, dtype=torch.int32)
-    return (words.contiguous()[:, :, None] >> places & (1 << bits) - 1).flatten(1)
+    places = np.arange(0, WORD, bits, dtype=_INT32)
+    return (np.ascontiguousarray(words)[:, :, None] >> places & (1 << bits) - 1).reshape(len(words), -1)
 
 
-def _columns(
-    words: torch.Tensor, bits: int, index: Index, count: int, order: torch.Tensor | None = None
-) -> torch.Tensor:
+def _columns(words: Array, bits: int, index: Index, count: int, order: npt.NDArray[np.int64] | None = None) -> Array:
     """The integers [columns, rows] of some of `count` columns, packed along the columns."""
-    column = torch.arange(count)[index]
+    column = np.arange(count)[index]
     per_word = WORD // bits
     place = column % per_word if order is None else order[column % per_word]
-    return (words[:, column // per_word] >> (place * bits).to(torch.int32) & (1 << bits) - 1).t()
+    return (words[:, column // per_word] >> (place * bits).astype(_INT32) & (1 << bits) - 1).T
 
 
-def _channel_scales(tensors: Tensors, rows: int) -> tuple[torch.Tensor, int]:
+def _channel_scales(tensors: Tensors, rows: int) -> tuple[Array, int]:
     """Scales [N, G] of compressed-tensors, which has one number for a matrix with one scale; and G."""
     scale = tensors["weight_scale"]
-    if scale.numel() == 1:
-        scale = scale.reshape(1, 1).expand(rows, 1)
+    if scale.size == 1:
+        scale = np.broadcast_to(scale.reshape(1, 1), (rows, 1))
     return scale, _check_scales("weight_scale", scale, (rows, None))[1]
 
 
-def _channel_zeros(tensors: Tensors, rows: int, groups: int, bits: int) -> Callable[[Index], torch.Tensor] | None:
+def _channel_zeros(tensors: Tensors, rows: int, groups: int, bits: int) -> Callable[[Index], Array] | None:
     zeros = tensors.get("weight_zero_point")
     if zeros is None:
         return None
-    if zeros.dtype == torch.int32:
-        packed = _check("weight_zero_point", zeros, _INTEGERS[:1], (-(-rows * bits // WORD), groups)).t()
+    if zeros.dtype == _INT32:
+        packed = _check("weight_zero_point", zeros, _INTEGERS[:1], (-(-rows * bits // WORD), groups)).T
         return lambda index: _columns(packed, bits, index, rows) - (1 << bits - 1)
-    if zeros.numel() == 1:
-        zeros = zeros.reshape(1, 1).expand(rows, 1)
-    _check("weight_zero_point", zeros, (torch.int8,), (rows, groups))
+    if zeros.size == 1:
+        zeros = np.broadcast_to(zeros.reshape(1, 1), (rows, 1))
+    _check("weight_zero_point", zeros, (_INT8,), (rows, groups))
     return lambda index: zeros[index]
 
 
-def _groups(stored: torch.Tensor | None, columns: int, groups: int) -> torch.Tensor:
+def _groups(stored: Array | None, columns: int, groups: int) -> npt.NDArray[np.int64]:
     """The group of each column: as it is stored, or equal ones side by side."""
-    if stored is not None and stored.numel():
-        group_K = _check("g_idx", stored, _INTEGERS, (columns,)).to(torch.int64)
+    if stored is not None and stored.size:
+        group_K = _check("g_idx", stored, _INTEGERS, (columns,)).astype(np.int64)
         if int(group_K.min()) < 0 or int(group_K.max()) >= groups:
             raise ValueError(f"g_idx in 0 … {groups - 1}, the groups that have a scale")
         return group_K
     if columns % groups:
         raise ValueError(f"groups of equal size, or a g_idx, and not {groups} groups of {columns} columns")
-    return torch.arange(columns) // (columns // groups)
+    return np.arange(columns) // (columns // groups)
 
 
-def _check_scales(name: str, scales: torch.Tensor, shape: tuple[int | None, ...]) -> tuple[int, ...]:
+def _check_scales(name: str, scales: Array, shape: tuple[int | None, ...]) -> tuple[int, ...]:
     return tuple(_check(name, scales, _FLOATS, shape).shape)
 
 
-def _check(
-    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: int | tuple[int | None, ...]
-) -> torch.Tensor:
+def _check(name: str, tensor: Array, dtypes: tuple[np.dtype[Any], ...], shape: int | tuple[int | None, ...]) -> Array:
     """The tensor, if it has one of these types and this shape or number of axes; no axis may be empty."""
     axes = shape if isinstance(shape, int) else len(shape)
     wanted = (None,) * axes if isinstance(shape, int) else shape
     fits = tensor.ndim == axes and all(w in (None, n) for w, n in zip(wanted, tensor.shape, strict=True))
     if tensor.dtype not in dtypes or not fits or not prod(tensor.shape):
-        types = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        types = " or ".join(map(type_name, dtypes))
         size = " × ".join("…" if n is None else str(n) for n in wanted)
-        raise ValueError(f"{name} of {types}, {size}, not {str(tensor.dtype)[6:]} {tuple(tensor.shape)}")
+        raise ValueError(f"{name} of {types}, {size}, not {type_name(tensor.dtype)} {tensor.shape}")
     return tensor
 
 

@@ -3,11 +3,9 @@
 from math import prod
 from pathlib import Path
 
-import torch
-
 from pi_compile.checkpoint.quantised.layouts import LAYOUTS, Layout, QuantisedMatrix
 from pi_compile.checkpoint.quantised.scheme import Scheme
-from pi_compile.checkpoint.tensors import FolderTensors, RowReader
+from pi_compile.checkpoint.tensors import Array, FolderTensors, RowReader
 from pi_compile.errors import CheckpointError
 
 _MOST_READ = 1 << 20
@@ -74,8 +72,8 @@ class QuantisedTensors:
         """Whether it is a bias that only the quantiser added: it writes zeros where the model has none."""
         if not name.endswith(".bias") or f"{name.removesuffix('.bias')}.weight" not in self._matrices:
             return False
-        bias = self._stored.tensor(name)
-        return bias.ndim == 1 and bias.numel() <= _MOST_READ and not bool(bias.any())
+        shape = self._stored.shape(name)
+        return len(shape) == 1 and shape[0] <= _MOST_READ and not self._stored.rows(name)[:].any()
 
     def _notices(self) -> tuple[str, ...]:
         """Lines for the user: how it is quantised, and layers whose columns are permuted across groups."""
@@ -109,12 +107,12 @@ class QuantisedTensors:
             return self._stored.bits(name)
         return 8 * self._matrices[name].nbytes / prod(self.shape(name))
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> Array:
         """A mapped tensor, or a quantised layer's values, in memory."""
         return self._matrices[name][:] if name in self._matrices else self._stored.tensor(name)
 
     def rows(self, name: str) -> RowReader:
-        return self._matrices[name] if name in self._matrices else self._stored.tensor(name)
+        return self._matrices[name] if name in self._matrices else self._stored.rows(name)
 
     def path(self, name: str) -> Path:
         """File that holds a tensor."""

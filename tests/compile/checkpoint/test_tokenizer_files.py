@@ -14,6 +14,7 @@ from support.hf import edit_json, write_opt_tokenizer, write_tokenizer
 from transformers import AutoTokenizer
 
 from pi_compile.checkpoint import tokenizer_files
+from pi_compile.checkpoint.json_file import read_json
 from pi_compile.checkpoint.tokenizer_files import TextFiles, read_text_files
 from pi_compile.errors import CheckpointError
 
@@ -41,7 +42,7 @@ def opt_folder(tmp_path: Path) -> Path:
 
 
 def read(folder: Path, vocab_size: int = 400) -> TextFiles:
-    return read_text_files(folder, vocab_size)
+    return read_text_files(folder, vocab_size, read_json(folder / "config.json"))
 
 
 def check_same_tokens(folder: Path, text: TextFiles) -> None:

@@ -60,7 +60,7 @@ OPTIONAL = set(EXTRA_OF) - {"pydantic"}  # some versions of typer bring that one
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [{"torch"}, OPTIONAL], ids=["torch", "all"])
+@pytest.mark.parametrize("names", [{"transformers"}, OPTIONAL], ids=["transformers", "all"])
 @pytest.mark.parametrize("command", ["init", "pack"])
 def test_a_missing_extra(recipe: Path, model: Path, names: set[str], command: str) -> None:
     arguments = ["init", model, "-o", recipe, "--force"] if command == "init" else ["pack", "--plain", recipe]

@@ -19,7 +19,6 @@ from support.gguf_files import CASES, TYPES, rounded_checkpoint, write_byte_toke
 from support.small_project import no_progress
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
-from pi_compile.checkpoint.tokenizer_files import read_text_files
 from pi_compile.packing import PackSpec, pack
 from pi_compile.pipeline.init_recipe import create_recipe
 from pi_compile.pipeline.packed import pack_plain
@@ -164,7 +163,7 @@ def test_only_the_rows_of_a_block_are_dequantised(both: tuple[Path, Path], monke
 
 def test_text_and_end_tokens_are_those_of_the_file(both: tuple[Path, Path]) -> None:
     folder, file = both
-    text = read_text_files(file, 307)
+    text = open_checkpoint(file).text_files
     ours = tokenizers.Tokenizer.from_buffer(text.files["tokenizer.json"])
     theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     for prompt in ("once upon a time", " two  spaces\n\nGröße 日本", "</s>neuron<|im_end|>"):
@@ -181,17 +180,17 @@ def test_text_and_end_tokens_are_those_of_the_file(both: tuple[Path, Path]) -> N
 
 def test_nothing_beside_the_file_is_read(both: tuple[Path, Path]) -> None:
     _, file = both
-    before, digest = read_text_files(file, 307), open_checkpoint(file).digest()
+    before, digest = open_checkpoint(file).text_files, open_checkpoint(file).digest()
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"):
         file.with_name(name).write_text("{")
-    assert read_text_files(file, 307) == before
+    assert open_checkpoint(file).text_files == before
     assert open_checkpoint(file).digest() == digest
 
 
 def test_a_begin_token(both: tuple[Path, Path]) -> None:
     folder, file = both
     write_gguf(folder, file, "q8", **{"tokenizer.ggml.add_bos_token": True})
-    assert read_text_files(file, 307).text.prefix_ids == (1,)
+    assert open_checkpoint(file).text_files.text.prefix_ids == (1,)
 
 
 def test_a_sentencepiece_vocabulary(both: tuple[Path, Path]) -> None:
@@ -206,21 +205,21 @@ def test_a_sentencepiece_vocabulary(both: tuple[Path, Path]) -> None:
     ids = {"tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.eot_token_id": None}
     vocabulary = kind | lists | kinds | ids | {"tokenizer.ggml.add_bos_token": True}
     write_gguf(folder, file, "q8", **vocabulary)
-    text = read_text_files(file, 307)
+    text = open_checkpoint(file).text_files
     found = tokenizers.Tokenizer.from_buffer(text.files["tokenizer.json"])
     assert found.encode("once é once", add_special_tokens=False).ids == [267, 259, 198, 172, 267]
     assert found.encode(" once</s>once", add_special_tokens=False).ids == [259, 267, 2, 267]
     assert found.decode([267, 259, 198, 172, 267]) == "once é once"
     assert (text.text.prefix_ids, text.text.end_ids) == ((1,), (2,))
     write_gguf(folder, file, "q8", **vocabulary, **{"tokenizer.ggml.add_space_prefix": False})
-    found = tokenizers.Tokenizer.from_buffer(read_text_files(file, 307).files["tokenizer.json"])
+    found = tokenizers.Tokenizer.from_buffer(open_checkpoint(file).text_files.files["tokenizer.json"])
     assert found.encode("once once", add_special_tokens=False).ids == [266, 267]
 
 
 def test_sampling_settings_are_taken_over(both: tuple[Path, Path]) -> None:
     folder, file = both
     write_gguf(folder, file, "q8", **{"general.sampling.temp": 0.7, "general.sampling.top_k": 20})
-    assert read_text_files(file, 307).generation == {"do_sample": True, "temperature": 0.7, "top_k": 20}
+    assert open_checkpoint(file).text_files.generation == {"do_sample": True, "temperature": 0.7, "top_k": 20}
 
 
 def test_from_file_to_artifact(both: tuple[Path, Path], tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from support.gguf_files import rounded_checkpoint, write_byte_tokenizer, write_gguf
 
 from pi_compile.checkpoint import open_checkpoint
-from pi_compile.checkpoint.tokenizer_files import read_text_files
 from pi_compile.errors import CheckpointError
 from pi_compile.planning.model_config import find_planned
 
@@ -212,7 +211,7 @@ def test_weights_that_are_no_numbers(file: Path, folders: dict[str, Path]) -> No
 
 def test_a_file_without_a_tokenizer(file: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot read the tokenizer") as caught:
-        read_text_files(file, 307)
+        _ = open_checkpoint(file).text_files
     assert "with a tokenizer of the kind llama or gpt2" in str(caught.value)
 
 

@@ -16,7 +16,6 @@ from support.gguf_files import rounded_checkpoint, write_byte_tokenizer, write_g
 from support.small_project import no_progress
 
 from pi_compile.checkpoint import open_checkpoint
-from pi_compile.checkpoint.tokenizer_files import read_text_files
 from pi_compile.errors import CheckpointError
 from pi_compile.evaluation.reference import check_origin
 from pi_compile.files import json_digest
@@ -85,7 +84,7 @@ def test_a_file_without_its_suffix_is_read(cached: Path) -> None:
     blob = cached.resolve()
     found, whole = open_checkpoint(blob), open_checkpoint(cached)
     assert found.decoder == whole.decoder
-    assert read_text_files(found.location, 307) == read_text_files(whole.location, 307)
+    assert found.text_files == whole.text_files
     assert open_checkpoint(blob.parent).location == blob
 
 

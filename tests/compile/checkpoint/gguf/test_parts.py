@@ -13,7 +13,6 @@ pytest.importorskip("gguf")
 from support.gguf_files import rounded_checkpoint, write_byte_tokenizer, write_gguf, write_parts
 
 from pi_compile.checkpoint import open_checkpoint
-from pi_compile.checkpoint.tokenizer_files import read_text_files
 from pi_compile.errors import CheckpointError
 
 
@@ -49,7 +48,7 @@ def test_all_is_as_in_the_whole_file(made: Path, parts: list[Path]) -> None:
     assert (found.decoder, found.formats()) == (whole.decoder, whole.formats())
     for array in whole.array_shapes:
         np.testing.assert_array_equal(found.values(array), whole.values(array), err_msg=array)
-    assert read_text_files(found.location, 307) == read_text_files(whole.location, 307)
+    assert found.text_files == whole.text_files
     assert list(found.file_digests) == [path.name for path in parts]
     assert found.source.path("blk.1.ffn_up.weight") in parts[1:]
 

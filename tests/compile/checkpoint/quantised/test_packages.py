@@ -3,6 +3,8 @@
 They multiply in the format of the scales, so what is read here is rounded to it once, and equal to the last bit.
 """
 
+from collections.abc import Mapping
+
 import pytest
 
 pytest.importorskip("torch")
@@ -11,6 +13,7 @@ import torch
 
 from pi_compile.checkpoint.quantised.layouts import LAYOUTS
 from pi_compile.checkpoint.quantised.scheme import Scheme
+from pi_compile.checkpoint.tensors import Array, stored_of_torch
 
 ROWS, COLUMNS, GROUP = 72, 96, 32
 
@@ -21,6 +24,10 @@ def drawn(low: int, high: int, *shape: int, seed: int = 0) -> torch.Tensor:
 
 def scales(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.rand(*shape, generator=torch.Generator().manual_seed(1)) * 0.02 + 0.001).to(dtype)
+
+
+def stored_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Array]:
+    return {name: stored_of_torch(tensor) for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("permuted", [False, True], ids=["in order", "act-order"])
@@ -44,8 +51,8 @@ def test_gptq(bits: int, permuted: bool) -> None:
     stored.post_init()
     tensors = {name: getattr(stored, name) for name in ("qweight", "qzeros", "scales", "g_idx")}
     (layout,) = LAYOUTS["gptq"]
-    ours = layout.open(tensors, Scheme(method="gptq", bits=bits))
-    assert torch.equal(ours[:].half(), stored.dequantize_weight().t().half())
+    ours = layout.open(stored_tensors(tensors), Scheme(method="gptq", bits=bits))
+    assert torch.equal(torch.from_numpy(ours[:]).half(), stored.dequantize_weight().t().half())
 
 
 def test_awq() -> None:
@@ -56,8 +63,10 @@ def test_awq() -> None:
     zeros = drawn(-(2**31), 2**31 - 1, COLUMNS // GROUP, ROWS // 8, seed=3)
     scale = scales(COLUMNS // GROUP, ROWS, dtype=torch.float16)
     (layout,) = LAYOUTS["awq"]
-    ours = layout.open({"qweight": words, "qzeros": zeros, "scales": scale}, Scheme(method="awq", bits=4))
-    assert torch.equal(ours[:].half(), dequantize_gemm(words, zeros, scale, 4, GROUP).t())
+    ours = layout.open(
+        stored_tensors({"qweight": words, "qzeros": zeros, "scales": scale}), Scheme(method="awq", bits=4)
+    )
+    assert torch.equal(torch.from_numpy(ours[:]).half(), dequantize_gemm(words, zeros, scale, 4, GROUP).t())
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zeros"])
@@ -83,5 +92,5 @@ def test_compressed_tensors(dtype: torch.dtype, bits: int, strategy: str, symmet
         zero = drawn(-middle, middle, ROWS, groups, seed=4).to(torch.int8)
         tensors["weight_zero_point"] = pack_to_int32(zero, bits, packed_dim=0)
     theirs = PackedQuantizationCompressor.decompress(tensors, QuantizationScheme(targets=["Linear"], weights=args))
-    ours = LAYOUTS["compressed-tensors"][0].open(tensors, Scheme(method="compressed-tensors"))
-    assert torch.equal(ours[:].to(dtype), theirs["weight"])
+    ours = LAYOUTS["compressed-tensors"][0].open(stored_tensors(tensors), Scheme(method="compressed-tensors"))
+    assert torch.equal(torch.from_numpy(ours[:]).to(dtype), theirs["weight"])
