@@ -33,7 +33,8 @@ class PackSpec:
     """How a checkpoint is to be packed."""
 
     formats: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(PARTS, KEEP))
-    """Number format of each of embedding, attention, ffn, head and predictor (`WEIGHT_FORMATS`), or `keep`."""
+    """Number format of each of embedding, attention, ffn, head and predictor (`WEIGHT_FORMATS`), or `keep`; and of
+    matrices that have fewer bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ def pack(
     )
     expected = place_arrays(specs)[1] + sum(map(len, text.files.values()))
     with ArtifactWriter(output, expected_nbytes=expected) as writer:
-        values = _ArrayValues(checkpoint, profile, predictor_set, quantised, formats["ffn"])
+        values = _ArrayValues(checkpoint, profile, predictor_set, quantised, specs)
         plain = {n: s for n, s in specs.items() if not is_scales(n)}  # scales are written with the array they belong to
         meter = _ProgressMeter(sum(s.nbytes_with_scales for s in plain.values()), progress)
         errors: dict[str, RoundingError] = {}
@@ -121,8 +122,9 @@ def _check_profile(profile: ActivationProfile | None, checkpoint: Checkpoint) ->
 
 
 def part_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
-    """Number format of every part of the artifact; see `resolve_formats`."""
-    return resolve_formats(checkpoint.formats(), spec.formats, tied_head=checkpoint.decoder.tied_head)
+    """Number format of every part of the artifact (see `resolve_formats`), and of matrices that have another one."""
+    parts = resolve_formats(checkpoint.formats(), spec.formats, tied_head=checkpoint.decoder.tied_head)
+    return parts | {name: fmt for name, fmt in spec.formats.items() if name not in PARTS}
 
 
 def _written(
@@ -169,7 +171,7 @@ class _ArrayValues:
     profile: ActivationProfile | None
     predictor_set: PredictorSet | None
     quantised: QuantisedWeights | None
-    ffn_format: str
+    specs: Mapping[str, ArraySpec]
 
     def rounded(self, name: str) -> Stored | None:
         """The stored form of a matrix that is rounded already, in the order of the artifact's rows."""
@@ -207,10 +209,10 @@ class _ArrayValues:
 
     def _as_stored(self, name: str) -> Iterable[Array]:
         """The values of a matrix of the FFN as they are stored."""
-        rounded = self.rounded(name)
+        rounded, fmt = self.rounded(name), self.specs[name].format
         if rounded is not None:
-            return [dequantise(FORMATS[self.ffn_format], *rounded, self.checkpoint.array_shapes[name][-1])]
-        return (as_stored(self.ffn_format, b) for b in self.checkpoint.blocks(name, self._order(name)))
+            return [dequantise(FORMATS[fmt], *rounded, self.checkpoint.array_shapes[name][-1])]
+        return (as_stored(fmt, b) for b in self.checkpoint.blocks(name, self._order(name)))
 
     def _predictor(self, layer: int, part: str) -> Array:
         assert self.predictor_set is not None

@@ -14,7 +14,7 @@ from pi_compile.cost_model.default_rungs import untrained_layers
 from pi_compile.results import MILLION, ActivationProfile, LayerWork
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import PartBytes, predictor_bytes
-from pi_runtime.artifact.sizes import array_specs
+from pi_runtime.artifact.sizes import PARTS, array_specs
 
 Ints = npt.NDArray[np.int64]
 
@@ -25,7 +25,7 @@ class Workload:
 
     decoder: Decoder
     formats: Mapping[str, str]
-    """Number format of each part (see `pi_runtime.artifact.sizes`)."""
+    """Number format of each part (see `pi_runtime.artifact.sizes`). A matrix with fewer bytes counts as its part."""
     tokens: int
     """Tokens profiled."""
     counts: Ints
@@ -48,7 +48,7 @@ class Workload:
         """
         return cls(
             decoder=profile.decoder,
-            formats=formats,
+            formats={part: formats[part] for part in PARTS},
             tokens=profile.tokens,
             counts=profile.ordered_counts().astype(np.int64),
             routed=None if profile.routed is None else profile.routed.astype(np.int64),

@@ -12,7 +12,7 @@ from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.layout import manifest_specs
 from pi_runtime.artifact.rungs import RUNGS, Rung
 from pi_runtime.artifact.schema import OBJECTIVES, SIDES, Layer, Manifest, Plan, RowPlan
-from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.artifact.sizes import MATRICES, PARTS, ArraySpec
 
 _CHOICES = {"norm": NORMS, "positions": POSITIONS, "block": BLOCKS, "ffn": FFNS, "activation": ACTIVATIONS}
 _CHOICES["router_score"] = ROUTER_SCORES
@@ -23,6 +23,7 @@ _SIZES = (
 REQUIRED_FILE = "tokenizer.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.[A-Za-z0-9._-]{1,64}")
 _RESERVED = ("manifest.json", "zarr.json")
+_LAYER = re.compile(r"0|[1-9][0-9]{0,9}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 # Generation default → the types it may have, and its bounds, which are both allowed.
 _GENERATION: dict[str, tuple[tuple[type, ...], float, float]] = {
@@ -115,8 +116,24 @@ def _are_layers(layers: tuple[int, ...], d: Decoder) -> bool:
 
 
 def _formats(m: Manifest) -> Iterator[str]:
-    if set(m.formats) != set(PARTS) or not set(m.formats.values()) <= set(WEIGHT_FORMATS):
-        yield f"formats: each of {', '.join(PARTS)} needs one of {', '.join(WEIGHT_FORMATS)}, found {dict(m.formats)}"
+    parts = {name: fmt for name, fmt in m.formats.items() if not name.startswith("layers/")}
+    if set(parts) != set(PARTS) or not set(parts.values()) <= set(WEIGHT_FORMATS):
+        yield f"formats: each of {', '.join(PARTS)} needs one of {', '.join(WEIGHT_FORMATS)}, found {parts}"
+        return
+    for name in m.formats.keys() - parts.keys():
+        number, _, matrix = name.removeprefix("layers/").partition("/")
+        if matrix not in MATRICES or not (_LAYER.fullmatch(number) and int(number) < m.decoder.n_layers):
+            yield f"formats.{name}: no matrix that may have a format of its own"
+            continue
+        own, whole = m.formats[name], parts[MATRICES[matrix]]
+        if own not in WEIGHT_FORMATS or not _narrower(own, whole):
+            yield f"formats.{name}: {own!r} is no other one with at most the bytes of {whole}"
+
+
+def _narrower(fmt: str, part: str) -> bool:
+    """Whether rows of another format fit where those of its part's format do, with their scales too."""
+    own, whole = (ArraySpec(name, (1, 8192)) for name in (fmt, part))
+    return fmt != part and own.nbytes <= whole.nbytes and own.nbytes_with_scales <= whole.nbytes_with_scales
 
 
 def _layers(m: Manifest) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import UNLESS_DEFAULT
 from pi_runtime.artifact.schema import FEATURE_VERSION, FORMAT_VERSION, Manifest
+from pi_runtime.artifact.sizes import PARTS
 
 
 def _differs(m: Manifest, name: str, default: Any) -> bool:
@@ -26,6 +27,7 @@ FEATURES: dict[str, Callable[[Manifest], bool]] = {
     },
     "decoder.block.reordered": lambda m: m.decoder.block == "reordered",
     "decoder.block.sandwich": lambda m: m.decoder.block == "sandwich",
+    "formats.matrices": lambda m: len(m.formats) > len(PARTS),
     "decoder.rotary_frequencies.negative": lambda m: min(m.decoder.rotary_frequencies, default=0) < 0,
 }
 """Name of each feature that is read → whether a manifest uses it."""

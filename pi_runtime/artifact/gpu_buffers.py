@@ -171,8 +171,13 @@ def is_neuron_array(name: str) -> bool:
 
 
 def streamed_bytes(arrays: StoredArrays, d: Decoder) -> int:
-    """Bytes on a GPU for the cold neurons that are streamed to it: two chunks, which take turns."""
-    return 2 * table_bytes(weight_chunk(arrays, d))
+    """Bytes on a GPU for the cold neurons that are streamed to it: two chunks, which take turns.
+
+    None are where layers differ in their formats.
+    """
+    alike = len({(name.split("/")[-1], a.format) for name, a in arrays.items() if is_neuron_array(name)})
+    chunk = weight_chunk(arrays, d)
+    return 2 * table_bytes(chunk) if alike == len(chunk) else 0
 
 
 def weight_padding(names: Iterable[str]) -> int:

@@ -138,7 +138,8 @@ class Manifest:
     """Features that the file uses, by name (see `features`); the key is left out where there are none."""
     decoder: Decoder
     formats: Mapping[str, str]
-    """Weight format of each part: embedding, attention, ffn, head, predictor."""
+    """Weight format of each part: embedding, attention, ffn, head, predictor. Matrices with fewer bytes than their part
+    says are named too, as arrays are (see `sizes.MATRICES`)."""
     layers: tuple[Layer, ...]
     profiled_tokens: int
     """Tokens behind the stored counts; 0 where the model was not profiled (then order and counts are absent)."""

@@ -35,6 +35,8 @@ from pi_runtime.artifact.rungs import SIGNS
 PREDICTOR_ARRAYS = ("down", "up", "bias", "signs")
 """Arrays `layers/N/predictor/…` that selectors store; each selector has some of them."""
 PARTS = ("embedding", "attention", "ffn", "head", "predictor")
+MATRICES = {"attention/qkv": "attention", "attention/out": "attention", "ffn/first": "ffn", "ffn/rest": "ffn"}
+"""The matrices of a layer that may have a format of their own, and their parts."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +120,13 @@ def array_specs(
 ) -> dict[str, ArraySpec]:
     """Every array of an artifact, in the order in which it is written.
 
-    `formats` maps each of `PARTS` to a weight format. `ranks` has a predictor rank, `SIGNS` or None for each layer.
-    `profiled` says whether neuron order and counts are stored. Norms, biases and routers are always f32.
+    `formats` maps each of `PARTS` to a weight format, and may name matrices (`layers/N/` and one of `MATRICES`) with
+    another one. `ranks` has a predictor rank, `SIGNS` or None for each layer. `profiled` says whether neuron order and
+    counts are stored. Norms, biases and routers are always f32.
     """
     specs = {}
-    for name, spec in _plain_specs(decoder, formats, ranks, profiled):
-        specs[name] = spec
+    for name, plain in _plain_specs(decoder, formats, ranks, profiled):
+        specs[name] = spec = ArraySpec(formats.get(name, plain.format), plain.shape)
         if spec.scales is not None:
             specs[scales_name(name)] = spec.scales
     return specs

@@ -63,7 +63,8 @@ class ResidentArrays:
         for name in self._by_token:
             entry = self._entry(name)
             nbytes = entry.nbytes // self.manifest.decoder.vocab_size
-            read_rows(self._reader, row_I, np.arange(len(row_I)), entry.offset, nbytes, self._address(name))
+            places = Places(entry.offset, nbytes, self._address(name), nbytes)
+            read_rows(self._reader, row_I, np.arange(len(row_I)), places)
         return place_T
 
     def check_unchanged(self) -> None:
@@ -86,15 +87,15 @@ class RowArena:
     """Slots for the rows of one array of all layers: an empty one, the layers', and those of staged rows."""
 
     nbytes: int
-    """Bytes of one row."""
+    """Bytes of one slot: of the longest rows that a layer has."""
     memory: Array
     rows_L: list[LayerRows]
-    offset_L: list[int]
-    """Where in the file each layer's rows begin."""
+    places_L: list[Places]
+    """Where each layer's rows lie in the file, and where slots are."""
     region_R: tuple[int, ...]
     """The first slot of each region of staged rows (see `row_store`)."""
     whole_L: tuple[bool, ...]
-    """Whether all rows of a layer are pinned; they then lie in stored order."""
+    """Whether all rows of a layer are pinned; they then lie in stored order, one right after the other."""
     counts_L2: Ints
     """Rows that were found, and that were not, of each layer."""
 
@@ -103,13 +104,9 @@ class RowArena:
         """Where the first slot is."""
         return int(self.memory.ctypes.data)
 
-    def places(self, layer: int) -> Places:
-        """Where a layer's rows lie in the file, and where slots are."""
-        return Places(self.offset_L[layer], self.nbytes, self.address)
-
     def address_of(self, layer: int, row: int) -> int:
-        """Where a row is that is in memory."""
-        return self.address + int(self.rows_L[layer].slot_N[row]) * self.nbytes
+        """Where a row is of a layer whose rows are all in memory."""
+        return self.address + int(self.rows_L[layer].slot_N[0]) * self.nbytes + row * self.places_L[layer].nbytes
 
 
 def row_arena(artifact: Artifact, name: str, plan: RamPlan, reader: Reader) -> RowArena:
@@ -122,13 +119,13 @@ def row_arena(artifact: Artifact, name: str, plan: RamPlan, reader: Reader) -> R
     reader.hold(memory)
     owner_S, references_S, turn_S = (np.full(slots, first, np.int64) for first in (-1, 0, -1))
     rows_L: list[LayerRows] = []
-    offset_L: list[int] = []
+    places_L: list[Places] = []
     begin = 1
     regions = slots - np.cumsum([plan.ahead, plan.ahead, plan.staged, plan.staged])[::-1]
     slots_L = plan.first_L if name == "first" else plan.rest_L
     whole_L = tuple(own.pinned == d.neurons for own in slots_L)
     counts_L2 = np.zeros((len(slots_L), 2), np.int64)
-    arena = RowArena(nbytes, memory, rows_L, offset_L, tuple(regions.tolist()), whole_L, counts_L2)
+    arena = RowArena(nbytes, memory, rows_L, places_L, tuple(regions.tolist()), whole_L, counts_L2)
     for n, own in enumerate(slots_L):
         cached = begin + own.pinned
         rows = neuron_cache.rows_of(
@@ -136,15 +133,17 @@ def row_arena(artifact: Artifact, name: str, plan: RamPlan, reader: Reader) -> R
         )
         rows = rows._replace(counts_2=counts_L2[n])
         rows_L.append(rows)
-        offset_L.append(m.arrays[f"layers/{n}/ffn/{name}"].offset)
+        entry = m.arrays[f"layers/{n}/ffn/{name}"]
+        places = Places(entry.offset, entry.nbytes // d.neurons, arena.address, nbytes)
+        places_L.append(places)
         if whole_L[n]:
             neuron_cache.place(rows, np.arange(d.neurons), begin)
-            reader.read_range(offset_L[-1], d.neurons * nbytes, arena.address_of(n, 0))
+            reader.read_range(entry.offset, entry.nbytes, arena.address_of(n, 0))
         else:
             held = _hottest(own.pinned + own.cached, d.n_experts, d.d_ff)
             neuron_cache.place(rows, held, begin)
             held.sort()
-            read_rows(reader, held, rows.slot_N[held], offset_L[-1], nbytes, arena.address)
+            read_rows(reader, held, rows.slot_N[held], places)
         begin = cached + own.cached
     return arena
 
@@ -155,10 +154,10 @@ def _hottest(count: int, experts: int, neurons: int) -> Ints:
     return by_heat[:count]
 
 
-def read_rows(reader: Reader, row_I: Ints, slot_I: Ints, offset: int, nbytes: int, target: int) -> None:
+def read_rows(reader: Reader, row_I: Ints, slot_I: Ints, places: Places) -> None:
     """Read ascending rows to their slots."""
     for first in range(0, len(row_I), reader.rows):
         some = slice(first, first + reader.rows)
-        reader.add_rows(0, row_I[some], slot_I[some], offset, nbytes, target)
+        reader.add_rows(0, row_I[some], slot_I[some], *places)
         reader.submit(0)
         reader.wait(0)

@@ -160,9 +160,14 @@ class Reader:
         """Reads that these took."""
         return int(self.shared.control[reading.READS])
 
-    def add_rows(self, batch: int, row_I: Ints, slot_I: Ints, offset: int, nbytes: int, target: int) -> None:
-        """Append ascending rows of `nbytes` to a batch: row i is at `offset` + i · `nbytes` and goes to its slot."""
-        reading.add_rows(self.shared, batch, row_I, slot_I, offset, nbytes, target)
+    def add_rows(
+        self, batch: int, row_I: Ints, slot_I: Ints, offset: int, nbytes: int, target: int, slot_nbytes: int = 0
+    ) -> None:
+        """Append ascending rows of `nbytes` to a batch: row i is at `offset` + i · `nbytes` and goes to its slot.
+
+        Slots are as long as rows, unless told.
+        """
+        reading.add_rows(self.shared, batch, row_I, slot_I, offset, nbytes, target, slot_nbytes or nbytes)
 
     def submit(self, batch: int) -> None:
         """Begin to read what was appended to a batch."""

@@ -121,7 +121,7 @@ class RowStore:
         request = part.request
         for name, neuron_I in request.needs:
             arena = self.arenas[name]
-            base, rows, places = request.expert * self._d_ff, arena.rows_L[request.layer], arena.places(request.layer)
+            base, rows, places = request.expert * self._d_ff, arena.rows_L[request.layer], arena.places_L[request.layer]
             wanted = fetching.Wanted(base, neuron_I, part.begin, part.end, keep, arena.region_R[region])
             self._staged[name, region] = fetching.fetch(
                 rows, self.reader.shared, region, wanted, places, self._row_I, self._slot_I

@@ -104,11 +104,14 @@ class _TimedFfn:
         self._matrices = w, up  # kept: the table holds their addresses
         first, rest = rows_from(w.view, 0), rows_from(w.view, neurons)
         decoder = _gated(w.columns, neurons)
-        cfg = weight_table.config_of(decoder, dict.fromkeys(PARTS, w.fmt))
+        formats = dict.fromkeys(PARTS, w.fmt)
+        cfg = weight_table.config_of(decoder, formats)
         self._workspace = allocate_workspace(decoder, rank, tokens=1)
         self._x_1D, self._w_1 = np.ones((1, w.columns), np.float32), np.zeros(1, weight_table.LAYER)
         for field, m in {"first": first, "rest": rest, "predictor_down": first, "predictor_up": up.view}.items():
             self._w_1[field], self._w_1[f"{field}_scales"] = m.values, m.scales
+        for field, value in weight_table.formats_of(formats, 0).items():
+            self._w_1[field] = value
         self._w_1["rank"] = rank
         self._ffn = ffn_of(cfg, self._workspace)
         self._sum_1D, self._tally_13 = np.zeros((1, w.columns), np.float32), np.zeros((1, 3), np.int64)

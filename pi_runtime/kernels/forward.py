@@ -159,8 +159,8 @@ def _attend(
     """ws.attended_TD ← attention(x)."""
     tokens = x_TD.shape[0]
     qkv_TQ, mixed_TQ = ws.qkv_TQ[:tokens], ws.mixed_TQ[:tokens]
-    qkv = matrix(cfg.attention_format, w.qkv, w.qkv_scales, cfg.d_model)
-    out = matrix(cfg.attention_format, w.out, w.out_scales, cfg.heads * cfg.head_dim)
+    qkv = matrix(w.qkv_format, w.qkv, w.qkv_scales, cfg.d_model)
+    out = matrix(w.out_format, w.out, w.out_scales, cfg.heads * cfg.head_dim)
     linear(qkv, qkv_TQ.shape[1], w.qkv_bias, x_TD, address_of(ws.inputs), qkv_TQ)
     if w.q_norm != 0:
         # A joint norm is that of a single head, as wide as all of them.

@@ -243,7 +243,9 @@ def ffn_layer(decoder: Decoder, fmt: str, rank: int, seed: int, **given: F32) ->
     matrices["predictor/signs"] = StoredMatrix("u64", FORMATS["u64"].encode(signs_FW), signs_FW)
     cfg, experts = weight_table.config_of(decoder, formats), decoder.n_experts
     record_X = np.zeros(experts, weight_table.LAYER)
-    weight_table.fill(record_X, {}, lambda name, expert: _address(matrices, name, expert, experts))
+    weight_table.fill(
+        record_X, weight_table.formats_of(formats, 0), lambda name, expert: _address(matrices, name, expert, experts)
+    )
     ws = guarded_workspace(decoder, rank)
     return Layer(decoder, cfg, LayerWeights(matrices), record_X, rank, ws)
 

@@ -96,16 +96,19 @@ def random_artifact(
     profiled: bool = False,
     scale: float = 1.0,
     files: Mapping[str, bytes] | None = None,
+    matrices: Mapping[str, str] | None = None,
     **manifest_fields: Any,
 ) -> Path:
     """Write an artifact of normally distributed weights: `scale` / √columns for matrices, norms around 1.
 
     A layer with a rank takes the rung `predicted`, another one `gate`, or `dense` where nothing is sparse. `files`
-    come beside a tokenizer of bytes, or instead of it; `manifest_fields` (text, generation, …) replace the usual ones.
+    come beside a tokenizer of bytes, or instead of it; `matrices` have formats of their own; `manifest_fields` (text,
+    generation, …) replace the usual ones.
     """
     rng = np.random.default_rng(seed)
     ranks = ranks or [None] * decoder.n_layers
-    manifest = bare_manifest(decoder, dict.fromkeys(PARTS, format), ranks, 1000 if profiled else 0)
+    formats = {**dict.fromkeys(PARTS, format), **(matrices or {})}
+    manifest = bare_manifest(decoder, formats, ranks, 1000 if profiled else 0)
     with ArtifactWriter(path) as writer:
         for name, spec in array_specs(decoder, manifest.formats, ranks, profiled).items():
             if not is_scales(name):

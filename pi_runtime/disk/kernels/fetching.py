@@ -20,11 +20,12 @@ class Wanted(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a layer's rows lie in the file, how long one is, and where slot 0 is; arguments as of `add_rows`."""
+    """Where a layer's rows lie in the file, how long one is, and where slots are; arguments as of `add_rows`."""
 
     offset: int
     nbytes: int
     target: int
+    slot_nbytes: int
 
 
 @public
@@ -35,5 +36,6 @@ def fetch(rows: LayerRows, s: Shared, batch: int, w: Wanted, places: Places, row
     """
     count, staged = obtain(rows, w.base, w.neuron_I, w.begin, w.end, w.keep, w.staging, row_I, slot_I)
     if count > 0:
-        add_rows(s, batch, row_I[:count], slot_I[:count], places.offset, places.nbytes, places.target)
+        row_I, slot_I = row_I[:count], slot_I[:count]
+        add_rows(s, batch, row_I, slot_I, places.offset, places.nbytes, places.target, places.slot_nbytes)
     return staged

@@ -246,11 +246,13 @@ def stop(s: Shared, workers: int) -> None:
 
 
 @public
-def add_rows(s: Shared, batch: int, row_I: Ints, slot_I: Ints, offset: int, nbytes: int, target: int) -> None:
+def add_rows(
+    s: Shared, batch: int, row_I: Ints, slot_I: Ints, offset: int, nbytes: int, target: int, slot_nbytes: int
+) -> None:
     """Append reads of ascending rows to a batch.
 
-    Row i lies at `offset` + i · `nbytes` of the file, and goes to `target` + slot · `nbytes`. Rows with at most
-    `control[GAP]` bytes between them are read together, up to `control[MOST]` bytes, or one row, at once.
+    Row i lies at `offset` + i · `nbytes` of the file, and goes to `target` + slot · `slot_nbytes`. Rows with at
+    most `control[GAP]` bytes between them are read together, up to `control[MOST]` bytes, or one row, at once.
     """
     request_Q5, copy_K3, align = s.request_NQ5[batch], s.copy_NK3[batch], s.control[ALIGN]
     gap, most = s.control[GAP], max(s.control[MOST], nbytes)
@@ -267,7 +269,7 @@ def add_rows(s: Shared, batch: int, row_I: Ints, slot_I: Ints, offset: int, nbyt
         behind = at + nbytes
         request_5[NEEDED] = behind - request_5[OFFSET]
         request_5[LENGTH] = (request_5[NEEDED] + align - 1) // align * align
-        source, to = at - request_5[OFFSET], target + slot_I[n] * nbytes
+        source, to = at - request_5[OFFSET], target + slot_I[n] * slot_nbytes
         last = copies - 1
         joined = request_5[COPIES] > 0 and copy_K3[last, SOURCE] + copy_K3[last, NBYTES] == source
         if joined and copy_K3[last, TARGET] + copy_K3[last, NBYTES] == to:

@@ -175,9 +175,9 @@ def matrix(fmt: int, values: int, scales: int, columns: int) -> MatrixView:
 
 
 @public
-def in_slots(m: MatrixView, slots: int) -> MatrixView:
-    """The matrix with its rows in slots, or in order where `slots` is 0."""
-    return MatrixView(m.fmt, m.values, m.scales, m.stride, m.scales_stride, m.columns, slots)
+def in_slots(m: MatrixView, slots: int, stride: int) -> MatrixView:
+    """The matrix with its rows in slots at this distance, or as it is where `slots` is 0."""
+    return MatrixView(m.fmt, m.values, m.scales, m.stride if slots == 0 else stride, m.scales_stride, m.columns, slots)
 
 
 @device

@@ -14,7 +14,7 @@ from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, Decoder
 from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.rungs import RUNGS, SELECTORS
 from pi_runtime.artifact.schema import Layer, Manifest
-from pi_runtime.artifact.sizes import scales_name
+from pi_runtime.artifact.sizes import MATRICES, scales_name
 from pi_runtime.kernels.codegen.indirect_calls import record_dtype
 
 
@@ -54,6 +54,10 @@ class LayerRecord:
     predictor_up_scales: Annotated[int, "predictor/up_scales"]
     predictor_bias: Annotated[int, "predictor/bias"]
     signs: Annotated[int, "predictor/signs"]
+    qkv_format: int
+    out_format: int
+    first_format: int
+    rest_format: int
     dense: int
     """1: the rung counts every neuron as kept."""
     selector: int
@@ -111,8 +115,8 @@ class KernelConfig(NamedTuple):
     activation: int
     threshold: float
     """The model's own: values of the activation up to here count as 0."""
-    attention_format: int
     ffn_format: int
+    """The one with most bytes: slots have room for its rows. Each layer's own stand in its record."""
     predictor_format: int
     embedding_format: int
     head_format: int
@@ -168,7 +172,6 @@ def config_of(decoder: Decoder, formats: Mapping[str, str]) -> KernelConfig:
         position_offset=d.position_offset,
         activation=ACTIVATIONS.index(d.activation),
         threshold=d.threshold,
-        attention_format=code["attention"],
         ffn_format=code["ffn"],
         predictor_format=code["predictor"],
         embedding_format=code["embedding"],
@@ -232,6 +235,7 @@ def table_of(artifact: StoredArrays, mode: str) -> LayerRecords:
     for n, layer in enumerate(m.layers):
         of_layer = {"unrotated": int(n in m.decoder.unrotated_layers), "window": m.decoder.of_layer(n).window}
         of_layer["second_angles"] = int(n in m.decoder.windowed_layers and m.decoder.windowed_frequencies != ())
+        of_layer |= formats_of(m.formats, n)
         fill(table_LX[n], settings_of(m.decoder, layer, mode) | of_layer, partial(_address, artifact, f"layers/{n}/"))
     return table_LX
 
@@ -242,6 +246,12 @@ def fill(w_X: LayerRecords, settings: Mapping[str, int | np.float32], address_of
         w_X[field] = value
     for field, name in ARRAYS.items():
         w_X[field] = [address_of(name, expert) for expert in range(len(w_X))]
+
+
+def formats_of(formats: Mapping[str, str], layer: int) -> dict[str, int]:
+    """The fields of a layer's record that say which formats its matrices have."""
+    named = {name: formats.get(f"layers/{layer}/{name}", formats[part]) for name, part in MATRICES.items()}
+    return {f"{name.split('/')[1]}_format": FORMATS[fmt].code for name, fmt in named.items()}
 
 
 def settings_of(d: Decoder, layer: Layer, mode: str) -> dict[str, int | np.float32]:

@@ -27,6 +27,7 @@ from pi_runtime.kernels.data.matrix_view import (
     is_quantised,
     matrix,
     pointer_of,
+    row_stride,
     strided_rows,
     vector,
 )
@@ -158,25 +159,27 @@ def weights_of(e: Batch) -> LayerRecord:
 def first_rows(f: Ffn, e: Batch) -> MatrixView:
     """The neurons' rows of `first`."""
     w = weights_of(e)
-    return in_slots(matrix(f.ffn_format, w.first, w.first_scales, f.d_model), w.first_slots)
+    rows = matrix(w.first_format, w.first, w.first_scales, f.d_model)
+    return in_slots(rows, w.first_slots, row_stride(f.ffn_format, f.d_model))
 
 
 @device
 def up_rows(f: Ffn, e: Batch) -> MatrixView:
     """The neurons' rows of `up`; only a gated FFN has them."""
-    return strided_rows(_rest_rows(f, e), 2, 0)
+    return _rest_rows(f, e, 2, 0)
 
 
 @device
 def down_rows(f: Ffn, e: Batch) -> MatrixView:
     """The neurons' rows of `down`."""
-    return strided_rows(_rest_rows(f, e), 2, 1) if f.gated else _rest_rows(f, e)
+    return _rest_rows(f, e, 2, 1) if f.gated else _rest_rows(f, e, 1, 0)
 
 
 @device
-def _rest_rows(f: Ffn, e: Batch) -> MatrixView:
+def _rest_rows(f: Ffn, e: Batch, of: int, number: int) -> MatrixView:
     w = weights_of(e)
-    return in_slots(matrix(f.ffn_format, w.rest, w.rest_scales, f.d_model), w.rest_slots)
+    rows = strided_rows(matrix(w.rest_format, w.rest, w.rest_scales, f.d_model), of, number)
+    return in_slots(rows, w.rest_slots, of * row_stride(f.ffn_format, f.d_model))
 
 
 @device
@@ -211,9 +214,10 @@ def list_neurons(f: Ffn, e: Batch, chunk: int) -> None:
 @device
 def block_neurons(f: Ffn, e: Batch) -> int:
     """Neurons of a block of all chunks together."""
-    if is_quantised(f.ffn_format):
+    w = weights_of(e)
+    if is_quantised(w.rest_format):
         return CHUNKS * SUM_NEURONS
-    places = BLOCK_NBYTES // first_rows(f, e).stride // GROUP * GROUP
+    places = BLOCK_NBYTES // row_stride(w.rest_format, f.d_model) // GROUP * GROUP
     return CHUNKS * max(GROUP, min(SUM_NEURONS, places))
 
 

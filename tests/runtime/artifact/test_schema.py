@@ -162,6 +162,17 @@ LIES: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: m["formats"].update(ffn="u32"), "formats: each of embedding"),
     (lambda m: m["formats"].pop("head"), "formats: each of embedding"),
     (lambda m: m["formats"].update(more="f32"), "formats: each of embedding"),
+    (
+        lambda m: m["formats"].update({"layers/0/ffn/first": "f32"}),
+        "formats.layers/0/ffn/first: 'f32' is no other one",
+    ),
+    (
+        lambda m: m["formats"].update({"layers/0/ffn/first": "q9"}),
+        "formats.layers/0/ffn/first: 'q9' is no other one",
+    ),
+    (lambda m: m["formats"].update({"layers/9/ffn/first": "q4"}), "formats.layers/9/ffn/first: no matrix"),
+    (lambda m: m["formats"].update({"layers/00/ffn/first": "q4"}), "formats.layers/00/ffn/first: no matrix"),
+    (lambda m: m["formats"].update({"layers/0/ffn/norm": "q4"}), "formats.layers/0/ffn/norm: no matrix"),
     (lambda m: m["layers"].pop(), "layers: 1 entries for 2 layers"),
     (lambda m: m["layers"][0].update(rung="magic"), "layers[0].rung: 'magic' is none of dense, gate, threshold"),
     (lambda m: m["layers"][0].update(rung="sign"), "layers[0].rank: 3 on the rung sign"),

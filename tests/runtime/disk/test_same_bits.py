@@ -18,12 +18,13 @@ from pi_runtime.execution.executor import SequenceStep
 PROMPT = [int(token) for token in np.random.default_rng(3).integers(0, 257, 70)]
 
 
-def artifact(folder: Path, fmt: str = "f16", **shape: Any) -> Path:
+def artifact(folder: Path, fmt: str = "f16", matrices: dict[str, str] | None = None, **shape: Any) -> Path:
     """Three layers, of which the first and the last have predictors that name about half of the neurons."""
     decoder = small_decoder(**{"d_model": 64, "d_ff": 2500, "n_layers": 3, "context_length": 160, **shape})
     text = Text(prefix_ids=(), end_ids=())
     path = folder / f"{fmt}.pi"
-    return random_artifact(path, decoder, format=fmt, ranks=[4, None, 6], seed=5, scale=3.0, text=text)
+    ranks = [4, None, 6]
+    return random_artifact(path, decoder, format=fmt, ranks=ranks, seed=5, scale=3.0, text=text, matrices=matrices)
 
 
 def outputs(model: Model) -> list[np.ndarray]:
@@ -58,6 +59,15 @@ def test_every_format(tmp_path: Path, fmt: str) -> None:
     with load(path, device="cpu") as model:
         expected = outputs(model)
     with from_disk(path, 0.3) as model:
+        same(outputs(model), expected)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7, 1.0])
+def test_layers_with_rows_of_different_lengths(tmp_path: Path, share: float) -> None:
+    path = artifact(tmp_path, "q8", {"layers/0/ffn/first": "q4", "layers/1/ffn/rest": "q4", "layers/2/ffn/rest": "q4"})
+    with load(path, device="cpu") as model:
+        expected = outputs(model)
+    with from_disk(path, share) as model:
         same(outputs(model), expected)
 
 

@@ -136,6 +136,29 @@ def test_logits_equal_the_reference_and_token_by_token_equals_the_block(
         assert relative_error(steps, wanted) < BOUND[fmt], mode
 
 
+MIXED = {
+    "floats": ("f32", {"layers/0/ffn/first": "bf16", "layers/1/ffn/rest": "f16", "layers/1/attention/out": "f16"}),
+    "both": ("f16", {"layers/0/ffn/rest": "q8", "layers/1/ffn/first": "q4", "layers/1/attention/qkv": "q8"}),
+    "blocks": ("q8", {"layers/0/ffn/first": "q4", "layers/1/ffn/rest": "q4", "layers/0/attention/out": "q4"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MIXED)
+@pytest.mark.parametrize("name", ["llama", "opt", "experts"])
+def test_matrices_with_formats_of_their_own(
+    kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fmt, matrices = MIXED[kind]
+    decoder, margins = small_decoder(**DECODERS[name]), Margins(monkeypatch)
+    path = random_artifact(tmp_path / "a.pi", decoder, format=fmt, ranks=[5] * decoder.n_layers, matrices=matrices)
+    for mode in MODES:
+        with Artifact.open(path) as artifact:
+            assert artifact.manifest.features == ("formats.matrices",)
+            ids, wanted = next(decided(artifact, mode, margins))
+        for found in both_ways(path, mode, ids):
+            assert relative_error(found, wanted) < 1e-3, mode
+
+
 @pytest.mark.parametrize("name", ["llama-silu-tied-biases", "opt-odd", "drelu", "experts"])
 def test_a_layer_on_each_rung_that_leaves_something_out(name: str, tmp_path: Path) -> None:
     layers = (Layer(rung="sign", margin=2), Layer(rung="threshold", threshold=0.1), Layer(rung="predicted", rank=4))
