@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 
 from pi_compile.errors import CheckpointError
-from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
+from pi_runtime.artifact.formats import WEIGHT_FORMATS
 
 KEEP = "keep"
 """The checkpoint's own format."""
 AUTO = "auto"
 """The one of `PREDICTOR_FORMATS` that training finds best; before training it means `KEEP`. For predictors only."""
-PREDICTOR_FORMATS = ("f16", *(name for name in WEIGHT_FORMATS if FORMATS[name].quantised))
+PREDICTOR_FORMATS = ("f16", "q8", "q4")
 """The formats that `AUTO` tries."""
 AGAIN = "q8"
 """The format in which blocks that no format keeps are quantised again: q4 would round their values by 5 % and more."""

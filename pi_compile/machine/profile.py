@@ -42,7 +42,10 @@ if TYPE_CHECKING:
 else:
     FormatName = Literal[*WEIGHT_FORMATS]
 Rates = dict[FormatName, Positive]
-"""10⁹ stored bytes a second by number format, for formats that are read more slowly than the memory delivers."""
+"""10⁹ stored bytes a second by number format, for formats that are read more slowly than the memory delivers. A block
+format that is not listed has the rate of q4, if that is."""
+_NEEDED = ("f32", "f16", "bf16", "q8", "q4")
+"""Formats of which `gather_gb_per_s` needs a rate; the others have that of q4."""
 
 
 class _Processor(_Section):
@@ -70,7 +73,7 @@ class _Processor(_Section):
     @classmethod
     def _every_format(cls, rates: Rates) -> Rates:
         # A format that is left out would be taken to be picked as fast as a whole matrix is read.
-        missing = [fmt for fmt in WEIGHT_FORMATS if fmt not in rates]
+        missing = [fmt for fmt in _NEEDED if fmt not in rates]
         if rates and missing:
             raise ValueError(f"no rate for {', '.join(missing)}; expected every format, or none")
         return rates

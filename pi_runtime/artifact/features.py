@@ -1,7 +1,7 @@
 """What a file may use beyond format version 3, by name: a reader says which of them it lacks.
 
-A file that uses none is of version 3, one that uses some is of version 4 and lists them. A further block format, kind
-of cache or guess head is one more entry here, and no further version.
+A file that uses none is of version 3, one that uses some is of version 4 and lists them. A further weight format is a
+feature by itself; a kind of cache or guess head is one more entry here, and no further version.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,6 +11,7 @@ from typing import Any
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import UNLESS_DEFAULT
+from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.schema import FEATURE_VERSION, FORMAT_VERSION, Manifest
 from pi_runtime.artifact.sizes import PARTS
 
@@ -18,6 +19,13 @@ from pi_runtime.artifact.sizes import PARTS
 def _differs(m: Manifest, name: str, default: Any) -> bool:
     return bool(getattr(m.decoder, name) != default)
 
+
+def _has_format(m: Manifest, name: str) -> bool:
+    return name in m.formats.values()
+
+
+_FIRST_FORMATS = ("f32", "f16", "bf16", "q8", "q4")
+"""The weight formats of version 3."""
 
 FEATURES: dict[str, Callable[[Manifest], bool]] = {
     **{
@@ -28,6 +36,7 @@ FEATURES: dict[str, Callable[[Manifest], bool]] = {
     "decoder.block.reordered": lambda m: m.decoder.block == "reordered",
     "decoder.block.sandwich": lambda m: m.decoder.block == "sandwich",
     "formats.matrices": lambda m: len(m.formats) > len(PARTS),
+    **{f"formats.{name}": partial(_has_format, name=name) for name in WEIGHT_FORMATS[len(_FIRST_FORMATS) :]},
     "decoder.rotary_frequencies.negative": lambda m: min(m.decoder.rotary_frequencies, default=0) < 0,
 }
 """Name of each feature that is read → whether a manifest uses it."""

@@ -10,16 +10,22 @@ row of weights in a mapped array starts on a cache line. A vector is stored as i
            rounded to nearest, ties to even
     q8     scale · q, q in −127…127                 int8, and scales beside it
     q4     scale · (q − 8), q in 0…15               uint8, two q in one, and scales beside it
+    q5     scale · (q − 16), q in 0…31              uint8, two q's lower bits in one, then fifth bits; scales beside it
+    q6     scale · (q − 32), q in 0…63              the same, with two upper bits
     scale  binary16, one for 32 columns of a row    float16, rows padded to 8 bytes
     u32    unsigned integer                         uint32
     u64    unsigned integer                         uint64
 
-q8 and q4 are block formats: `BLOCK` consecutive columns of a row share a scale, and the scales of a matrix stand in an
-array of their own, `NAME_scales` (see `sizes`). Every eight blocks of a row form a group, in which fours of columns are
-interleaved: index 32 k + 4 b + j holds column 32 b + 4 k + j (b, k < 8, j < 4). So lane b of the k-th 256-bit vector
-belongs to block b, and the sums of eight blocks are converted at once. Up to seven blocks left at the end of a row keep
-the order of their columns. q4 stores two indices in a byte: in a group, byte i holds index i in its lower and index
-128 + i in its upper four bits; in the blocks left over, indices i and 32 + i of every 64.
+Those with a q are block formats: `BLOCK` consecutive columns of a row share a scale, and the scales of a matrix stand
+in an array of their own, `NAME_scales` (see `sizes`). Every eight blocks of a row form a group, in which fours of
+columns are interleaved: index 32 k + 4 b + j holds column 32 b + 4 k + j (b, k < 8, j < 4). So lane b of the k-th
+256-bit vector belongs to block b, and the sums of eight blocks are converted at once. Up to seven blocks left at the
+end of a row keep the order of their columns.
+
+Below 8 bits, the indices of a group, and those of every two blocks left over, form a run of L = 256 or 64 integers
+that are stored together. Byte i < L / 2 holds the lower four bits of index i in its lower and of index L / 2 + i in its
+upper half. Behind these bytes the h upper bits of all integers follow in P = L h / 8 bytes: byte j holds those of the
+indices j, P + j, 2 P + j, …, the first in the lowest bits.
 
 docs/how-to/add-a-number-format.md lists the files that a further block format touches.
 """
@@ -37,7 +43,9 @@ Array = npt.NDArray[Any]
 ROW_ALIGN = 64
 BLOCK = 32
 """Columns that share a scale in block formats."""
-WeightFormat = Literal["f32", "f16", "bf16", "q8", "q4"]
+RUN = 2 * BLOCK
+"""Columns that are stored together behind the last whole group of a row."""
+WeightFormat = Literal["f32", "f16", "bf16", "q8", "q4", "q5", "q6"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 """Formats that weights may be stored in, in the order of their codes."""
 
@@ -53,10 +61,8 @@ class Format:
     """Type of the stored items."""
     row_align: int = ROW_ALIGN
     """Rows of a matrix are padded to a multiple of this many bytes."""
-    per_item: int = 1
-    """Values in one stored item."""
-    quantised: bool = False
-    """Whether values are small integers times a scale that is stored elsewhere."""
+    block_bits: int = 0
+    """Bits of an integer of a block format, whose scale is stored elsewhere; 0 for other formats."""
     overflows_from: float | None = None
     """Smallest magnitude that becomes infinite, or whose scale does: half a unit above the largest finite one, because
     the tie goes to even, upwards. None where every float32 number has a finite form."""
@@ -66,21 +72,32 @@ class Format:
         return self.stored.itemsize
 
     @property
+    def quantised(self) -> bool:
+        """Whether values are small integers in blocks that share a scale."""
+        return self.block_bits > 0
+
+    @property
     def bits(self) -> int:
         """Bits of one value, its scale not counted."""
-        return 8 * self.itemsize // self.per_item
+        return self.block_bits or 8 * self.itemsize
 
     @property
     def columns_per_line(self) -> int:
-        """Columns that fill `row_align` bytes; rows are padded to a multiple of them."""
-        return self.row_align // self.itemsize * self.per_item
+        """Columns that fill `row_align` bytes; in a block format whole blocks."""
+        columns = 8 * self.row_align // self.bits
+        return columns // BLOCK * BLOCK if self.quantised else columns
+
+    def row_nbytes(self, columns: int) -> int:
+        """Bytes of a row's values without padding; below 8 bits blocks are stored two by two."""
+        run = RUN if self.quantised else 1
+        return -(-columns // run) * run * self.bits // 8
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The stored shape of a logical one: the last axis of a matrix is padded to `row_align`."""
         if len(shape) < 2:
             return tuple(shape)
-        lines = -(-shape[-1] // self.columns_per_line)
-        return (*shape[:-1], lines * self.columns_per_line // self.per_item)
+        lines = -(-self.row_nbytes(shape[-1]) // self.row_align)
+        return (*shape[:-1], lines * self.row_align // self.itemsize)
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Stored bytes of an array of this logical shape, with padding, without scales."""
@@ -129,8 +146,10 @@ FORMATS = {
         Format("f32", 0, np.dtype("<f4")),
         Format("f16", 1, np.dtype("<f2"), overflows_from=65520.0),
         Format("bf16", 2, np.dtype("<u2"), overflows_from=2.0**128 - 2.0**119),
-        Format("q8", 3, np.dtype("<i1"), quantised=True, overflows_from=65520.0 * 127),
-        Format("q4", 4, np.dtype("<u1"), per_item=2, quantised=True, overflows_from=65520.0 * 8),
+        Format("q8", 3, np.dtype("<i1"), block_bits=8, overflows_from=65520.0 * 127),
+        Format("q4", 4, np.dtype("<u1"), block_bits=4, overflows_from=65520.0 * 8),
+        Format("q5", 5, np.dtype("<u1"), block_bits=5, overflows_from=65520.0 * 16),
+        Format("q6", 6, np.dtype("<u1"), block_bits=6, overflows_from=65520.0 * 32),
         Format("scale", 15, np.dtype("<f2"), row_align=8),
         Format("u32", 16, np.dtype("<u4")),
         Format("u64", 17, np.dtype("<u8")),

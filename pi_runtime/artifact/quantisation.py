@@ -1,21 +1,23 @@
-"""The block formats q8 and q4: quantising blocks of weights, and the way back.
+"""Block formats: quantising blocks of weights, and the way back.
 
 A block is `BLOCK` consecutive columns of one row; D columns are ⌈D / 32⌉ blocks, the last one filled up with zeros. The
 scale s is rounded to binary16 before it is used:
 
     q8   s = max |w| / 127                 q = round(w / s) in −127…127        w ≈ ŵ = s q
     q4   s = −w* / m, then refitted        q = round(w / s) + 8 in 0…15        w ≈ ŵ = s (q − 8)
+    q5   the same                          q = round(w / s) + 16 in 0…31       w ≈ ŵ = s (q − 16)
+    q6   the same                          q = round(w / s) + 32 in 0…63       w ≈ ŵ = s (q − 32)
 
-w* is the block's value of largest magnitude with its sign (of two equal ones, the negative). At m = 8 it becomes
-q − 8 = −8, the integer that has no counterpart above. m is the divisor in `_DIVISORS` with the least Σ (w − ŵ)². The
-refit is the least-squares scale Σ (q − 8) w / Σ (q − 8)² for the integers found; it is kept where its own error is
-smaller (in outline llama.cpp's make_qx_quants; docs/explanation/fidelity.md says what else was tried). Rounding is
-half to even.
+Let z be 8, 16 or 32. w* is the block's value of largest magnitude with its sign (of two equal ones, the negative). At
+m = z it becomes q − z = −z, the integer that has no counterpart above. m is the divisor z + d, d in `_DIVISORS`, with
+the least Σ (w − ŵ)². The refit is the least-squares scale Σ (q − z) w / Σ (q − z)² for the integers found; it is kept
+where its own error is smaller (in outline llama.cpp's make_qx_quants; docs/explanation/fidelity.md says what else was
+tried). Rounding is half to even.
 All of this is elementwise float32 arithmetic in a fixed order, so the bytes are the same on every machine.
 
 Where the importance a of a column is given, as the mean square of what it is multiplied by (llama.cpp's importance
-matrix), q4's errors and its refit are weighted: Σ a (w − ŵ)², and Σ a (q − 8) w / Σ a (q − 8)². q8's scale does not
-depend on it.
+matrix), errors and refits below 8 bits are weighted: Σ a (w − ŵ)², and Σ a (q − z) w / Σ a (q − z)². q8's scale does
+not depend on it.
 
 Shape letters: D columns, N blocks side by side.
 """
@@ -26,13 +28,14 @@ from typing import Self
 
 import numpy as np
 
-from pi_runtime.artifact.formats import BLOCK, FORMATS, Array, Format
+from pi_runtime.artifact.formats import BLOCK, FORMATS, RUN, Array, Format
 
 GROUP, FOUR = 8, 4
 """Blocks of a group, and columns that stay together when these are interleaved."""
 
-_DIVISORS = (8.0, 7.0, 7.25, 7.5, 7.75, 8.25, 8.5, 8.75)
-"""Divisors that q4 tries. The first of equals wins, so that values which are s q already (largest |q| 7 or 8) stay."""
+_DIVISORS = (0.0, -1.0, -0.75, -0.5, -0.25, 0.25, 0.5, 0.75)
+"""Divisors that are tried, less z. The first of equals wins, so that values which are s (q − z) already stay, where
+their largest |q − z| is z or z − 1."""
 _LARGEST_SCALE = np.float32(65504)
 _AT_ONCE = 2048
 """Blocks quantised at once, so that their temporaries stay in the cache."""
@@ -80,12 +83,15 @@ def as_stored(name: str, values: Array) -> Array:
 
 
 def integers(fmt: Format, stored: Array, columns: int) -> Array:
-    """The signed integers (…, D) that multiply the scales, in the order of the columns: q of q8, q − 8 of q4."""
+    """The signed integers (…, D) that multiply the scales, in the order of the columns: q of q8, q − z of others."""
     leading, blocks = stored.shape[:-1], -(-columns // BLOCK)
-    grouped, left = blocks // GROUP * GROUP * BLOCK // fmt.per_item, blocks % GROUP
-    fours, rest = stored[..., :grouped], stored[..., grouped : grouped + -(-left // fmt.per_item) * BLOCK]
-    if fmt.per_item == 2:
-        fours, rest = ((_split(part, n * BLOCK) - np.uint8(8)).view(np.int8) for part, n in ((fours, 4), (rest, 1)))
+    grouped = blocks // GROUP * GROUP * BLOCK
+    whole = fmt.row_nbytes(grouped)
+    fours, rest = stored[..., :whole], stored[..., whole : fmt.row_nbytes(columns)]
+    if fmt.bits < 8:
+        middle = np.uint8(1 << fmt.bits - 1)
+        runs = ((fours, GROUP * BLOCK), (rest, RUN))
+        fours, rest = ((_split(part, run, fmt.bits) - middle).view(np.int8) for part, run in runs)
     q = fours.reshape(*leading, -1, BLOCK // FOUR, GROUP, FOUR).swapaxes(-3, -2).reshape(*leading, -1)
     return np.concatenate([q, rest], axis=-1)[..., :columns]
 
@@ -104,14 +110,18 @@ def as_blocks(rows: Array) -> Array:
 
 def round_blocks(fmt: Format, w: Array, importance: Array | None = None) -> tuple[Array, Array]:
     """The signed integers (BLOCK, N) and scales (N,) of blocks; `importance` (BLOCK, N) weighs their squared errors."""
-    if fmt.name == "q8":
-        return _q8(w)
-    return _q4(w, importance)
+    return _q8(w) if fmt.bits == 8 else _symmetric(fmt, w, importance)
 
 
 def nearest(fmt: Format, w: Array, scale: Array) -> Array:
     """The signed integers with which a scale comes nearest to values; 0 where the scale is 0."""
-    return _quotient(w, scale, *_BOUNDS[fmt.name])
+    return _quotient(w, scale, *bounds(fmt))
+
+
+def bounds(fmt: Format) -> tuple[int, int]:
+    """The least and the greatest integer that multiplies a scale."""
+    middle = 1 << fmt.bits - 1
+    return 1 - middle if fmt.bits == 8 else -middle, middle - 1
 
 
 def pack_blocks(fmt: Format, q: Array, scale: Array, columns: int) -> tuple[Array, Array]:
@@ -125,32 +135,28 @@ def pack_blocks(fmt: Format, q: Array, scale: Array, columns: int) -> tuple[Arra
 
 def _q8(w: Array) -> tuple[Array, Array]:
     scale = _rounded(np.abs(w).max(0) / np.float32(127))
-    return _quotient(w, scale, *_BOUNDS["q8"]), scale
+    return _quotient(w, scale, *bounds(FORMATS["q8"])), scale
 
 
-def _q4(w: Array, a: Array | None) -> tuple[Array, Array]:
-    """The integers q − 8, and the scales."""
+def _symmetric(fmt: Format, w: Array, a: Array | None) -> tuple[Array, Array]:
+    """The integers q − z, and the scales."""
     high, low = w.max(0), w.min(0)
     extreme = np.where(high > -low, high, low)
-    bounds = _BOUNDS["q4"]
-    scale = _rounded(extreme / np.float32(-_DIVISORS[0]))
-    q = _quotient(w, scale, *bounds)
+    lowest, highest = bounds(fmt)
+    scale = _rounded(extreme / np.float32(lowest))
+    q = _quotient(w, scale, lowest, highest)
     least = _squared_error(w, q, scale, a)
     for divisor in _DIVISORS[1:]:
-        tried = _rounded(extreme / np.float32(-divisor))
-        error = _squared_error(w, _quotient(w, tried, *bounds), tried, a)
+        tried = _rounded(extreme / np.float32(lowest - divisor))
+        error = _squared_error(w, _quotient(w, tried, lowest, highest), tried, a)
         scale, least = np.where(error < least, tried, scale), np.minimum(error, least)
-    q = _quotient(w, scale, *bounds)
+    q = _quotient(w, scale, lowest, highest)
     weighted = q if a is None else q * a
     norm = _sum(weighted * q)
     fitted = _rounded(_sum(weighted * w) / np.where(norm == 0, np.float32(1), norm))
-    refitted = _quotient(w, fitted, *bounds)
+    refitted = _quotient(w, fitted, lowest, highest)
     better = _squared_error(w, refitted, fitted, a) < least
     return np.where(better, refitted, q), np.where(better, fitted, scale)
-
-
-_BOUNDS = {"q8": (-127, 127), "q4": (-8, 7)}
-"""The least and the greatest integer of each block format."""
 
 
 def _rounded(scale: Array) -> Array:
@@ -185,30 +191,50 @@ def _sum(x: Array) -> Array:
 def _pack(fmt: Format, q: Array, blocks: int) -> Array:
     """Pack integers (BLOCK, N) into stored rows without padding."""
     rows = q.astype(np.int8).T.reshape(-1, blocks * BLOCK)
-    if fmt.per_item == 2:
-        rows = (rows + np.int8(8)).view(np.uint8)
+    if fmt.bits < 8:
+        rows = (rows + np.int8(1 << fmt.bits - 1)).view(np.uint8)
     grouped = blocks // GROUP * GROUP * BLOCK
     fours = rows[:, :grouped].reshape(len(rows), -1, GROUP, BLOCK // FOUR, FOUR).swapaxes(2, 3)
     head, rest = fours.reshape(len(rows), -1), rows[:, grouped:]
-    if fmt.per_item == 2:
-        head, rest = _join(head, 4 * BLOCK), _join(rest, BLOCK)
+    if fmt.bits < 8:
+        head, rest = _join(head, GROUP * BLOCK, fmt.bits), _join(rest, RUN, fmt.bits)
     return np.concatenate([head, rest], axis=1)
 
 
-def _join(nibbles: Array, apart: int) -> Array:
-    """Pack two nibbles a byte: of every 2 `apart`, the second half goes to the upper bits (0 where there are none)."""
-    rows, columns = nibbles.shape
-    whole = np.zeros((rows, -(-columns // (2 * apart)) * 2 * apart), np.uint8)
-    whole[:, :columns] = nibbles
-    pairs = whole.reshape(rows, -1, 2, apart)
+def _join(integers: Array, run: int, bits: int) -> Array:
+    """Pack runs of so many integers below 8 bits (see `formats`), 0 where there are none."""
+    rows, columns = integers.shape
+    whole = np.zeros((rows, -(-columns // run) * run), np.uint8)
+    whole[:, :columns] = integers
+    runs = whole.reshape(rows, -1, run)
+    pairs = (runs & np.uint8(15)).reshape(rows, -1, 2, run // 2)
     joined: Array = pairs[:, :, 0] | pairs[:, :, 1] << np.uint8(4)
+    if bits > 4:
+        parts = (runs >> np.uint8(4)).reshape(rows, -1, *_upper_shape(run, bits))
+        upper = np.bitwise_or.reduce(parts << _upper_shifts(bits), axis=2)
+        joined = np.concatenate([joined, upper], axis=2)
     return joined.reshape(rows, -1)
 
 
-def _split(stored: Array, apart: int) -> Array:
+def _split(stored: Array, run: int, bits: int) -> Array:
     """The inverse of `_join`, on any leading axes."""
-    bytes_ = stored.reshape(*stored.shape[:-1], -1, 1, apart)
-    return np.concatenate([bytes_ & np.uint8(15), bytes_ >> np.uint8(4)], axis=-2).reshape(*stored.shape[:-1], -1)
+    runs = stored.reshape(*stored.shape[:-1], -1, run * bits // 8)
+    pairs = runs[..., None, : run // 2]
+    found = np.concatenate([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=-2).reshape(*runs.shape[:-1], run)
+    if bits > 4:
+        upper = runs[..., None, run // 2 :] >> _upper_shifts(bits) & np.uint8((1 << bits - 4) - 1)
+        found |= upper.reshape(found.shape) << np.uint8(4)
+    return found.reshape(*stored.shape[:-1], -1)
+
+
+def _upper_shape(run: int, bits: int) -> tuple[int, int]:
+    """Upper bits of a run: integers that share a byte, and bytes."""
+    return 8 // (bits - 4), run * (bits - 4) // 8
+
+
+def _upper_shifts(bits: int) -> Array:
+    """Where in a byte the upper bits of each of its integers begin."""
+    return np.arange(0, 8, bits - 4, dtype=np.uint8)[:, None]
 
 
 @dataclass(frozen=True)

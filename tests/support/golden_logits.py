@@ -19,9 +19,10 @@ from pi_runtime import load
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.data.weight_formats import REGISTER
 from support.paths import GOLDEN_LOGITS
+from support.stored import BLOCK_FORMATS
 from support.synthetic import counted_artifact, small_decoder
 
-FORMATS, MODES = ("f16", "q8", "q4"), ("dense", "predicted")
+FORMATS, MODES = ("f16", *BLOCK_FORMATS), ("dense", "predicted")
 _SHAPE = {"d_model": 352, "n_heads": 11, "n_kv_heads": 1, "head_dim": 32, "d_ff": 332}
 """A group of blocks, three blocks beside it, and an end of 12 columns, in which lanes are left over."""
 DECODERS = {

@@ -24,12 +24,14 @@ from pi_runtime.kernels.ffn.memory import Batch, Ffn, every_token, ffn_of
 
 F32 = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
+BLOCK_FORMATS = tuple(name for name in WEIGHT_FORMATS if FORMATS[name].quantised)
 GUARD_NBYTES = 4096
 """Bytes around each buffer that no kernel may write."""
 _GUARD = 0xA5
 _POISON = np.uint32(0x7FC00000)
 """NaN as float32; as the upper and the lower half of an integer no neuron, and no address of this process."""
 __all__ = [
+    "BLOCK_FORMATS",
     "WEIGHT_FORMATS",
     "GuardedWorkspace",
     "Layer",
@@ -87,33 +89,37 @@ def store(fmt: str, values: npt.ArrayLike) -> StoredMatrix:
 
 
 def store_integers(fmt: str, q_ND: npt.ArrayLike, scale: npt.ArrayLike) -> StoredMatrix:
-    """Put together a matrix of a block format byte by byte, from integers (q4: −8…7) and scales."""
+    """Put together a matrix of a block format byte by byte, from signed integers and scales."""
     q_ND = np.asarray(q_ND, np.int64)
     rows, columns = q_ND.shape
     f, blocks = FORMATS[fmt], -(-columns // BLOCK)
     stored = np.zeros(f.stored_shape((rows, columns)), f.stored)
-    if fmt == "q4" and columns % BLOCK:  # whole blocks are stored
+    if f.bits < 8 and columns % BLOCK:  # whole blocks are stored
         q_ND = np.pad(q_ND, ((0, 0), (0, -columns % BLOCK)))
     scales = np.zeros(FORMATS["scale"].stored_shape((rows, blocks)), np.float16)
     scales[:, :blocks] = scale
     for column, q_N in enumerate(q_ND.T):
-        index, half = _stored_index(column, blocks)
+        index, run = _stored_index(column, blocks)
         if fmt == "q8":
             stored[:, index] = q_N
-        else:
-            at = index // (2 * half) * half + index % half
-            stored[:, at] |= (q_N + 8 << 4 * (index // half % 2)).astype(np.uint8)
+            continue
+        code_N, inside = (q_N + (1 << f.bits - 1)).astype(np.uint8), index % run
+        at = (index - inside) * f.bits // 8
+        stored[:, at + inside % (run // 2)] |= (code_N & 15) << 4 * (inside // (run // 2))
+        if f.bits > 4:
+            upper, nbytes = f.bits - 4, run * (f.bits - 4) // 8
+            stored[:, at + run // 2 + inside % nbytes] |= code_N >> 4 << upper * (inside // nbytes)
     values = q_ND[:, :columns] * np.repeat(scales[:, :blocks].astype(np.float32), BLOCK, -1)[:, :columns]
     return StoredMatrix(fmt, stored, values.astype(np.float32), scales)
 
 
 def _stored_index(column: int, blocks: int) -> tuple[int, int]:
-    """Index of a column in a stored row, and the distance of the indices that share a byte of q4."""
+    """Index of a column in a stored row, and how many integers below 8 bits are stored together there."""
     group, inside = divmod(column, 8 * BLOCK)
     if group >= blocks // 8:
-        return column, BLOCK
+        return column, 2 * BLOCK
     block, k, j = inside // 32, inside % 32 // 4, inside % 4
-    return group * 8 * BLOCK + 32 * k + 4 * block + j, 4 * BLOCK
+    return group * 8 * BLOCK + 32 * k + 4 * block + j, 8 * BLOCK
 
 
 def quantised_inputs(fmt: int, x_TD: F32) -> npt.NDArray[np.uint8]:

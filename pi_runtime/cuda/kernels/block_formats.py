@@ -1,12 +1,13 @@
-"""How kernels read rows of the block formats q8 and q4 (see `artifact.formats`): as words, and element by element.
+"""How kernels read whole groups of blocks in rows of block formats (see `artifact.formats`): as words.
 
-Whole groups of eight blocks are read as words of 32 bits. A word has four columns of a block in q8, eight in q4, and
-words 8 k + b of a group belong to block b. A thread takes four neighbouring words of some rows: 16 bytes, four
-neighbouring scales, and of the vector runs of four numbers, which it keeps for all its rows. The up to seven blocks
-behind the last whole group are read element by element, a stored byte being one element.
+Whole groups of eight blocks are read as words of 32 bits. A word has four columns of a block in q8, eight in the
+others, and words 8 k + b of a group belong to block b. The upper bits of q5 and q6 come with a word of their own. A
+thread takes four neighbouring words of some rows: 16 bytes, four neighbouring scales, and of the vector runs of four
+numbers, which it keeps for all its rows. What lies behind the last whole group is read element by element (see
+`stored_elements`).
 
-A byte of q8 is converted. Of q4 one mask and one "or" make two numbers. With u and u' the integers of two nibbles that
-are 16 bits apart,
+Integers of q8, q5 and q6 are converted. Of q4 one mask and one "or" make two numbers. With u and u' the integers of
+two nibbles that are 16 bits apart,
 
     v = (word, shifted) & 0x00780078 | 0x41804180         as float32:  v = 16 + u + c + u' / 2¹⁶,  c = 0x4180 / 2¹⁹
     v << 16                                               as float32:  16 + u'
@@ -15,10 +16,10 @@ are 16 bits apart,
 
 where the last two terms do not depend on the row. Sums of so few numbers lose nothing that counts to the 24.
 
-Only this module knows how values lie in a block format: a further format needs its branches in the functions below that
-ask for `_Q4` or `_Q8`. `m` is a matrix as kernels take it (`matrix.StoredRows`).
+Only these two modules know how values lie in a block format; a format of four lower bits and some upper ones needs no
+branch in them. `m` is a matrix as kernels take it (`matrix.StoredRows`).
 
-Shape letters: R rows, C stored elements, W words, Q = W / 4 threads' worth of words.
+Shape letters: R rows, W words, Q = W / 4 threads' worth of words.
 """
 
 import triton
@@ -27,10 +28,9 @@ import triton.language as tl
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.cuda.kernels.matrix import WORDS_PER_GROUP
 
-_Q8 = tl.constexpr(FORMATS["q8"].code)
 _Q4 = tl.constexpr(FORMATS["q4"].code)
 _WORDS_PER_GROUP = {FORMATS[name].code: words for name, words in WORDS_PER_GROUP.items()}
-_VALUES_PER_ELEMENT = {fmt.code: fmt.per_item for fmt in FORMATS.values()}
+_UPPER_BITS = {fmt.code: max(fmt.block_bits - 4, 0) if fmt.block_bits < 8 else 0 for fmt in FORMATS.values()}
 _OWN = tl.constexpr(24.0)
 _BEYOND = tl.constexpr(24.0 + 0x4180 / 2**19 - 2**-12)
 _PART = tl.constexpr(2.0**-16)
@@ -43,9 +43,9 @@ def in_blocks(fmt):
 
 
 @triton.constexpr_function
-def values_per_element(fmt):
-    """Values in one stored element."""
-    return _VALUES_PER_ELEMENT[fmt]
+def upper_bits(fmt):
+    """Bits of an integer that do not lie with its lower four."""
+    return _UPPER_BITS[fmt]
 
 
 @triton.constexpr_function
@@ -67,68 +67,6 @@ def groups_of(columns):
 
 
 @triton.jit
-def first_left_element(m):
-    """The first stored element behind the last whole group."""
-    return groups_of(m.columns) * (4 * words_per_group(m.fmt))
-
-
-@triton.jit
-def stored_tile(m, row_R, mask_R, element_C):
-    """[R, C] stored elements."""
-    at_R1 = (row_R.to(tl.int64) * m.stride)[:, None]
-    mask_RC = mask_R[:, None] & (element_C < m.width)[None, :]
-    return tl.load(m.elements + at_R1 + element_C[None, :], mask=mask_RC, other=0)
-
-
-@triton.jit
-def _column_at(place, columns):
-    """The column at a place of a row: in groups of eight blocks fours of columns are interleaved."""
-    grouped = groups_of(columns) * 256
-    inside = place % 256
-    column = place - inside + inside % 32 // 4 * 32 + inside // 32 * 4 + inside % 4
-    return tl.where(place < grouped, column, place)
-
-
-@triton.jit
-def _nibble_place(byte, columns, UPPER: tl.constexpr):
-    """The place in the lower or the upper four bits of a q4 row's byte."""
-    grouped = groups_of(columns) * 128
-    left = byte - grouped
-    place = tl.where(byte < grouped, byte // 128 * 256 + byte % 128, 2 * grouped + left // 32 * 64 + left % 32)
-    if UPPER:
-        place += tl.where(byte < grouped, 128, 32)
-    return place
-
-
-@triton.jit
-def element_column(m, element, VALUE: tl.constexpr):
-    """The column of value VALUE of a stored element of a row, in any format."""
-    column = element
-    if m.fmt == _Q8:
-        column = _column_at(element, m.columns)
-    if m.fmt == _Q4:
-        column = _column_at(_nibble_place(element, m.columns, VALUE == 1), m.columns)
-    return column
-
-
-@triton.jit
-def element_weights(m, stored_RC, row_R, mask_R, column_C, VALUE: tl.constexpr):
-    """[R, C] value VALUE of stored elements as float32, times its scale where the format has one."""
-    if m.fmt == _Q4:
-        if VALUE == 0:
-            weight_RC = ((stored_RC & 15).to(tl.int32) - 8).to(tl.float32)
-        else:
-            weight_RC = ((stored_RC >> 4).to(tl.int32) - 8).to(tl.float32)
-    else:
-        weight_RC = stored_RC.to(tl.float32)
-    if in_blocks(m.fmt):
-        at_R1 = (row_R.to(tl.int64) * m.scales_stride)[:, None]
-        mask_RC = mask_R[:, None] & (column_C < m.columns)[None, :]
-        weight_RC *= tl.load(m.scales + at_R1 + (column_C // 32)[None, :], mask=mask_RC, other=0.0).to(tl.float32)
-    return weight_RC
-
-
-@triton.jit
 def words_of(m):
     """Words in a row's whole groups."""
     return groups_of(m.columns) * words_per_group(m.fmt)
@@ -142,11 +80,34 @@ def word_column(m, word):
 
 
 @triton.jit
-def word_tile(m, row_R, word_W, mask_RW):
-    """[R, W] words of these rows."""
+def _words_at(m, row_R, at_W, mask_RW):
+    """[R, W] words of these rows at places of a row."""
     words = m.elements.to(tl.pointer_type(tl.int32))
     at_R1 = (row_R.to(tl.int64) * (m.stride // 4))[:, None]
-    return tl.load(words + at_R1 + word_W[None, :], mask=mask_RW, other=0)
+    return tl.load(words + at_R1 + at_W[None, :], mask=mask_RW, other=0)
+
+
+@triton.jit
+def word_tile(m, row_R, word_W, mask_RW):
+    """[R, W] words of these rows."""
+    if upper_bits(m.fmt):
+        word_W = tl.max_contiguous(tl.multiple_of(word_W + word_W // 32 * 8 * upper_bits(m.fmt), 4), 4)
+    return _words_at(m, row_R, word_W, mask_RW)
+
+
+@triton.jit
+def upper_tile(m, row_R, word_W, mask_RW):
+    """[R, W] words with the upper bits of these words' integers, each in the byte and half that the lower ones have.
+
+    Beside them are bits of other integers. 0 where the format has none.
+    """
+    BITS: tl.constexpr = upper_bits(m.fmt)
+    upper_RW = 0
+    if BITS:
+        at_W = word_W // 32 * (32 + 8 * BITS) + 32 + word_W % (8 * BITS)
+        upper_RW = _words_at(m, row_R, tl.max_contiguous(tl.multiple_of(at_W, 4), 4), mask_RW)
+        upper_RW >>= (word_W % 32 // (8 * BITS) * BITS)[None, :]
+    return upper_RW
 
 
 @triton.jit
@@ -165,17 +126,21 @@ def _byte(word, J: tl.constexpr):
 
 
 @triton.jit
-def _nibble(word, BIT: tl.constexpr):
-    """The number u − 8 of the nibble at bit BIT of a word of q4, by itself."""
-    return (((word >> BIT) & 15) - 8).to(tl.float32)
+def _integer(m, word, upper, BIT: tl.constexpr):
+    """The number u − z whose lower bits are the nibble at bit BIT of a word, by itself."""
+    BITS: tl.constexpr = upper_bits(m.fmt)
+    u = (word >> BIT) & 15
+    if BITS:
+        u += ((upper >> BIT) & (1 << BITS) - 1) << 4
+    return (u - (8 << BITS)).to(tl.float32)
 
 
 @triton.jit
-def word_run(m, word, RUN: tl.constexpr):
+def word_run(m, word, upper, RUN: tl.constexpr):
     """The four numbers of run RUN of each word, without their scale."""
-    if m.fmt == _Q4:
-        q0, q1 = _nibble(word, 4 * RUN), _nibble(word, 8 + 4 * RUN)
-        q2, q3 = _nibble(word, 16 + 4 * RUN), _nibble(word, 24 + 4 * RUN)
+    if runs_per_word(m.fmt) == 2:
+        q0, q1 = _integer(m, word, upper, 4 * RUN), _integer(m, word, upper, 8 + 4 * RUN)
+        q2, q3 = _integer(m, word, upper, 16 + 4 * RUN), _integer(m, word, upper, 24 + 4 * RUN)
     else:
         q0, q1, q2, q3 = _byte(word, 0), _byte(word, 1), _byte(word, 2), _byte(word, 3)
     return q0, q1, q2, q3
@@ -207,7 +172,7 @@ def _add_pair(low_sum_RW, high_sum_RW, h_RW, w_RW, BIT: tl.constexpr, nibble_mas
 
 
 @triton.jit
-def add_words(m, w_RW, h_RW, nibble_mask, h_sum_RW, sums_RW):
+def add_words(m, w_RW, upper_RW, h_RW, nibble_mask, h_sum_RW, sums_RW):
     """Running sums of h times each number of a word: four for its first run, and four for its second.
 
     `h_RW` includes the scales. The sums of q4 include what its numbers are raised by, until `added_words` subtracts it.
@@ -220,10 +185,17 @@ def add_words(m, w_RW, h_RW, nibble_mask, h_sum_RW, sums_RW):
         s4_RW, s6_RW = _add_pair(s4_RW, s6_RW, h_RW, w_RW, 4, nibble_mask)
         s5_RW, s7_RW = _add_pair(s5_RW, s7_RW, h_RW, w_RW, 12, nibble_mask)
     else:
-        s0_RW += h_RW * _byte(w_RW, 0)
-        s1_RW += h_RW * _byte(w_RW, 1)
-        s2_RW += h_RW * _byte(w_RW, 2)
-        s3_RW += h_RW * _byte(w_RW, 3)
+        q0_RW, q1_RW, q2_RW, q3_RW = word_run(m, w_RW, upper_RW, 0)
+        s0_RW += h_RW * q0_RW
+        s1_RW += h_RW * q1_RW
+        s2_RW += h_RW * q2_RW
+        s3_RW += h_RW * q3_RW
+        if runs_per_word(m.fmt) == 2:
+            q4_RW, q5_RW, q6_RW, q7_RW = word_run(m, w_RW, upper_RW, 1)
+            s4_RW += h_RW * q4_RW
+            s5_RW += h_RW * q5_RW
+            s6_RW += h_RW * q6_RW
+            s7_RW += h_RW * q7_RW
     return h_sum_RW, (s0_RW, s1_RW, s2_RW, s3_RW, s4_RW, s5_RW, s6_RW, s7_RW)
 
 
@@ -266,6 +238,16 @@ def _add_pair_dots(sum_RW, w_RW, BIT: tl.constexpr, nibble_mask, low_W, high_W):
 
 
 @triton.jit
+def _run_dots(m, w_RW, upper_RW, RUN: tl.constexpr, x0_W, x1_W, x2_W, x3_W):
+    """Sums of run RUN of each word times its four numbers of x."""
+    q0_RW, q1_RW, q2_RW, q3_RW = word_run(m, w_RW, upper_RW, RUN)
+    sum_RW = q0_RW * x0_W[None, :]
+    sum_RW += q1_RW * x1_W[None, :]
+    sum_RW += q2_RW * x2_W[None, :]
+    return sum_RW + q3_RW * x3_W[None, :]
+
+
+@triton.jit
 def word_dots(m, row_R, mask_R, x, R: tl.constexpr, W: tl.constexpr):
     """[R] row · x over whole groups. Where `mask_R` is false, the row is not read and the result is 0."""
     sums_RW = tl.zeros([R, W], tl.float32)
@@ -288,9 +270,10 @@ def word_dots(m, row_R, mask_R, x, R: tl.constexpr, W: tl.constexpr):
             sum_RW = _add_pair_dots(sum_RW, w_RW, 4, nibble_mask, x4_W, x6_W)
             sum_RW = _add_pair_dots(sum_RW, w_RW, 12, nibble_mask, x5_W, x7_W)
         else:
-            sum_RW = _byte(w_RW, 0) * x0_W[None, :]
-            sum_RW += _byte(w_RW, 1) * x1_W[None, :]
-            sum_RW += _byte(w_RW, 2) * x2_W[None, :]
-            sum_RW += _byte(w_RW, 3) * x3_W[None, :]
+            upper_RW = upper_tile(m, row_R, word_W, mask_RW)
+            sum_RW = _run_dots(m, w_RW, upper_RW, 0, x0_W, x1_W, x2_W, x3_W)
+            if runs_per_word(m.fmt) == 2:
+                x4_W, x5_W, x6_W, x7_W = _runs(x, first_Q + 16, limit, W)
+                sum_RW += _run_dots(m, w_RW, upper_RW, 1, x4_W, x5_W, x6_W, x7_W)
         sums_RW += sum_RW * scale_RW
     return tl.sum(sums_RW, 1)

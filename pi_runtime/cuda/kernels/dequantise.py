@@ -8,11 +8,8 @@ import triton
 import triton.language as tl
 
 from pi_runtime.cuda.kernels.block_formats import (
-    element_column,
-    element_weights,
     runs_per_word,
-    stored_tile,
-    values_per_element,
+    upper_tile,
     word_column,
     word_run,
     word_scales,
@@ -20,6 +17,7 @@ from pi_runtime.cuda.kernels.block_formats import (
     words_of,
 )
 from pi_runtime.cuda.kernels.matrix import DeviceMatrix
+from pi_runtime.cuda.kernels.stored_elements import element_column, element_weights, stored_tile, values_per_element
 
 _ROWS, _WIDTH, _WORDS = 64, 32, 32
 """Rows of a tile, and its width in stored elements or words."""
@@ -66,12 +64,12 @@ def _dequantise_words(
     row_R = _source_rows(rows, offset, token_R, mask_R)
     word_W = tl.program_id(1) * W + tl.arange(0, W)
     mask_RW = mask_R[:, None] & (word_W < words_of(m))[None, :]
-    w_RW = word_tile(m, row_R, word_W, mask_RW)
+    w_RW, upper_RW = word_tile(m, row_R, word_W, mask_RW), upper_tile(m, row_R, word_W, mask_RW)
     scale_RW = word_scales(m, row_R, word_W, mask_RW)
     at_R = token_R.to(tl.int64) * y_stride
     for run in tl.static_range(runs_per_word(m.fmt)):
         # Each word's run of four neighbouring columns.
-        q0_RW, q1_RW, q2_RW, q3_RW = word_run(m, w_RW, run)
+        q0_RW, q1_RW, q2_RW, q3_RW = word_run(m, w_RW, upper_RW, run)
         w_RW4 = tl.join(tl.join(q0_RW * scale_RW, q2_RW * scale_RW), tl.join(q1_RW * scale_RW, q3_RW * scale_RW))
         column_W4 = (word_column(m, word_W) + 16 * run)[:, None] + tl.arange(0, 4)[None, :]
         at_RW4 = y + at_R[:, None, None] + column_W4[None, :, :]
@@ -90,7 +88,7 @@ def _dequantise(
     stored_RC = stored_tile(m, row_R, mask_R, element_C)
     for value in tl.static_range(values_per_element(m.fmt)):
         column_C = element_column(m, element_C, value)
-        weight_RC = element_weights(m, stored_RC, row_R, mask_R, column_C, value)
+        weight_RC = element_weights(m, stored_RC, row_R, mask_R, element_C, column_C, value)
         mask_RC = mask_R[:, None] & ((element_C < m.width) & (column_C < m.columns))[None, :]
         at_RC = y + (token_R.to(tl.int64) * y_stride)[:, None] + column_C[None, :]
         _store(at_RC, weight_RC, mask_RC, ADD)

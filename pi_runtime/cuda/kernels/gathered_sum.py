@@ -13,12 +13,9 @@ import triton.language as tl
 from pi_runtime.cuda.kernels.block_formats import (
     add_words,
     added_words,
-    element_column,
-    element_weights,
     nibble_mask_of,
     runs_per_word,
-    stored_tile,
-    values_per_element,
+    upper_tile,
     word_column,
     word_scales,
     word_tile,
@@ -26,6 +23,7 @@ from pi_runtime.cuda.kernels.block_formats import (
 )
 from pi_runtime.cuda.kernels.compaction import NeuronList, list_entry, list_length
 from pi_runtime.cuda.kernels.matrix import DeviceMatrix
+from pi_runtime.cuda.kernels.stored_elements import element_column, element_weights, stored_tile, values_per_element
 from pi_runtime.cuda.kernels.tiling import Tiling, tile_and_token
 
 
@@ -75,9 +73,9 @@ def _gathered_axpy(m, listed, h, sums, tokens, h_stride, first, SPLITS: tl.const
         row_R = list_entry(listed, token, n_R, mask_R)
         h_R1 = tl.load(h + n_R, mask=mask_R, other=0.0)[:, None]
         stored_RC = stored_tile(m, row_R, mask_R, element_C)
-        sums_RC += h_R1 * element_weights(m, stored_RC, row_R, mask_R, column_C, 0)
+        sums_RC += h_R1 * element_weights(m, stored_RC, row_R, mask_R, element_C, column_C, 0)
         if VALUES == 2:
-            sums2_RC += h_R1 * element_weights(m, stored_RC, row_R, mask_R, column2_C, 1)
+            sums2_RC += h_R1 * element_weights(m, stored_RC, row_R, mask_R, element_C, column2_C, 1)
     out = sums + (token * SPLITS + tl.program_id(1)) * m.columns
     tl.store(out + column_C, tl.sum(sums_RC, 0), mask=(element_C < m.width) & (column_C < m.columns))
     if VALUES == 2:
@@ -104,10 +102,10 @@ def _gathered_axpy_words(
             mask_R = n_R < end
             row_R = list_entry(listed, token, n_R, mask_R)
             mask_RW = mask_R[:, None] & mask_W[None, :]
-            w_RW = word_tile(m, row_R, word_W, mask_RW)
+            w_RW, upper_RW = word_tile(m, row_R, word_W, mask_RW), upper_tile(m, row_R, word_W, mask_RW)
             h_RW = word_scales(m, row_R, word_W, mask_RW)
             h_RW *= tl.load(h + n_R, mask=mask_R, other=0.0)[:, None]
-            h_sum_RW, sums_RW = add_words(m, w_RW, h_RW, nibble_mask, h_sum_RW, sums_RW)
+            h_sum_RW, sums_RW = add_words(m, w_RW, upper_RW, h_RW, nibble_mask, h_sum_RW, sums_RW)
     first_RW, second_RW = added_words(m, h_sum_RW, sums_RW)
     out, column_W = sums + (token * SPLITS + tl.program_id(1)) * m.columns, word_column(m, word_W)
     if runs_per_word(m.fmt) == 2:

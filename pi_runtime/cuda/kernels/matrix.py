@@ -23,12 +23,12 @@ DTYPES: Mapping[str, torch.dtype] = {
 """Torch's dtype for the stored values of each format; scales are float16."""
 _GROUP = 8
 """Blocks of a group, in which columns are interleaved."""
+VALUES_PER_ELEMENT: Mapping[str, int] = {name: 2 if 0 < f.block_bits < 8 else 1 for name, f in FORMATS.items()}
+"""Values in one stored element; below 8 bits an element is a byte with the lower bits of two."""
 WORDS_PER_GROUP: Mapping[str, int] = {
-    name: _GROUP * BLOCK // FORMATS[name].per_item * FORMATS[name].itemsize // 4
-    for name in DTYPES
-    if FORMATS[name].quantised
+    name: _GROUP * BLOCK // VALUES_PER_ELEMENT[name] // 4 for name in DTYPES if FORMATS[name].quantised
 }
-"""Words of 32 bits in a group of each block format."""
+"""Words of 32 bits in a group of each block format; upper bits are not counted."""
 
 
 class StoredRows(NamedTuple):
@@ -42,7 +42,7 @@ class StoredRows(NamedTuple):
     rows: int
     columns: int
     width: int
-    """Stored elements that hold columns."""
+    """Stored elements that hold columns, upper bits not counted."""
     fmt: tl.constexpr
     """The format's number, which kernels branch on when they are compiled."""
 
@@ -79,18 +79,18 @@ class DeviceMatrix:
 
     @property
     def width(self) -> int:
-        """Stored elements that hold columns."""
-        per_item = FORMATS[self.format].per_item
-        if per_item == 1:
+        """Stored elements that hold columns, upper bits not counted."""
+        per_element = VALUES_PER_ELEMENT[self.format]
+        if per_element == 1:
             return self.columns
         # In a group an element holds columns of two halves of the group, behind the last one columns of two blocks.
         blocks = -(-self.columns // BLOCK)
         grouped, left = blocks // _GROUP * _GROUP, blocks % _GROUP
-        return grouped * BLOCK // per_item + -(-left // per_item) * BLOCK
+        return grouped * BLOCK // per_element + -(-left // per_element) * BLOCK
 
     @property
     def words(self) -> int | None:
-        """Words of 32 bits in the whole groups of a row; None for a format without blocks."""
+        """Words of 32 bits in the whole groups of a row, upper bits not counted; None for a format without blocks."""
         per_group = WORDS_PER_GROUP.get(self.format)
         return None if per_group is None else -(-self.columns // BLOCK) // _GROUP * per_group
 

@@ -12,16 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from pi_runtime.cuda.kernels.block_formats import (
+from pi_runtime.cuda.kernels.block_formats import in_blocks, word_dots
+from pi_runtime.cuda.kernels.matrix import DeviceMatrix
+from pi_runtime.cuda.kernels.stored_elements import (
     element_column,
     element_weights,
     first_left_element,
-    in_blocks,
     stored_tile,
     values_per_element,
-    word_dots,
 )
-from pi_runtime.cuda.kernels.matrix import DeviceMatrix
 from pi_runtime.cuda.kernels.tiling import Tiling, tile_and_token
 
 LEFT = tl.constexpr(64)
@@ -56,7 +55,7 @@ def _left_dots(m, row_R, mask_R, x, R: tl.constexpr):
         for value in tl.static_range(values_per_element(m.fmt)):
             column_C = element_column(m, element_C, value)
             x_C = tl.load(x + column_C, mask=(element_C < m.width) & (column_C < m.columns), other=0.0)
-            sums_RC += element_weights(m, stored_RC, row_R, mask_R, column_C, value) * x_C[None, :]
+            sums_RC += element_weights(m, stored_RC, row_R, mask_R, element_C, column_C, value) * x_C[None, :]
     return tl.sum(sums_RC, 1)
 
 

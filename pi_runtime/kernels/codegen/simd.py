@@ -107,6 +107,15 @@ def splat(b: Any, value: Any, n: int) -> Any:
     return shuffle(b, b.insert_element(undefined, value, ir.Constant(I32, 0)), undefined, [0] * n)
 
 
+def moved(b: Any, values: Any, bits: Sequence[int]) -> Any:
+    """Each lane moved to the right by so many bits: all to the right, or all to the left where they are negative."""
+    if not any(bits):
+        return values
+    assert min(bits) >= 0 or max(bits) <= 0, bits
+    amounts = ir.Constant(values.type, [abs(n) for n in bits])
+    return b.shl(values, amounts) if min(bits) < 0 else b.lshr(values, amounts)
+
+
 def halves_added(b: Any, values: Any, lanes: int) -> Any:
     """The sum of each so many lanes: the upper half of them is added to the lower one until one lane is left."""
     while lanes > 1:
@@ -155,9 +164,8 @@ def switch(b: Any, code: Any, cases: Mapping[int, Callable[[], Any]]) -> Any:
 def dot_bytes(b: Any, sums: Any, weights: Any, x: Any, *, signed: bool) -> Any:
     """sums_i + Σ_{j<4} w_{4i+j} x_{4i+j} in 32 bits; x has signed bytes.
 
-    With vpdpbusd the weights are unsigned bytes. Without it they are what the artifact holds: signed bytes of q8 or
-    unsigned ones of q4, at most 15. On AVX2 the signs of q8 move to x so that the sum of a pair (2 · 127²) stays
-    within 16 bits.
+    With vpdpbusd the weights are unsigned bytes. Without it they are signed bytes of q8, or unsigned ones of at most
+    63. On AVX2 the signs of q8 move to x so that the sum of a pair (2 · 127²) stays within 16 bits.
     """
     lanes, kind = sums.type.count, sums.type
     if ISA.dot:

@@ -16,7 +16,7 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pi_runtime.artifact.formats import BLOCK, FORMATS, ROW_ALIGN, WEIGHT_FORMATS
+from pi_runtime.artifact.formats import BLOCK, FORMATS, ROW_ALIGN, RUN, WEIGHT_FORMATS
 from pi_runtime.kernels.codegen import float16
 from pi_runtime.kernels.codegen.jit import device, public
 
@@ -159,7 +159,8 @@ def is_quantised(fmt: int) -> bool:
 @public
 def row_stride(fmt: int, columns: int) -> int:
     """Bytes from one stored row to the next, scales not counted."""
-    return ((columns * _BITS_F[fmt] + 7) // 8 + ROW_ALIGN - 1) // ROW_ALIGN * ROW_ALIGN
+    run = RUN if fmt in _QUANTISED else 1
+    return ((columns + run - 1) // run * run * _BITS_F[fmt] // 8 + ROW_ALIGN - 1) // ROW_ALIGN * ROW_ALIGN
 
 
 @public

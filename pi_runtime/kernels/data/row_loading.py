@@ -79,9 +79,9 @@ def _emit_groups(f: BlockFormat, b: Any, row: Any, scales: Any, first: Any, grou
     row, scales, out = (v.pointer(b, address) for address in (row, scales, out))
     with cgutils.for_range(b, groups) as loop:
         group, at = b.add(first, loop.index), b.mul(loop.index, v.offset(4 * GROUP_COLUMNS))
-        stored = b.mul(group, v.offset(f.group_nbytes))
-        read = [v.load(b, row, b.add(stored, v.offset(k)), v.vec(v.I8, 32)) for k in range(0, f.group_nbytes, 32)]
-        parts = zip(*[f.signed(b, w_J) for w_J in read], strict=True)  # all lower bits come before all upper ones
+        run = f.group(b, row, group)
+        read = [f.signed(b, run, k, 32) for k in range(0, GROUP_COLUMNS // f.per_byte, 32)]
+        parts = zip(*read, strict=True)  # all of the first part come before all of the second
         fours = v.transpose(b, [b.bitcast(w_J, v.vec(v.I32, 8)) for part in parts for w_J in part])
         s_B = f.scales(b, [scales], b.mul(group, v.offset(8)), 8)
         for block, w_Q in enumerate(fours):
@@ -107,9 +107,9 @@ def _load_groups(typing_context: Any, fmt: Any, row: Any, scales: Any, first: An
 def _emit_single(f: BlockFormat, b: Any, row: Any, block: Any, scale: Any, out: Any) -> None:
     """Emit the loading of one block outside the groups for one format."""
     # Groups have an even number of blocks, so that blocks share bytes in the same way here.
-    place = b.mul(b.udiv(block, v.offset(f.per_byte)), v.offset(BLOCK))
-    parts = f.signed(b, v.load(b, v.pointer(b, row), place, v.vec(v.I8, BLOCK)))
-    q_J, which = parts[0], b.urem(block, v.offset(f.per_byte))
+    which = b.urem(block, v.offset(f.per_byte))
+    parts = f.signed(b, f.single(b, v.pointer(b, row), b.sub(block, which)), 0, BLOCK)
+    q_J = parts[0]
     for k, part in enumerate(parts[1:], 1):
         q_J = b.select(b.icmp_signed("==", which, v.offset(k)), part, q_J)
     floats = b.sitofp(b.sext(q_J, v.vec(v.I32, BLOCK)), v.vec(v.F32, BLOCK))

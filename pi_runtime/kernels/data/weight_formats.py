@@ -5,14 +5,14 @@ one that a matrix has. A further block format is one more class here: how many b
 stands for 0, and how stored bytes become registers of weights.
 """
 
-# The signatures of `generate` are numba's.
-# ruff: noqa: ARG001
+# The signatures of `generate` are numba's, and a format does not need all that another one does.
+# ruff: noqa: ARG001, ARG002
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import types
 from numba.extending import intrinsic
@@ -58,11 +58,21 @@ class FloatFormat:
         return found if self.stored == v.F32 else b.bitcast(b.shl(b.zext(found, v.I32), v.I32(16)), v.F32)
 
 
+class Run(NamedTuple):
+    """Integers of a row of blocks that are stored together: a group, or blocks outside the groups."""
+
+    row: Any
+    """Pointer to the row."""
+    at: Any
+    """Bytes from there to the first integer."""
+    size: int
+    """How many integers they are."""
+
+
 class BlockFormat(ABC):
     """Integers in blocks of `BLOCK` columns that share a scale; a weight is scale · (stored integer − `zero`).
 
-    A stored byte holds `8 / bits` weights: in a group, those of a register's lower bits come half a group before those
-    of its upper bits, and behind the groups a block before.
+    The integers of a run lie in `per_byte` parts: byte k holds index k of each part (see `artifact.formats`).
     """
 
     bits: int
@@ -71,34 +81,49 @@ class BlockFormat(ABC):
     """The unsigned integer that stands for 0."""
     unsigned: bool
     """Whether `factors` are unsigned bytes, as `unpack` gives them, or signed ones."""
+    per_byte: int
+    """Weights that share a byte."""
 
     @abstractmethod
-    def unpack(self, b: Any, stored: Any) -> list[Any]:
-        """A register of stored bytes as registers of unsigned bytes, one weight each, `zero` above what they mean."""
+    def unpack(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
+        """The integers k to k + n of each part, as a register of unsigned bytes, `zero` above what they mean."""
+
+    def words(self, b: Any, group: Run, line: Any, half: int) -> list[Any]:
+        """The lower or the upper half of a line of a group, as a register of 16-bit words; then, if there are upper
+        bits, a register with those of the same integers."""
+        at = b.add(b.add(group.at, b.mul(line, v.offset(v.LINE))), v.offset(32 * half))
+        return [v.load(b, group.row, at, v.vec(v.I16, 16))]
 
     @abstractmethod
-    def pairs(self, b: Any, words: Any) -> list[Any]:
-        """A register of 16-bit words as unsigned words of one weight: for each register of `unpack`, those of its even
+    def pairs(self, b: Any, words: Sequence[Any], half: int) -> list[Any]:
+        """What `words` gives, its words in any order, as unsigned words of one weight: for each part, those of its even
         bytes, then those of its odd ones."""
 
-    def factors(self, b: Any, stored: Any) -> list[Any]:
-        """A register of stored bytes as registers that `v.dot_bytes` multiplies."""
-        return self.unpack(b, stored)
+    @abstractmethod
+    def integer(self, b: Any, row: Any, at: Any, inside: Any, count: Any) -> Any:
+        """One unsigned integer, 32 bits wide: index `inside` of the run of `count` integers from `at` on."""
 
-    def signed(self, b: Any, stored: Any) -> list[Any]:
-        """A register of stored bytes as registers of signed bytes: the integers that multiply the scale."""
+    def factors(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
+        """The same integers as `unpack`'s as registers that `v.dot_bytes` multiplies."""
+        return self.unpack(b, run, k, n)
+
+    def signed(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
+        """The same integers as `unpack`'s as registers of signed bytes: the integers that multiply the scale."""
         zero = self.zero - 256 * (self.zero > 127)  # the same byte as a signed one
-        return [b.sub(w_J, v.const(v.I8, w_J.type.count, zero)) for w_J in self.unpack(b, stored)]
-
-    @property
-    def per_byte(self) -> int:
-        """Weights in a stored byte."""
-        return 8 // self.bits
+        return [b.sub(w_J, v.const(v.I8, n, zero)) for w_J in self.unpack(b, run, k, n)]
 
     @property
     def group_nbytes(self) -> int:
         """Stored bytes of a group."""
-        return GROUP_COLUMNS // self.per_byte
+        return GROUP_COLUMNS * self.bits // 8
+
+    def group(self, b: Any, row: Any, group: Any) -> Run:
+        """A group of a row."""
+        return Run(row, b.mul(group, v.offset(self.group_nbytes)), GROUP_COLUMNS)
+
+    def single(self, b: Any, row: Any, block: Any) -> Run:
+        """The blocks outside the groups that share their bytes, from `block` on."""
+        return Run(row, b.mul(block, v.offset(BLOCK * self.bits // 8)), BLOCK * self.per_byte)
 
     def scales(self, b: Any, rows: Sequence[Any], block: Any, n: int) -> Any:
         """The scales of n blocks from `block` on, of some rows side by side, as float32."""
@@ -109,43 +134,97 @@ class BlockFormat(ABC):
         """What sums of `factors` times integers start at, whose negative sums are given: −zero times their sum."""
         return b.mul(negative_sums, v.const(v.I32, negative_sums.type.count, self.zero if self.unsigned else 0))
 
-    def load_one(self, b: Any, row: Any, index: Any, apart: Any) -> Any:
-        """The integer at a stored index; weights of the same byte are `apart` indices from each other."""
-        both = b.mul(apart, v.offset(self.per_byte))
-        at = b.add(b.mul(b.udiv(index, both), apart), b.urem(index, apart))
-        some, which = self.signed(b, v.load(b, row, at, v.vec(v.I8, 1))), b.udiv(b.urem(index, both), apart)
-        found = some[0]
-        for k, other in enumerate(some[1:], 1):
-            found = b.select(b.icmp_signed("==", which, v.offset(k)), other, found)
-        return b.sext(b.extract_element(found, v.I32(0)), v.I32)
+    def load_one(self, b: Any, row: Any, index: Any, count: Any) -> Any:
+        """The signed integer at a stored index, in a run of `count` integers."""
+        inside = b.urem(index, count)
+        at = b.udiv(b.mul(b.sub(index, inside), v.offset(self.bits)), v.offset(8))
+        return b.sub(self.integer(b, row, at, inside, count), v.I32(self.zero))
 
 
-class _Q8(BlockFormat):
-    bits, zero, unsigned = 8, 128, ISA.dot
+class _Bytes(BlockFormat):
+    bits, zero, unsigned, per_byte = 8, 128, ISA.dot, 1
 
-    def unpack(self, b: Any, stored: Any) -> list[Any]:
-        return [b.xor(stored, v.const(v.I8, stored.type.count, -128))]
+    def _stored(self, b: Any, run: Run, k: int, n: int) -> Any:
+        return v.load(b, run.row, b.add(run.at, v.offset(k)), v.vec(v.I8, n))
 
-    def factors(self, b: Any, stored: Any) -> list[Any]:
-        return self.unpack(b, stored) if self.unsigned else [stored]
+    def unpack(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
+        return [b.xor(self._stored(b, run, k, n), v.const(v.I8, n, -128))]
 
-    def pairs(self, b: Any, words: Any) -> list[Any]:
-        turned = b.xor(words, v.const(v.I16, 16, 0x8080 - 0x10000))
+    def factors(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
+        return self.unpack(b, run, k, n) if self.unsigned else [self._stored(b, run, k, n)]
+
+    def pairs(self, b: Any, words: Sequence[Any], half: int) -> list[Any]:
+        turned = b.xor(words[0], v.const(v.I16, 16, 0x8080 - 0x10000))
         return [b.and_(turned, v.const(v.I16, 16, 255)), b.lshr(turned, v.const(v.I16, 16, 8))]
 
+    def integer(self, b: Any, row: Any, at: Any, inside: Any, count: Any) -> Any:
+        return b.zext(b.xor(v.load(b, row, b.add(at, inside), v.I8), v.I8(-128)), v.I32)
 
-class _Q4(BlockFormat):
-    bits, zero, unsigned = 4, 8, True
 
-    def unpack(self, b: Any, stored: Any) -> list[Any]:
-        n = stored.type.count
-        return [b.and_(stored, v.const(v.I8, n, 15)), b.lshr(stored, v.const(v.I8, n, 4))]
+class _HalfBytes(BlockFormat):
+    """Lower four bits two by two, and behind them the upper bits of a run."""
 
-    def pairs(self, b: Any, words: Any) -> list[Any]:
-        def nibble(k: int) -> Any:
-            return b.and_(b.lshr(words, v.const(v.I16, 16, 4 * k)) if k else words, v.const(v.I16, 16, 15))
+    unsigned, per_byte = True, 2
 
-        return [nibble(0), nibble(2), nibble(1), b.lshr(words, v.const(v.I16, 16, 12))]
+    def __init__(self, bits: int) -> None:
+        self.bits, self.zero = bits, 1 << bits - 1
+        self._upper = bits - 4
+
+    def unpack(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
+        stored = v.load(b, run.row, b.add(run.at, v.offset(k)), v.vec(v.I8, n))
+        parts = [b.and_(stored, v.const(v.I8, n, 15)), b.lshr(stored, v.const(v.I8, n, 4))]
+        if not self._upper:
+            return parts
+        half = run.size // 2
+        return [b.or_(part, self._raised(b, run, first, n)) for part, first in zip(parts, (k, half + k), strict=True)]
+
+    def _upper_nbytes(self, run: Run) -> int:
+        """Bytes of a run's upper bits."""
+        return run.size * self._upper // 8
+
+    def _raised(self, b: Any, run: Run, first: int, n: int) -> Any:
+        """The upper bits of the integers `first` to `first` + n of a run, where they belong in a byte."""
+        nbytes = self._upper_nbytes(run)
+        width = min(n, nbytes)
+        at = b.add(run.at, v.offset(run.size // 2 + first % nbytes))
+        stored = v.load(b, run.row, at, v.vec(v.I8, width))
+        if width < n:
+            stored = v.shuffle(b, stored, stored, [k % width for k in range(n)])
+        # Eight bytes are moved at once; what comes from a neighbour is masked out.
+        eights = b.bitcast(stored, v.vec(v.I64, n // 8))
+        moved = v.moved(b, eights, [(first + k) // nbytes * self._upper - 4 for k in range(0, n, 8)])
+        return b.and_(b.bitcast(moved, stored.type), v.const(v.I8, n, (1 << self.bits) - 16))
+
+    def words(self, b: Any, group: Run, line: Any, half: int) -> list[Any]:
+        found = super().words(b, group, line, half)
+        if self._upper:
+            at = b.add(group.at, v.offset(GROUP_COLUMNS // 2 + 32 * half % self._upper_nbytes(group)))
+            # Two more bits of each byte belong to each line before.
+            passed = v.splat(b, b.trunc(b.mul(line, v.offset(2)), v.I16), 16)
+            found.append(b.lshr(v.load(b, group.row, at, v.vec(v.I16, 16)), passed))
+        return found
+
+    def pairs(self, b: Any, words: Sequence[Any], half: int) -> list[Any]:
+        lower, *upper = words
+        nibbles = [b.lshr(lower, v.const(v.I16, 16, bit)) for bit in (0, 8, 4, 12)]
+        found = [b.and_(each, v.const(v.I16, 16, 15)) for each in nibbles[:-1]] + nibbles[-1:]
+        if not upper:
+            return found
+        first = half // self._upper * self._upper
+        mask = v.const(v.I16, 16, (1 << self.bits) - 16)
+        raised = [b.and_(v.moved(b, upper[0], [first + bit - 4] * 16), mask) for bit in (0, 8, 4, 12)]
+        return [b.or_(*both) for both in zip(found, raised, strict=True)]
+
+    def integer(self, b: Any, row: Any, at: Any, inside: Any, count: Any) -> Any:
+        half = b.lshr(count, v.offset(1))
+        stored = v.load(b, row, b.add(at, b.urem(inside, half)), v.I8)
+        found = b.and_(b.lshr(stored, b.trunc(b.mul(b.udiv(inside, half), v.offset(4)), v.I8)), v.I8(15))
+        if self._upper:
+            nbytes = b.lshr(b.mul(count, v.offset(self._upper)), v.offset(3))
+            stored = v.load(b, row, b.add(b.add(at, half), b.urem(inside, nbytes)), v.I8)
+            moved = b.lshr(stored, b.trunc(b.mul(b.udiv(inside, nbytes), v.offset(self._upper)), v.I8))
+            found = b.or_(found, b.shl(b.and_(moved, v.I8((1 << self._upper) - 1)), v.I8(4)))
+        return b.zext(found, v.I32)
 
 
 def _by_code(formats: Mapping[str, Any]) -> dict[int, Any]:
@@ -160,7 +239,9 @@ FLOAT_FORMATS: dict[int, FloatFormat] = _by_code(
     }
 )
 """By code."""
-BLOCK_FORMATS: dict[int, BlockFormat] = _by_code({"q8": _Q8(), "q4": _Q4()})
+BLOCK_FORMATS: dict[int, BlockFormat] = _by_code(
+    {"q8": _Bytes(), **{f"q{bits}": _HalfBytes(bits) for bits in (4, 5, 6)}}
+)
 """By code."""
 
 
@@ -185,8 +266,8 @@ def integer_weight(typing_context: Any, fmt: Any, row: Any, index: Any, blocks: 
         grouped = b.icmp_signed("<", b.udiv(index, v.offset(GROUP_COLUMNS)), b.udiv(blocks, v.offset(8)))
         cases = {}
         for code, f in BLOCK_FORMATS.items():
-            apart = b.select(grouped, v.offset(GROUP_COLUMNS // f.per_byte), v.offset(BLOCK))
-            cases[code] = partial(f.load_one, b, v.pointer(b, row), index, apart)
+            count = b.select(grouped, v.offset(GROUP_COLUMNS), v.offset(BLOCK * f.per_byte))
+            cases[code] = partial(f.load_one, b, v.pointer(b, row), index, count)
         return v.switch(b, fmt, cases)
 
     return types.int32(*[types.intp] * 4), generate

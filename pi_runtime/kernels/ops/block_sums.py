@@ -9,8 +9,9 @@ So no weight is converted by itself, and each column is exact in any order of th
 by at most half of 1 / 32767 of the largest term; it depends on the rows of this sum alone.
 
 One multiplication takes two rows: their 16-bit words are interleaved as they are stored, which gives pairs of one
-column. A word holds an even and an odd column of a four (of q4: of two fours), so its bytes or nibbles are separated
-first, and a last interleaving brings even and odd columns together. A cache line of each row is read at a time.
+column. A word holds an even and an odd column of a four (below 8 bits: of two fours), so its bytes or nibbles are
+separated first, and a last interleaving brings even and odd columns together. A cache line of each row is read at a
+time, and the upper bits that belong to it.
 
 Shape letters: K rows, B blocks of a strip of columns, J columns of one block, P padded columns.
 """
@@ -47,7 +48,7 @@ from pi_runtime.kernels.data.matrix_view import (
     vector,
 )
 from pi_runtime.kernels.data.row_loading import load_single_block, stored_index
-from pi_runtime.kernels.data.weight_formats import BLOCK_FORMATS, GROUP_COLUMNS, BlockFormat, integer_weight
+from pi_runtime.kernels.data.weight_formats import BLOCK_FORMATS, GROUP_COLUMNS, BlockFormat, Run, integer_weight
 
 _LOW = [lane for k in (0, 8) for j in range(4) for lane in (k + j, 16 + k + j)]
 _WORDS = [_LOW, [lane + 4 for lane in _LOW]]
@@ -220,12 +221,12 @@ def _quantise_factors(typing_context: Any, arguments: Any) -> Any:
     return types.void(types.UniTuple(types.intp, 11)), generate
 
 
-def _parts(f: BlockFormat, b: Any, rows: list[Any], place: Any, n: Any) -> Iterator[tuple[Any, Any]]:
-    """32 bytes of two rows as vectors of pairs, each with the pairs of factors n for its lanes."""
-    one, other = (v.load(b, row, place, v.vec(v.I16, 16)) for row in rows)
+def _parts(f: BlockFormat, b: Any, groups: list[Run], line: Any, half: int, n: Any) -> Iterator[tuple[Any, Any]]:
+    """Half a line of two rows as vectors of pairs, each with the pairs of factors n for its lanes."""
+    two = list(zip(*[f.words(b, group, line, half) for group in groups], strict=True))
     for words, owners in zip(_WORDS, _OWNERS, strict=True):
         factors = v.shuffle(b, n, n, owners)
-        for part in f.pairs(b, v.shuffle(b, one, other, words)):
+        for part in f.pairs(b, [v.shuffle(b, one, other, words) for one, other in two], half):
             yield part, factors
 
 
@@ -244,14 +245,21 @@ def _add(f: BlockFormat, b: Any, sums: list[Any], scales: Any, y: Any, first: An
                 v.store(b, v.fma(b, sum_4, scale_4, v.load(b, y, at, sum_4.type)), y, at)
 
 
+def _prefetch(f: BlockFormat, b: Any, group: Run, line: Any) -> None:
+    """Fetch a line of a group, and the lines of its upper bits."""
+    v.prefetch(b, group.row, b.add(group.at, b.mul(line, v.offset(v.LINE))))
+    for k in range(GROUP_COLUMNS // f.per_byte, f.group_nbytes, v.LINE):
+        v.prefetch(b, group.row, b.add(group.at, v.offset(k)))
+
+
 def _emit_sum(f: BlockFormat, b: Any, arguments: Any) -> None:
     """Emit the sum for one format; `arguments` as those of `_sum_groups` without the format."""
-    lines = f.group_nbytes // v.LINE
+    lines = GROUP_COLUMNS // f.per_byte // v.LINE
     rows, n, g, sums, y, later = (v.pointer(b, arguments[k]) for k in (0, 2, 3, 4, 7, 8))
     pairs, blocks, groups, ints = arguments[1], arguments[5], arguments[6], v.vec(v.I32, 8)
     with cgutils.for_range(b, b.mul(groups, v.offset(lines))) as loop:
         group, inside = b.udiv(loop.index, v.offset(lines)), b.urem(loop.index, v.offset(lines))
-        line, eight = b.mul(loop.index, v.offset(v.LINE)), b.mul(group, v.offset(32))
+        eight = b.mul(group, v.offset(32))
         start = b.mul(v.load(b, sums, eight, ints), v.const(v.I32, 8, f.zero))
         starts = [v.shuffle(b, start, start, owners) for owners in _OWNERS for _ in range(2 * f.per_byte)]
         found = [[cgutils.alloca_once_value(b, one) for one in starts] for _ in range(2)]
@@ -260,11 +268,11 @@ def _emit_sum(f: BlockFormat, b: Any, arguments: Any) -> None:
         with cgutils.for_range(b, pairs) as pair:
             at = [b.add(b.mul(pair.index, v.offset(16)), v.offset(8 * k)) for k in range(2)]
             for place in at:
-                v.prefetch(b, v.pointer(b, v.load(b, later, place, v.I64)), line)
-            two = [v.pointer(b, v.load(b, rows, place, v.I64)) for place in at]
+                _prefetch(f, b, f.group(b, v.pointer(b, v.load(b, later, place, v.I64)), group), inside)
+            two = [f.group(b, v.pointer(b, v.load(b, rows, place, v.I64)), group) for place in at]
             factors = v.load(b, n, b.add(b.mul(b.mul(pair.index, blocks), v.offset(4)), eight), ints)
             for vector in range(2):
-                parts = _parts(f, b, two, b.add(line, v.offset(32 * vector)), factors)
+                parts = _parts(f, b, two, inside, vector, factors)
                 for into, (part, owned) in zip(found[vector], parts, strict=True):
                     b.store(v.dot_words(b, b.load(into), part, owned), into)
         scales = v.load(b, g, eight, v.vec(v.F32, 8))

@@ -129,10 +129,6 @@ class BlockTile:
         with cgutils.for_range(b, left) as loop:
             self._single(b.add(done, b.mul(loop.index, v.offset(at_once))))
 
-    def _weights(self, row: Any, at: Any, n: int) -> list[Any]:
-        """Registers of n bytes as they are multiplied, from a place of a row on."""
-        return self.f.factors(self.b, v.load(self.b, row, at, v.vec(v.I8, n)))
-
     def _multiply(self, found: list[Any], w: list[list[Any]], half: int, x: _Input, at: Any) -> list[Any]:
         """The integer sums `found` plus the products of one register of each row with the input's bytes."""
         q_J = v.load(self.b, x.bytes, at, w[0][half].type)
@@ -148,15 +144,15 @@ class BlockTile:
                 self.b.store(v.fma(self.b, value, self.b.fmul(s_L, t_L), self.b.load(total)), total)
 
     def _group(self, group: Any) -> None:
-        b, size, nbytes = self.b, 4 * REGISTER, self.f.group_nbytes
-        block, stored = b.mul(group, v.offset(8)), b.mul(group, v.offset(nbytes))
-        for line, row in product(range(0, nbytes, v.LINE), self.rows.later):
-            v.prefetch(b, row, b.add(stored, v.offset(line)))
+        b, size, part = self.b, 4 * REGISTER, GROUP_COLUMNS // self.f.per_byte
+        block, runs = b.mul(group, v.offset(8)), [self.f.group(b, row, group) for row in self.rows.values]
+        for line, row in product(range(0, self.f.group_nbytes, v.LINE), self.rows.later):
+            v.prefetch(b, row, b.add(runs[0].at, v.offset(line)))
         found = [[self._start(x, block)] * len(self.rows.values) for x in self.inputs]
-        for k in range(0, nbytes, size):
-            w = [self._weights(row, b.add(stored, v.offset(k)), size) for row in self.rows.values]
+        for k in range(0, part, size):
+            w = [self.f.factors(b, run, k, size) for run in runs]
             for half, (n, x) in product(range(len(w[0])), enumerate(self.inputs)):
-                at = b.add(b.mul(group, v.offset(GROUP_COLUMNS)), v.offset(k + half * nbytes))
+                at = b.add(b.mul(group, v.offset(GROUP_COLUMNS)), v.offset(k + half * part))
                 found[n] = self._multiply(found[n], w, half, x, at)
         s = [self.f.scales(b, some, block, LANES) for some in self.scales]
         t = [v.load(b, x.scales, b.mul(block, v.offset(4)), v.vec(v.F32, LANES)) for x in self.inputs]
@@ -180,8 +176,7 @@ class BlockTile:
     def _single(self, block: Any) -> None:
         """The blocks outside the groups that share their bytes; a row has at most seven."""
         b, at_once = self.b, self.f.per_byte
-        at = b.udiv(b.mul(block, v.offset(BLOCK)), v.offset(at_once))
-        w = [self._weights(row, at, BLOCK) for row in self.rows.values]
+        w = [self.f.factors(b, self.f.single(b, row, block), 0, BLOCK) for row in self.rows.values]
         for half in range(at_once):
             one, found = b.add(block, v.offset(half)), []
             place = b.mul(one, v.offset(BLOCK))

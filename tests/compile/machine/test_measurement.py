@@ -23,7 +23,7 @@ DISK = Disk(name="d", sizes_kib=[4, 64], depths=[1, 16], read_mb_per_s=[[40.0, 2
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = {"f32": 8e9, "f16": 7e9, "bf16": 6.06e9, "q8": 5e9, "q4": 4e9}
+    rates = {"f32": 8e9, "f16": 7e9, "bf16": 6.06e9, "q8": 5e9, "q4": 4e9, "q5": 3e9, "q6": 3.5e9}
     monkeypatch.setattr(measurement, "most_threads", lambda: 6)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(12), raising=False)
     monkeypatch.setattr(measurement, "read_bandwidth", lambda _nbytes, threads: 20e9 - (threads - 4) ** 2 * 1e9)
@@ -44,11 +44,43 @@ def test_everything_is_measured_at_the_best_number_of_threads() -> None:
     found = measurement.measure_machine(Path())
     assert (found.cpu.cores, found.cpu.bandwidth_gb_per_s, found.cpu.launch_us) == (12, 20.0, 4.0)
     assert found.cpu.products_gflop_per_s == 40.0
-    assert found.cpu.format_gb_per_s == {"f32": 32.0, "f16": 28.0, "bf16": 24.2, "q8": 20.0, "q4": 16.0}
-    assert found.cpu.neurons_gb_per_s == {"f32": 25.6, "f16": 22.4, "bf16": 19.4, "q8": 16.0, "q4": 12.8}
-    assert found.cpu.predictor_gb_per_s == {"f32": 12.8, "f16": 11.2, "bf16": 9.7, "q8": 8.0, "q4": 6.4}
+    assert found.cpu.format_gb_per_s == {
+        "f32": 32.0,
+        "f16": 28.0,
+        "bf16": 24.2,
+        "q8": 20.0,
+        "q4": 16.0,
+        "q5": 12.0,
+        "q6": 14.0,
+    }
+    assert found.cpu.neurons_gb_per_s == {
+        "f32": 25.6,
+        "f16": 22.4,
+        "bf16": 19.4,
+        "q8": 16.0,
+        "q4": 12.8,
+        "q5": 9.6,
+        "q6": 11.2,
+    }
+    assert found.cpu.predictor_gb_per_s == {
+        "f32": 12.8,
+        "f16": 11.2,
+        "bf16": 9.7,
+        "q8": 8.0,
+        "q4": 6.4,
+        "q5": 4.8,
+        "q6": 5.6,
+    }
     assert found.cpu.attention_gb_per_s == 24.0
-    assert found.cpu.gather_gb_per_s == {"f32": 16.0, "f16": 14.0, "bf16": 12.1, "q8": 10.0, "q4": 8.0}
+    assert found.cpu.gather_gb_per_s == {
+        "f32": 16.0,
+        "f16": 14.0,
+        "bf16": 12.1,
+        "q8": 10.0,
+        "q4": 8.0,
+        "q5": 6.0,
+        "q6": 7.0,
+    }
     assert "GB/s by threads 1: 11.0, 2: 16.0, 4: 20.0, 6: 16.0; products on 4 threads" in found.source
     assert found.cpu.ram_gib > 0.1
 

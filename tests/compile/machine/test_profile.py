@@ -74,7 +74,7 @@ GOOD = Machine(name="n", source="s", cpu=WHOLE.cpu, gpu=WHOLE.gpu, link=WHOLE.li
             "[gpu]",
             "[cpu.format_gb_per_s]\nq9 = 3.0\n[gpu]",
             [
-                "cpu.format_gb_per_s.q9: Input should be 'f32', 'f16', 'bf16', 'q8' or 'q4' (found 'q9'); "
+                "cpu.format_gb_per_s.q9: Input should be 'f32', 'f16', 'bf16', 'q8', 'q4', 'q5' or 'q6' (found 'q9'); "
                 "did you mean q8?"
             ],
         ),

@@ -112,6 +112,8 @@ def test_names_and_codes() -> None:
         "bf16": ("bf16", 2),
         "q8": ("q8", 3),
         "q4": ("q4", 4),
+        "q5": ("q5", 5),
+        "q6": ("q6", 6),
         "scale": ("scale", 15),
         "u32": ("u32", 16),
         "u64": ("u64", 17),
@@ -123,12 +125,14 @@ def test_rows_fill_whole_lines(name: str, rows: int, columns: int) -> None:
     fmt = FORMATS[name]
     items = fmt.stored_shape((rows, columns))[-1]
     assert items * fmt.itemsize % fmt.row_align == 0
-    assert items * fmt.per_item >= columns > items * fmt.per_item - fmt.columns_per_line
+    assert items * fmt.itemsize - fmt.row_align < fmt.row_nbytes(columns) <= items * fmt.itemsize
+    assert 8 * items * fmt.itemsize >= columns * fmt.bits
+    assert columns > 8 * items * fmt.itemsize // fmt.bits - fmt.columns_per_line - 2 * BLOCK * (fmt.bits < 8)
     assert fmt.nbytes((rows, columns)) == rows * items * fmt.itemsize
 
 
 def test_bits_per_weight() -> None:
     bits = {name: 8 * FORMATS[name].nbytes((1, 1024)) / 1024 for name in WEIGHT_FORMATS}
-    assert bits == {"f32": 32, "f16": 16, "bf16": 16, "q8": 8, "q4": 4}
+    assert bits == {"f32": 32, "f16": 16, "bf16": 16, "q8": 8, "q4": 4, "q5": 5, "q6": 6}
     assert all(FORMATS[name].row_align == ROW_ALIGN for name in WEIGHT_FORMATS)
     assert 8 * FORMATS["scale"].nbytes((1, 1024 // BLOCK)) / 1024 == 0.5

@@ -1,4 +1,4 @@
-"""q8 and q4 against a definition in plain Python: one weight after the other, every operation rounded by struct."""
+"""Block formats against a definition in plain Python: one weight after the other, every operation rounded by struct."""
 
 import struct
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.quantisation import as_stored, dequantise, integers, quantise
 
 Floats = npt.NDArray[np.float32]
-QUANTISED = ("q8", "q4")
-LARGEST = {"q8": 65520.0 * 127, "q4": 65520.0 * 8}
-LIMITS = {"q8": (-127, 127), "q4": (-8, 7)}
-DIVISORS = (8, 7, 7.25, 7.5, 7.75, 8.25, 8.5, 8.75)
+QUANTISED = ("q8", "q4", "q5", "q6")
+LARGEST = {"q8": 65520.0 * 127, "q4": 65520.0 * 8, "q5": 65520.0 * 16, "q6": 65520.0 * 32}
+LIMITS = {"q8": (-127, 127), "q4": (-8, 7), "q5": (-16, 15), "q6": (-32, 31)}
+DIVISORS = (0, -1, -0.75, -0.5, -0.25, 0.25, 0.5, 0.75)
 
 
 def f32(x: float) -> float:
@@ -45,27 +45,29 @@ def block_q8(w: Sequence[float]) -> tuple[list[int], float]:
     return nearest(w, s, -127, 127), s
 
 
-def block_q4(w: Sequence[float], a: Sequence[float] = (1.0,) * 32) -> tuple[list[int], float]:
+def block_below_8_bits(name: str, w: Sequence[float], a: Sequence[float] = (1.0,) * 32) -> tuple[list[int], float]:
+    low, high = LIMITS[name]
+
     def error(q: Sequence[int], s: float) -> float:
         e = [f32(x - f32(k * s)) for x, k in zip(w, q, strict=True)]
         return halved([f32(f32(x * x) * c) for x, c in zip(e, a, strict=True)])
 
     extreme = max(w) if max(w) > -min(w) else min(w)
-    tried = [f16(f32(extreme / -m)) for m in DIVISORS]
-    s = min(tried, key=lambda s: error(nearest(w, s, -8, 7), s))  # the first of equals
-    q = nearest(w, s, -8, 7)
+    tried = [f16(f32(extreme / (low - d))) for d in DIVISORS]
+    s = min(tried, key=lambda s: error(nearest(w, s, low, high), s))  # the first of equals
+    q = nearest(w, s, low, high)
     weighted = [f32(k * c) for k, c in zip(q, a, strict=True)]
     norm = halved([f32(x * k) for x, k in zip(weighted, q, strict=True)])
     fitted = f16(f32(halved([f32(k * x) for k, x in zip(weighted, w, strict=True)]) / (norm or 1.0)))
-    refitted = nearest(w, fitted, -8, 7)
+    refitted = nearest(w, fitted, low, high)
     return (refitted, fitted) if error(refitted, fitted) < error(q, s) else (q, s)
 
 
 def slow(name: str, row: Sequence[float]) -> tuple[list[int], list[float]]:
     """All integers of a row, the last block filled up, and its scales."""
     padded = [*row, *[0.0] * (-len(row) % 32)]
-    block = block_q8 if name == "q8" else block_q4
-    found = [block(padded[n : n + 32]) for n in range(0, len(padded), 32)]
+    blocks = [padded[n : n + 32] for n in range(0, len(padded), 32)]
+    found = [block_q8(block) if name == "q8" else block_below_8_bits(name, block) for block in blocks]
     return [q for integers_, _ in found for q in integers_], [s for _, s in found]
 
 
@@ -79,10 +81,20 @@ def packed(name: str, q: Sequence[int], columns: int) -> bytes:
     if name == "q8":
         row = bytes(k & 255 for k in places + rest)
     else:
-        high, low = [k + 8 for k in places], [k + 8 for k in rest] + [0] * (-len(rest) % 64)
-        row = bytes(high[n + i] | high[n + 128 + i] << 4 for n in range(0, grouped, 256) for i in range(128))
-        row += bytes(low[n + i] | low[n + 32 + i] << 4 for n in range(0, len(low), 64) for i in range(32))
+        zero = -LIMITS[name][0]
+        codes, left = [k + zero for k in places], [k + zero for k in rest] + [0] * (-len(rest) % 64)
+        runs = [codes[n : n + 256] for n in range(0, grouped, 256)]
+        runs += [left[n : n + 64] for n in range(0, len(left), 64)]
+        row = b"".join(packed_run(run, int(name[1:]) - 4) for run in runs)
     return row + bytes(-len(row) % 64)
+
+
+def packed_run(run: Sequence[int], upper: int) -> bytes:
+    """Lower halves of bytes, then the upper bits."""
+    half, planes = len(run) // 2, bytearray(len(run) * upper // 8)
+    for index, k in enumerate(run if upper else ()):
+        planes[index % len(planes)] |= k >> 4 << index // len(planes) * upper
+    return bytes(run[i] & 15 | (run[half + i] & 15) << 4 for i in range(half)) + bytes(planes)
 
 
 def normal(rng: np.random.Generator, n: int) -> Floats:
@@ -147,21 +159,22 @@ def test_it_is_the_slow_definition_on_any_values(name: str, row: list[float]) ->
     assert_slow(name, np.array([row], np.float32))
 
 
+@pytest.mark.parametrize("name", QUANTISED[1:])
 @given(st.data())
-def test_an_importance_weighs_errors_as_the_slow_definition_does(data: st.DataObject) -> None:
+def test_an_importance_weighs_errors_as_the_slow_definition_does(name: str, data: st.DataObject) -> None:
     w = data.draw(matrices())
     spread = data.draw(st.floats(0, 3))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     importance = np.exp(spread * rng.standard_normal(w.shape[1])).astype(np.float32)
     importance[rng.random(w.shape[1]) < 0.1] = 0
     columns, blocks = w.shape[1], -(-w.shape[1] // 32)
-    stored, scales = quantise(FORMATS["q4"], w, importance)
-    found = integers(FORMATS["q4"], stored, 32 * blocks)
+    stored, scales = quantise(FORMATS[name], w, importance)
+    found = integers(FORMATS[name], stored, 32 * blocks)
     a = [*importance.tolist(), *[0.0] * (32 * blocks - columns)]
     for r, row in enumerate(w.tolist()):
         padded = [*row, *[0.0] * (32 * blocks - columns)]
         for n in range(blocks):
-            q, s = block_q4(padded[32 * n : 32 * n + 32], a[32 * n : 32 * n + 32])
+            q, s = block_below_8_bits(name, padded[32 * n : 32 * n + 32], a[32 * n : 32 * n + 32])
             assert found[r, 32 * n : 32 * n + 32].tolist() == q
             assert scales[r, n] == np.float16(s)
 
@@ -253,20 +266,23 @@ def test_errors_are_as_small_as_the_bits_allow(name: str, seed: int, columns: in
     w = np.ldexp(normal(np.random.default_rng(seed), columns), exponent)[None]
     error = np.abs(as_stored(name, w) - w).max()
     # 2⁻¹¹ of the scale is its own rounding, 2⁻²⁵ where it is subnormal; q4 may give up the last value for the others.
-    relative, largest = {"q8": ((0.5 + 127 * 2.0**-11) / 127, 127), "q4": (0.15, 8)}[name]
+    below_8_bits = {"q4": (0.15, 8), "q5": (0.075, 16), "q6": (0.0375, 32)}
+    relative, largest = below_8_bits.get(name, ((0.5 + 127 * 2.0**-11) / 127, 127))
     assert error <= np.abs(w).max() * relative + largest * 2.0**-25
 
 
+@pytest.mark.parametrize("name", QUANTISED[1:])
 @given(matrices())
-def test_the_search_is_never_worse_than_the_plain_scale(w: Floats) -> None:
+def test_the_search_is_never_worse_than_the_plain_scale(name: str, w: Floats) -> None:
+    lowest, highest = LIMITS[name]
     for n in range(0, w.shape[1], 32):
         block = w[:, n : n + 32].astype(float)
         high, low = block.max(1, keepdims=True), block.min(1, keepdims=True)
         extreme = np.where(high > -low, high, low)
-        s = (extreme / -8).astype(np.float32).astype(np.float16).astype(float)
-        q = np.clip(np.rint(np.divide(block, s, out=np.zeros_like(block), where=s != 0)), -8, 7)
+        s = (extreme / lowest).astype(np.float32).astype(np.float16).astype(float)
+        q = np.clip(np.rint(np.divide(block, s, out=np.zeros_like(block), where=s != 0)), lowest, highest)
         plain = np.square(block - q * s).sum(1)
-        found = np.square(block - as_stored("q4", w[:, n : n + 32])).sum(1)
+        found = np.square(block - as_stored(name, w[:, n : n + 32])).sum(1)
         assert (found <= plain * (1 + 1e-5)).all()
 
 
@@ -298,7 +314,7 @@ def test_overflows_says_what_no_scale_can_hold(name: str, data: st.DataObject) -
     value = data.draw(st.one_of(st.sampled_from([limit, below]), st.floats(limit / 2, limit * 2, width=32)))
     for w in (np.array([[1, value]], np.float32), np.array([[-value, 1]], np.float32)):
         try:
-            struct.pack("<e", f32(value / (127 if name == "q8" else 8)))
+            struct.pack("<e", f32(value / (127 if name == "q8" else -LIMITS[name][0])))
             assert not FORMATS[name].overflows(w)
         except OverflowError:
             assert FORMATS[name].overflows(w)
@@ -319,4 +335,4 @@ def test_ordinary_weights_lose_little(name: str) -> None:
     """Normal weights: Σ(w − ŵ)² / Σw², as measured; a change for the worse is a mistake."""
     w = np.random.default_rng(1).standard_normal((64, 512), np.float32)
     lost = np.square(as_stored(name, w) - w).sum() / np.square(w).sum()
-    assert lost < {"q8": 3e-5, "q4": 6.7e-3}[name]
+    assert lost < {"q8": 3e-5, "q4": 6.7e-3, "q5": 1.66e-3, "q6": 4.1e-4}[name]

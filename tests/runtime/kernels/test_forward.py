@@ -92,7 +92,7 @@ DECODERS: dict[str, dict[str, Any]] = {
 }
 
 
-FLOATS, BYTES = ["f32", "f16", "bf16"], ["q8", "q4"]
+FLOATS, BYTES = ["f32", "f16", "bf16"], ["q8", "q4", "q5"]
 MODES = ("dense", "gate", "predicted")
 
 

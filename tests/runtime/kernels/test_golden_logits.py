@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from support.golden_logits import DECODERS, MODES, PROMPT, TOKENS, key
 from support.paths import GOLDEN_LOGITS
+from support.stored import BLOCK_FORMATS
 from support.synthetic import counted_artifact
 
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.kernels import reference
 
 
-@pytest.mark.parametrize(("fmt", "lanes"), [("f16", 8), ("f16", 16), ("q8", 8), ("q4", 8)])
+@pytest.mark.parametrize(("fmt", "lanes"), [("f16", 8), ("f16", 16), *((name, 8) for name in BLOCK_FORMATS)])
 def test_golden_logits_are_near_the_definition(fmt: str, lanes: int, tmp_path: Path) -> None:
     """In block formats an input at the edge rounds to another byte, and by that a predictor may name another neuron."""
     golden, errors = np.load(GOLDEN_LOGITS)[key(fmt, lanes)], []

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.stored import WEIGHT_FORMATS, StoredMatrix, store, store_integers
+from support.stored import BLOCK_FORMATS, WEIGHT_FORMATS, StoredMatrix, store, store_integers
 
 from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.quantisation import bounds
 from pi_runtime.kernels.data.row_loading import load_row, stored_index
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
@@ -38,12 +39,12 @@ def test_load_row(fmt: str, columns: int, data: st.DataObject | None) -> None:
         np.testing.assert_array_equal(loaded(w.view, row, first, count), w.values[row, first : first + count])
 
 
-@pytest.mark.parametrize("fmt", ["q8", "q4"])
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
 def test_every_integer_lies_in_its_place(fmt: str) -> None:
     """Bytes put together one by one, apart from the code that packs them."""
     rng = np.random.default_rng(0)
-    low, high = (-127, 128) if fmt == "q8" else (-8, 8)
-    w = store_integers(fmt, rng.integers(low, high, (4, 300)), rng.standard_normal((4, 10)))
+    low, high = bounds(FORMATS[fmt])
+    w = store_integers(fmt, rng.integers(low, high + 1, (4, 300)), rng.standard_normal((4, 10)))
     for row in range(4):
         np.testing.assert_array_equal(loaded(w.view, row, 0, 300), w.values[row])
 
@@ -62,7 +63,7 @@ def test_every_bit_pattern_converts(fmt: str) -> None:
     np.testing.assert_array_equal(np.signbit(found), np.signbit(w.values[0]))
 
 
-@pytest.mark.parametrize("fmt", ["q8", "q4"])
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
 def test_every_scale_converts(fmt: str) -> None:
     """All finite numbers of binary16 as scales, one a block."""
     patterns = np.arange(65536, dtype=np.uint16).view(np.float16)

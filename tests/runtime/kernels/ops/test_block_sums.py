@@ -5,16 +5,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rounding import TINY, U, blocks_of, bound
-from support.stored import StoredMatrix, store, store_integers
+from support.stored import BLOCK_FORMATS, StoredMatrix, store, store_integers
 
 from pi_runtime.artifact.footprint import BLOCK_SUM, STRIP, SUM_NEURONS
-from pi_runtime.artifact.formats import BLOCK
+from pi_runtime.artifact.formats import BLOCK, FORMATS
+from pi_runtime.artifact.quantisation import bounds
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.data.matrix_view import MatrixView, columns_from
 from pi_runtime.kernels.ops.block_sums import add_block_rows
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
-FORMATS = ["q8", "q4"]
 COUNTS = [0, 1, 2, 3, 33, SUM_NEURONS - 1, SUM_NEURONS]
 GUARD = 16
 
@@ -71,7 +71,7 @@ def check(w: StoredMatrix, index_K: np.ndarray, h_K: np.ndarray, before_D: np.nd
     assert np.all(np.abs(summed(w, index_K, h_K, before_D) - (y + h @ v)) <= error_D)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
 @pytest.mark.parametrize("columns", [300, STRIP + 40])
 @pytest.mark.parametrize("count", COUNTS)
 def test_counts(fmt: str, count: int, columns: int) -> None:
@@ -84,7 +84,7 @@ def test_counts(fmt: str, count: int, columns: int) -> None:
 
 @FEW
 @given(
-    st.sampled_from(FORMATS),
+    st.sampled_from(BLOCK_FORMATS),
     st.integers(0, SUM_NEURONS),
     st.integers(1, 1100),
     st.integers(-36, 30),
@@ -107,7 +107,7 @@ def test_any_shape_and_magnitude(fmt: str, count: int, columns: int, exponent: i
     check(w, rng.integers(0, 20, count), h_K * np.float32(10.0**exponent), before_D)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
 def test_rows_of_wildly_different_scale(fmt: str) -> None:
     """What is lost of the small rows is lost against the largest term, block by block."""
     magnitude = 10.0 ** np.repeat(np.random.default_rng(0).integers(-6, 4, (200, 10)), 32, 1)[:, :300]
@@ -115,7 +115,7 @@ def test_rows_of_wildly_different_scale(fmt: str) -> None:
     check(w, np.arange(200), random(2, 200), np.zeros(300, np.float32))
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
 def test_a_row_alone_is_hardly_rounded(fmt: str) -> None:
     """Its factor is the largest there is: 32767 units exactly."""
     w = store(fmt, random(0, 3, 290))
@@ -123,11 +123,11 @@ def test_a_row_alone_is_hardly_rounded(fmt: str) -> None:
     np.testing.assert_allclose(found, -1.5 * w.values[1], rtol=1e-6)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
 @pytest.mark.parametrize("count", [2, 33, SUM_NEURONS - 1, SUM_NEURONS])
 def test_the_largest_integers_do_not_overflow(fmt: str, count: int) -> None:
     """All weights and factors at their ends, of one sign or of turning signs: the largest sums there can be."""
-    for integer in (127, -127) if fmt == "q8" else (7, -8):
+    for integer in bounds(FORMATS[fmt]):
         w = store_integers(fmt, np.full((count, 321), integer), 1.0)
         turning = np.where(np.arange(count) % 2, -1, 1).astype(np.float32)
         halves = np.where(np.arange(count) < count // 2, -1, 1).astype(np.float32)
@@ -136,7 +136,7 @@ def test_the_largest_integers_do_not_overflow(fmt: str, count: int) -> None:
             np.testing.assert_allclose(found, integer * h_K.sum(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
 def test_zeros_change_no_bit(fmt: str) -> None:
     """A factor of 0 leaves the sum as it would be without its row, wherever the row stands."""
     w, before_D = store(fmt, random(0, 90, 600)), random(2, 600)
@@ -147,7 +147,7 @@ def test_zeros_change_no_bit(fmt: str) -> None:
     np.testing.assert_array_equal(summed(w, np.arange(90), h_K, before_D), wanted)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
 @pytest.mark.parametrize("count", [1, 2, 33, SUM_NEURONS])
 def test_what_is_fetched_ahead_changes_no_bit(fmt: str, count: int) -> None:
     w, before_D, h_K = store(fmt, random(0, SUM_NEURONS, 600)), random(2, 600), random(1, count)
@@ -156,7 +156,7 @@ def test_what_is_fetched_ahead_changes_no_bit(fmt: str, count: int) -> None:
         np.testing.assert_array_equal(summed(w, np.arange(count), h_K, before_D, ahead), wanted)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
 def test_strips_of_columns_are_sums_of_their_own(fmt: str) -> None:
     """A token among many gets its columns strip by strip."""
     w, h_K = store(fmt, random(0, 40, 2 * STRIP)), random(1, 40)
@@ -166,7 +166,7 @@ def test_strips_of_columns_are_sums_of_their_own(fmt: str) -> None:
         np.testing.assert_array_equal(part, whole[first : first + STRIP])
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
 def test_other_rows_do_not_matter(fmt: str) -> None:
     for columns in (1, 31, 33, 65, 97, 129, 257):
         w = store(fmt, random(columns, 5, columns))
@@ -177,7 +177,7 @@ def test_other_rows_do_not_matter(fmt: str) -> None:
         np.testing.assert_array_equal(summed(w, np.array([1, 3, 1]), random(1, 3), random(2, columns)), wanted)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
 @pytest.mark.parametrize("columns", [40, 700])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_does_not_become_finite(fmt: str, columns: int, wrong: float) -> None:

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rounding import product
-from support.stored import WEIGHT_FORMATS, StoredMatrix, quantised_inputs, store, store_integers
+from support.stored import BLOCK_FORMATS, WEIGHT_FORMATS, StoredMatrix, quantised_inputs, store, store_integers
 
 from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.quantisation import bounds
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.data.matrix_view import RowList, Vectors
 from pi_runtime.kernels.ops.row_products import portable_row_products, vector_row_products
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
 EDGES = [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 224, 225, 255, 256, 257, 511, 512, 513, 700]
-BLOCKS = ["q8", "q4"]
 COMPUTE = vector_row_products if ISA.lanes else portable_row_products
 
 
@@ -81,13 +81,13 @@ def test_small_and_large_numbers(fmt: str, weights: float, inputs: float) -> Non
     check(store(fmt, np.clip(random(4, 3, 83, scale=weights), -65504, 65504)), random(5, 83, scale=inputs))
 
 
-@pytest.mark.parametrize("fmt", BLOCKS)
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
 @pytest.mark.parametrize("columns", EDGES)
 def test_integer_sums_are_exact(fmt: str, columns: int) -> None:
     """With powers of two for scales all sums are whole multiples of one, below 2²⁴: nothing is rounded anywhere."""
     rng = np.random.default_rng(columns)
-    low, high = (-127, 128) if fmt == "q8" else (-8, 8)
-    q_ND, q_D = rng.integers(low, high, (3, columns)), rng.integers(-127, 128, columns)
+    low, high = bounds(FORMATS[fmt])
+    q_ND, q_D = rng.integers(low, high + 1, (3, columns)), rng.integers(-127, 128, columns)
     q_D[::32] = 127  # so that the scale of every block is the same
     w, wanted = store_integers(fmt, q_ND, 2.0**-3), q_ND @ q_D * 2.0**2
     assert np.abs(q_ND @ q_D).max() < 2**24
@@ -97,7 +97,7 @@ def test_integer_sums_are_exact(fmt: str, columns: int) -> None:
 
 @pytest.mark.parametrize("columns", [31, 64, 256, 700])
 @pytest.mark.parametrize("sign", [1, -1, 0], ids=["plus", "minus", "both"])
-@pytest.mark.parametrize(("fmt", "integer"), [("q8", 127), ("q8", -127), ("q4", -8), ("q4", 7), ("q8", 0), ("q4", 0)])
+@pytest.mark.parametrize(("fmt", "integer"), [(f, n) for f in BLOCK_FORMATS for n in (*bounds(FORMATS[f]), 0)])
 def test_the_largest_integers_do_not_saturate(fmt: str, integer: int, sign: int, columns: int) -> None:
     """All weights and inputs at their ends: sums of pairs and of fours are as large as they can be."""
     signs_D = np.full(columns, sign) if sign else np.where(np.arange(columns) % 3 == 1, -1, 1)
@@ -106,7 +106,7 @@ def test_the_largest_integers_do_not_saturate(fmt: str, integer: int, sign: int,
         assert found.tolist() == [float(integer * q_D.sum())]
 
 
-@pytest.mark.parametrize("fmt", BLOCKS)
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
 def test_every_block_takes_its_own_scales(fmt: str) -> None:
     """One block of weights and inputs at a time is not zero; scales are distinct powers of two."""
     columns, blocks = 700, 22
@@ -135,7 +135,7 @@ def test_other_rows_do_not_matter(fmt: str, columns: int) -> None:
 @pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
 @pytest.mark.parametrize("columns", [5, 40, 300])
 def test_nan_and_infinities_come_through(fmt: str, columns: int) -> None:
-    """Bytes have no sign of infinity: of an infinite input q8 and q4 make NaN."""
+    """Bytes have no sign of infinity: of an infinite input block formats make NaN."""
     w = store(fmt, np.ones((1, columns)))
     for wrong in (np.inf, -np.inf, np.nan):
         x_D = np.ones(columns, np.float32)
@@ -160,6 +160,8 @@ def test_every_bit_pattern_multiplies(fmt: str, lane: int) -> None:
 @example("f16", 13, 9, 2048, 0)
 @example("q8", 13, 9, 2048, 0)
 @example("q4", 13, 9, 1120, 0)
+@example("q5", 13, 9, 1120, 0)
+@example("q6", 13, 9, 1120, 0)
 def test_a_product_has_the_same_bits_in_any_company(fmt: str, tokens: int, rows: int, columns: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     w, x_TD = store(fmt, random(seed, rows, columns)), random(1, tokens, columns)
