@@ -38,7 +38,7 @@ _GENERATION: dict[str, tuple[tuple[type, ...], float, float]] = {
 
 def contradictions(m: Manifest) -> Iterator[str]:
     """Yield the problems of a manifest. Later checks rest on earlier ones, so it ends after the first that fails."""
-    for check in (_decoder, _formats, _layers, feature_problems, _plans, _arrays, _files, _text):
+    for check in (_decoder, _formats, _layers, _guess, feature_problems, _plans, _arrays, _files, _text):
         problems = list(check(m))
         if problems:
             yield from problems
@@ -159,6 +159,11 @@ def _layer(layer: Layer, rung: Rung, d: Decoder) -> Iterator[str]:
         yield f".threshold: {layer.threshold} on the rung {rung.name}"
     if not -d.d_model <= layer.margin <= d.d_model or (layer.margin and rung.parameter != "margin"):
         yield f".margin: {layer.margin} on the rung {rung.name}"
+
+
+def _guess(m: Manifest) -> Iterator[str]:
+    if m.guess is not None:
+        yield from m.guess.problems(m.decoder)
 
 
 def _plans(m: Manifest) -> Iterator[str]:

@@ -21,7 +21,7 @@ def _differs(m: Manifest, name: str, default: Any) -> bool:
 
 
 def _has_format(m: Manifest, name: str) -> bool:
-    return name in m.formats.values()
+    return name in m.formats.values() or (m.guess is not None and m.guess.format == name)
 
 
 _FIRST_FORMATS = ("f32", "f16", "bf16", "q8", "q4")
@@ -37,6 +37,7 @@ FEATURES: dict[str, Callable[[Manifest], bool]] = {
     "decoder.block.sandwich": lambda m: m.decoder.block == "sandwich",
     "formats.matrices": lambda m: len(m.formats) > len(PARTS),
     **{f"formats.{name}": partial(_has_format, name=name) for name in WEIGHT_FORMATS[len(_FIRST_FORMATS) :]},
+    "guess_head": lambda m: m.guess is not None,
     "decoder.rotary_frequencies.negative": lambda m: min(m.decoder.rotary_frequencies, default=0) < 0,
 }
 """Name of each feature that is read → whether a manifest uses it."""

@@ -10,7 +10,7 @@ from zlib import crc32
 from pi_runtime.artifact.hierarchy import chunk_name, documents
 from pi_runtime.artifact.records import Entry, local_header, place
 from pi_runtime.artifact.schema import FEATURE_VERSION, FORMAT_NAME, FORMAT_VERSION, Manifest
-from pi_runtime.artifact.sizes import ArraySpec, array_specs
+from pi_runtime.artifact.sizes import ArraySpec, array_specs, with_scales
 
 MANIFEST = "manifest.json"
 ALIGN, ALIGN_LARGE, LARGE_FROM = 64, 4096, 1 << 16
@@ -47,7 +47,8 @@ def place_files(sizes: Iterable[tuple[str, int]], offset: int) -> tuple[dict[str
 def manifest_specs(manifest: Manifest) -> dict[str, ArraySpec]:
     """The arrays an artifact with this manifest holds."""
     ranks = [layer.predictor for layer in manifest.layers]
-    return array_specs(manifest.decoder, manifest.formats, ranks, manifest.profiled_tokens > 0)
+    specs = array_specs(manifest.decoder, manifest.formats, ranks, manifest.profiled_tokens > 0)
+    return specs if manifest.guess is None else specs | with_scales(manifest.guess.arrays(manifest.decoder))
 
 
 def stored_files(contents: Iterable[tuple[str, bytes]], offset: int) -> tuple[list[Entry], bytes]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import UNLESS_DEFAULT
+from pi_runtime.artifact.guess_head import GuessHead
 from pi_runtime.artifact.rungs import RUNGS, Rung
 
 FORMAT_NAME = "pi-artifact"
@@ -147,6 +148,8 @@ class Manifest:
     """Placements by rising budget."""
     row_plans: tuple[RowPlan, ...] = field(default=(), metadata=UNLESS_DEFAULT)
     """Divisions of rows between RAM and disk by rising budget; the key is left out where there are none."""
+    guess: GuessHead | None = field(default=None, metadata=UNLESS_DEFAULT)
+    """What drafts tokens; the key is left out where there is none."""
     text: Text
     generation: Mapping[str, Any]
     """The checkpoint's generation defaults: temperature, top_k, top_p, min_p, repetition_penalty, do_sample."""

@@ -23,7 +23,7 @@ each expert the hottest comes first; `down` has R rows an expert. Every matrix N
 by NAME_scales […, ⌈D / 32⌉].
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Self
@@ -124,9 +124,15 @@ def array_specs(
     another one. `ranks` has a predictor rank, `SIGNS` or None for each layer. `profiled` says whether neuron order and
     counts are stored. Norms, biases and routers are always f32.
     """
+    plain = _plain_specs(decoder, formats, ranks, profiled)
+    return with_scales((name, ArraySpec(formats.get(name, spec.format), spec.shape)) for name, spec in plain)
+
+
+def with_scales(arrays: Iterable[tuple[str, ArraySpec]]) -> dict[str, ArraySpec]:
+    """Arrays by name, each of a block format followed by its scales."""
     specs = {}
-    for name, plain in _plain_specs(decoder, formats, ranks, profiled):
-        specs[name] = spec = ArraySpec(formats.get(name, plain.format), plain.shape)
+    for name, spec in arrays:
+        specs[name] = spec
         if spec.scales is not None:
             specs[scales_name(name)] = spec.scales
     return specs

@@ -83,6 +83,8 @@ def report(model: "Model", load_s: float, disk: "DiskStats | None", answer: "Gen
         "acceptance": s.acceptance,
         "accepted_length": s.accepted_length,
         "drafts_won_s": s.drafts_won_s,
+        "head_guessed_tokens": s.head_guessed_tokens,
+        "head_accepted_tokens": s.head_accepted_tokens,
     }
     if disk is not None and model.executor.disk is not None:
         figures |= (model.executor.disk - disk).figures()

@@ -74,6 +74,7 @@ class CudaExecutor:
         self.notice: str | None = None
         self.disk: DiskStats | None = None
         self.kv_room: int | None = None
+        self.guess_head = None
         layers = layers_in_mode(artifact.manifest, mode)
         manifest, d = artifact.manifest, artifact.manifest.decoder
         device.limit(max(allocation.budget, allocation.total))

@@ -10,6 +10,7 @@ import numpy as np
 
 from pi_runtime.artifact.buffers import cache_format, kv_page, kv_pages
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
+from pi_runtime.artifact.guess_head import PREFIX
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import (
     EMBEDDING_ARRAYS,
@@ -27,7 +28,7 @@ from pi_runtime.artifact.rungs import rung_in_mode
 from pi_runtime.artifact.schema import Manifest, RowPlan
 from pi_runtime.errors import DoesNotFitError, Setting
 
-_NOT_RUN = ("/ffn/order", "/ffn/counts")
+_NOT_RESIDENT = (*(f"/ffn/{array}" for array in ROW_ARRAYS), "/ffn/order", "/ffn/counts")
 _PINNED_SHARE = 0.5
 """Share of the slots that keep the rows that fire most often; the others are a cache."""
 _EXPONENT = 0.83
@@ -77,11 +78,15 @@ def resident_nbytes(manifest: Manifest, whole_embedding: bool) -> dict[str, int]
     """Bytes of what is in memory of each array that a run reads, rows of FFNs apart: all of it, but of an untied
     embedding some rows, unless it is `whole_embedding`."""
     d = manifest.decoder
-    not_resident = tuple(f"/ffn/{array}" for array in ROW_ARRAYS) + _NOT_RUN
-    found = {name: entry.nbytes for name, entry in manifest.arrays.items() if not name.endswith(not_resident)}
+    found = {name: entry.nbytes for name, entry in manifest.arrays.items() if _is_resident(name)}
     if whole_embedding:
         return found
     return found | {name: found[name] // d.vocab_size * embedding_rows(d) for name in EMBEDDING_ARRAYS if name in found}
+
+
+def _is_resident(name: str) -> bool:
+    """A guess head is not run here: a block of drafted tokens would read more rows than it saves."""
+    return not name.endswith(_NOT_RESIDENT) and not name.startswith(PREFIX)
 
 
 def places_of(nbytes_of: Mapping[str, int]) -> tuple[dict[str, int], int]:

@@ -6,8 +6,7 @@ An engine does so in a thread of its own, for many; `Model.generate` in the call
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.engine.prompt_pace import PromptPace
@@ -74,6 +73,7 @@ class Core:
         self.finished = self.preemptions = 0
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self.guessed_tokens = self.accepted_tokens = self.checked_drafts = 0
+        self.head_guessed_tokens = self.head_accepted_tokens = 0
         self.drafts_won_s = 0.0
 
     def submit(self, sequence: TokenSequence) -> None:
@@ -92,9 +92,6 @@ class Core:
             return
         decoding = [sequence.is_decoding for sequence, _ in parts]
         generated, began = self.generated_tokens, time.perf_counter()
-        for leader, _ in parts:
-            for sequence in (leader, *leader.samples):
-                sequence.start_step()
         results = self._executor.step([step for _, step in parts])
         seconds = time.perf_counter() - began
         for (sequence, _), result in zip(parts, results, strict=True):
@@ -187,6 +184,9 @@ class Core:
             except Exception as error:  # a fault of this sequence ends no other
                 self.leave(sequence, error)
         work = [(sequence, tokens) for sequence, tokens in planned if sequence.is_running]
+        for leader, _ in work:
+            for sequence in (leader, *leader.samples):
+                sequence.start_step()
         drafts = self._drafts([sequence for sequence, _ in work])
         return [(s, self._step_of(s, tokens, draft)) for (s, tokens), draft in zip(work, drafts, strict=True)]
 
@@ -208,32 +208,36 @@ class Core:
         answers = [s for s in sequences if isinstance(s, AnswerSequence) and s.is_decoding]
         if not self._speculation.is_on or len(answers) < len(sequences):
             return [NO_DRAFT] * len(sequences)
-        drafts = [answer.draft() for answer in answers]
-        lengths = self._speculation.lengths([draft.expected for draft in drafts])
-        plain_s = self._speculation.times.plain(len(drafts))
+        planned = self._speculation.planned([answer.drafts() for answer in answers])
+        plain_s = self._speculation.times.plain(len(answers))
         found = []
-        for answer, draft, length in zip(answers, drafts, lengths, strict=True):
+        for answer, (draft, length) in zip(answers, planned, strict=True):
             fits = length and self._caches.grow_freely(self._caches.held[answer], 1 + length)
-            found.append(replace(draft, num_run=length if fits else 0, plain_s=plain_s))
+            found.append(self._speculation.run(draft, length if fits else 0, plain_s))
         return found
 
     def _step_of(self, sequence: TokenSequence, max_tokens: int, draft: Draft) -> SequenceStep:
         """The work of one sequence in the next step."""
         tokens, select = sequence.next_block(max_tokens, draft)
         every = draft.num_run > 0 or sequence.needs_all_logits
-        cache = self._caches.held[sequence]
-        return SequenceStep(cache=cache, tokens=tokens, select=select, logits="all" if every else "last")
+        cache, states = self._caches.held[sequence], self._speculation.is_on and sequence.wants_states
+        logits: Literal["last", "all"] = "all" if every else "last"
+        return SequenceStep(cache=cache, tokens=tokens, select=select, logits=logits, states=states)
 
     # Advance.
 
     def _advance(self, sequence: TokenSequence, result: SequenceResult) -> None:
         """Let a sequence take a step's result; where its prompt is read now, further answers draw a token too."""
-        ran, draft = sequence.num_computed + sequence.num_scheduled, sequence.drafted
+        first, draft = sequence.num_computed, sequence.drafted
+        ran = first + sequence.num_scheduled
         samples = self._start_samples(sequence) if ran == len(sequence.tokens) else []
         self._take(sequence, sequence.advance(result.logits_TV, result.rows_L2))
+        sequence.take_states(first, result.states_TC)
         self.guessed_tokens += draft.num_run
         self.checked_drafts += draft.num_run > 0
         self.accepted_tokens += sequence.num_computed - ran
+        self.head_guessed_tokens += draft.num_run * draft.by_head
+        self.head_accepted_tokens += (sequence.num_computed - ran) * draft.by_head
         for sample in samples:
             assert isinstance(sample, AnswerSequence)
             self._take(sample, sample.draw(result.logits_TV, result.rows_L2))
@@ -277,7 +281,8 @@ class Core:
         tokens, selects = sum(len(step.tokens) for _, step in parts), {step.select for _, step in parts}
         if all(decoding) and selects == {True}:
             if tokens > len(parts) and (plain_s := self._speculation.times.plain(len(parts))) is not None:
-                self.drafts_won_s += generated / len(parts) * plain_s - seconds
+                made_s = sum(sequence.drafted.made_s for sequence, _ in parts)
+                self.drafts_won_s += generated / len(parts) * plain_s - seconds - made_s
             self._speculation.times.count(len(parts), tokens, seconds)
             self._caches.count_step(tokens, seconds, decoding=True)
         elif selects == {False}:

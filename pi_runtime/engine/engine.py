@@ -225,6 +225,8 @@ class Engine:
             accepted_tokens=core.accepted_tokens,
             checked_drafts=core.checked_drafts,
             drafts_won_s=core.drafts_won_s,
+            head_guessed_tokens=core.head_guessed_tokens,
+            head_accepted_tokens=core.head_accepted_tokens,
             preemptions=core.preemptions,
             paused_sessions=self._sessions.count,
             written_sessions=self._sessions.written,

@@ -43,8 +43,7 @@ class Model:
     def __init__(self, artifact: Artifact, mode: str, executor: Executor, notice: str | None = None) -> None:
         self.notice = executor.notice if notice is None else notice
         """A message for the user about where it runs, if there is one."""
-        self._artifact, self.executor = artifact, executor
-        self.mode = mode
+        self._artifact, self.executor, self.mode = artifact, executor, mode
         self.context = executor.context
         self._page = executor.new_pool().page
         self._step_times = StepTimes()
@@ -137,6 +136,7 @@ class Model:
             end_ids=self.manifest.text.end_ids,
             selected=selected,
             stop_tokens=self._checked_ids(stop_tokens).tolist() if len(stop_tokens) else (),
+            head=self.executor.guess_head,
             **settings,
         )
 

@@ -33,6 +33,9 @@ class EngineStats:
     """Drafts of which any token ran."""
     drafts_won_s: float
     """What they saved, as far as steps without drafts were timed; below 0 where they cost more."""
+    head_guessed_tokens: int
+    """Those of the drafted tokens that ran that a guess head drafted."""
+    head_accepted_tokens: int
     preemptions: int
     """How often a request had to wait again because others needed its pages."""
     paused_sessions: int

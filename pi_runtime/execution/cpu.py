@@ -16,6 +16,7 @@ from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import DiskStats, Ints, SequenceResult, SequenceStep
+from pi_runtime.execution.guess_head import GuessHeadRun
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import Allowance, PagePool
 from pi_runtime.execution.plan_choice import Allocation
@@ -82,7 +83,7 @@ class CpuModel:
     def run(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences together, at most `BLOCK_TOKENS` in all."""
         numba.set_num_threads(self.threads)
-        step = tokens_of(sequences)
+        step = self.step_of(sequences)
         step = step._replace(tokens_T=self.embedded(step.tokens_T))
         forward(
             self.cfg,
@@ -95,19 +96,28 @@ class CpuModel:
             sequences[0].count,
             self.workspace,
         )
-        return self.finished(sequences)
+        return self.finished(sequences, step.states_TC)
+
+    def step_of(self, sequences: Sequence[SequenceStep]) -> Step:
+        """The next tokens of some sequences, with memory for the states that are wanted."""
+        step, head = tokens_of(sequences, len(self.table_LX)), self.manifest.guess
+        if head is None or not any(s.states for s in sequences):
+            return step
+        step.state_L[list(head.states)] = np.arange(len(head.states))
+        shape = len(step.tokens_T), len(head.states) * self.cfg.d_model
+        return step._replace(states_TC=np.empty(shape, np.float32))
 
     def embedded(self, tokens_T: Ints) -> Ints:
         """Where the tokens' rows are in the embedding as it is in memory."""
         return tokens_T
 
-    def finished(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
+    def finished(self, sequences: Sequence[SequenceStep], states_TC: Floats | None = None) -> list[SequenceResult]:
         """The results of sequences whose tokens have just run; their caches take the tokens."""
         for s in sequences:
             s.cache.append(s.tokens, s.select)
-        return list(self._results(sequences))
+        return list(self._results(sequences, states_TC))
 
-    def _results(self, sequences: Sequence[SequenceStep]) -> Iterator[SequenceResult]:
+    def _results(self, sequences: Sequence[SequenceStep], states_TC: Floats | None) -> Iterator[SequenceResult]:
         """The sequences' results, out of the memory that the next call overwrites."""
         ws, token, row = self.workspace, 0, 0
         for s in sequences:
@@ -119,6 +129,7 @@ class CpuModel:
                 logits_TV=ws.logits_TV[row : row + rows].copy(),
                 rows_L2=counts_LT3[:, 0, 1:].copy() if one else None,
                 counts_L3=counts_LT3.sum(1) if s.count else None,
+                states_TC=states_TC[token : token + tokens] if s.states and states_TC is not None else None,
             )
             token, row = token + tokens, row + rows
 
@@ -131,6 +142,11 @@ class CpuModel:
         """An empty cache for one sequence."""
         self.check_open()
         return KVCache(self.new_pool() if pool is None else pool, self.context)
+
+    def new_guess_head(self) -> GuessHeadRun | None:
+        """What drafts tokens for the model, if the artifact has it."""
+        head = self.manifest.guess
+        return None if head is None else GuessHeadRun(self.check_open, head, self.context, self.threads)
 
     @contextmanager
     def turn(
@@ -164,8 +180,8 @@ class CpuModel:
         self.artifact = None
 
 
-def tokens_of(sequences: Sequence[SequenceStep]) -> Step:
-    """The next tokens of some sequences."""
+def tokens_of(sequences: Sequence[SequenceStep], layers: int) -> Step:
+    """The next tokens of some sequences; no states are kept."""
     counts = [len(s.tokens) for s in sequences]
     rows = [len(s.tokens) if s.logits == "all" else 1 for s in sequences]
     wanted = [np.arange(end - n, end) for n, end in zip(rows, np.cumsum(counts), strict=True)]
@@ -174,7 +190,13 @@ def tokens_of(sequences: Sequence[SequenceStep]) -> Step:
         positions_of([(len(s.tokens), s.cache.length, s.cache) for s in sequences]),
         np.repeat([int(s.select) for s in sequences], counts),
         np.concatenate(wanted),
+        *no_states(layers),
     )
+
+
+def no_states(layers: int) -> tuple[Ints, Floats]:
+    """What `Step` has where no states are kept."""
+    return np.full(layers + 1, -1, np.int64), np.empty((0, 0), np.float32)
 
 
 def positions_of(runs: Sequence[tuple[int, int, KVCache]]) -> Positions:
@@ -213,6 +235,7 @@ class HostExecutor:
     notice: str | None = None
     disk: DiskStats | None = None
     block_tokens = draft_tokens = BLOCK_TOKENS
+    guess_head: GuessHeadRun | None = None
     _model: CpuModel
 
     @property
@@ -245,7 +268,7 @@ class CpuExecutor(HostExecutor):
 
     def __init__(self, artifact: StoredArrays, mode: str, context: int, threads: int, cache: str = "auto") -> None:
         self._model = CpuModel(artifact, mode, context, threads, cache)
-        self.context, self.neurons = context, self._model.neurons
+        self.context, self.neurons, self.guess_head = context, self._model.neurons, self._model.new_guess_head()
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences: weights are read once for as many as a call takes."""

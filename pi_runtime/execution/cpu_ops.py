@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
-from pi_runtime.execution.cpu import CpuModel, positions_of, tokens_of
+from pi_runtime.execution.cpu import CpuModel, no_states, positions_of
 from pi_runtime.execution.executor import Floats, Ints, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
-from pi_runtime.kernels.forward import after_ffn, attention, embed, head
+from pi_runtime.kernels.forward import after_ffn, attention, embed, head, keep_state
 from pi_runtime.kernels.moe import ffn_of_experts
 
 
@@ -28,10 +28,15 @@ class _Ops:
 class CpuOps(_Ops):
     """The tokens of a step, at most `BLOCK_TOKENS`, in the workspace of a model whose weights are all in memory."""
 
+    def __init__(self, model: CpuModel) -> None:
+        super().__init__(model)
+        self.state_L, self.states_TC = no_states(len(model.table_LX))
+
     def take(self, sequences: Sequence[SequenceStep]) -> None:
         """Go on with the next tokens of some sequences."""
         self.count_all = sequences[0].count
-        self.tokens_T, self.at, self.select_T, self.wanted_N = tokens_of(sequences)
+        step = self.model.step_of(sequences)
+        self.tokens_T, self.at, self.select_T, self.wanted_N, self.state_L, self.states_TC = step
         ws, tokens = self.model.workspace, len(self.tokens_T)
         self.x_TD, self.input_TD = ws.x_TD[:tokens], ws.normed_TD[:tokens]
         self.residual_TD = (ws.residual_TD if len(ws.residual_TD) else ws.normed_TD)[:tokens]
@@ -42,6 +47,7 @@ class CpuOps(_Ops):
 
     def attention(self, layer: int) -> None:
         m, w = self.model, self.model.table_LX[layer, 0]
+        keep_state(self.state_L, self.states_TC, layer, self.x_TD)
         attention(m.cfg, w, m.eps, m.cos_SJ, m.sin_SJ, self.at, layer, self.x_TD, m.workspace)
 
     def ffn(self, layer: int) -> None:
@@ -54,6 +60,7 @@ class CpuOps(_Ops):
         after_ffn(m.cfg, m.table_LX[layer, 0], m.eps, self.residual_TD, self.x_TD)
 
     def head(self, _layer: int) -> None:
+        keep_state(self.state_L, self.states_TC, len(self.model.table_LX), self.x_TD)
         m, x_ND = self.model, self.x_TD[self.wanted_N]
         head(m.cfg, m.ends, m.eps, x_ND, m.workspace, m.workspace.logits_TV[: len(x_ND)])
 

@@ -2,7 +2,7 @@
 
 CPU, stand-in and GPU implement it, and a caller uses nothing else of them.
 
-Shape letters: T tokens of a sequence in this step, V vocabulary, L layers.
+Shape letters: T tokens of a sequence in this step, V vocabulary, L layers, C·D states of some layers side by side.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pi_runtime.execution.guess_head import GuessHeadRun
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PagePool
 from pi_runtime.execution.plan_choice import Allocation
@@ -35,6 +36,8 @@ class SequenceStep:
     """The tokens whose logits are wanted; `all` takes up to `BLOCK_TOKENS` tokens."""
     count: bool = False
     """Whether to count what selection reads and leaves out; with `select` and `all` logits."""
+    states: bool = False
+    """Whether the states are wanted that the guess head reads; only where the executor has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,8 @@ class SequenceResult:
     counts_L3: Ints | None = None
     """Sums over the tokens of neurons that fire, rows of `first` read, and neurons that fire and are kept; if asked
     for."""
+    states_TC: Floats | None = None
+    """The residual stream as it enters the layers that the guess head names, for each token; if asked for."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,10 @@ class Executor(Protocol):
     @property
     def draft_tokens(self) -> int:
         """Most tokens of a sequence that a step computes together with selection; 1: it runs them one by one."""
+
+    @property
+    def guess_head(self) -> GuessHeadRun | None:
+        """What drafts tokens from the states of a step; None where the artifact has no such head, or it cannot run."""
 
     @property
     def neurons(self) -> int:

@@ -129,6 +129,7 @@ class StandInExecutor(HostExecutor):
     ) -> None:
         self._model = model = CpuModel(artifact, mode, allocation.context, threads, cache)
         self.allocation, self.context, self.neurons = allocation, allocation.context, model.neurons
+        self.guess_head = model.new_guess_head()
         self._schedule, self.ops = schedule_of(allocation.plan), StandInOps(model, allocation.plan)
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
@@ -145,7 +146,7 @@ class StandInExecutor(HostExecutor):
         self.ops.take(sequences)
         for operation in self._schedule:
             operation.run({CPU: self.ops, GPU: self.ops})
-        return self._model.finished(sequences)
+        return self._model.finished(sequences, self.ops.states_TC)
 
     def _release(self) -> None:
         self.ops.close()

@@ -3,7 +3,7 @@
 Every weight that is needed is read once for all tokens, and no token changes another's bits. Shape letters: T tokens of
 the step, R runs of consecutive tokens of one sequence, D model width, W embedding width, L layers, X experts, Q numbers
 of a token's queries, keys and values, S positions, J rotary frequencies, N tokens whose logits are
-wanted, V vocabulary.
+wanted, V vocabulary, C·D the states of some layers side by side.
 """
 
 from typing import NamedTuple
@@ -48,6 +48,10 @@ class Step(NamedTuple):
     """1 to skip what the layer's rung skips, 0 to compute every neuron."""
     wanted_N: Ints
     """The tokens whose logits are wanted."""
+    state_L: Ints
+    """For each layer, and behind the last one, which of the states that are kept enters there; −1: none."""
+    states_TC: Floats
+    """The states that are kept."""
 
 
 @public
@@ -239,15 +243,26 @@ def forward(
     x_TD = ws.x_TD[:tokens]
     _embed(cfg, ends, eps, step.tokens_T, at.position_T, ws, x_TD)
     for layer in range(table_LX.shape[0]):
+        keep_state(step.state_L, step.states_TC, layer, x_TD)
         w_X, normed_TD = table_LX[layer], ws.normed_TD[:tokens]
         _attention(cfg, w_X[0], eps, cos_SJ, sin_SJ, at, layer, x_TD, ws)
         _ffn(cfg, w_X, normed_TD, select_T, count_all, ws, ws.counts_LT3[layer, :tokens], x_TD)
         after_ffn(cfg, w_X[0], eps, residual_of(cfg, ws)[:tokens], x_TD)
+    keep_state(step.state_L, step.states_TC, table_LX.shape[0], x_TD)
     wanted = wanted_N.shape[0]
     wanted_ND = ws.attended_TD[:wanted]
     for n in range(wanted):
         _copy(x_TD[wanted_N[n]], wanted_ND[n])
     _head(cfg, ends, eps, wanted_ND, ws, ws.logits_TV[:wanted])
+
+
+@public
+def keep_state(state_L: Ints, states_TC: Floats, layer: int, x_TD: Floats) -> None:
+    """Keep x as it enters a layer, or leaves the last one, where that is asked for."""
+    at = state_L[layer] * x_TD.shape[1]
+    if at >= 0:
+        for t in range(x_TD.shape[0]):
+            _copy(x_TD[t], states_TC[t, at : at + x_TD.shape[1]])
 
 
 @device

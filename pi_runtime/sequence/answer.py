@@ -12,6 +12,7 @@ import numpy as np
 
 from pi_runtime.errors import ContextError, PromptError, Setting, UsageError
 from pi_runtime.sequence.drafts import NO_DRAFT, Draft, ForcedText, PromptLookup
+from pi_runtime.sequence.head_draft import HeadDraft, HeadRunner
 from pi_runtime.sequence.logprobs import TokenLogprobs, check_logprobs, token_logprobs
 from pi_runtime.sequence.sampler import Sampler
 from pi_runtime.sequence.sampling import Sampling
@@ -35,10 +36,11 @@ class AnswerSequence(TokenSequence):
         end_ids: Sequence[int],
         selected: Sequence[bool] = (),
         stop_tokens: Sequence[int] = (),
+        head: HeadRunner | None = None,
         **settings: Unpack[AnswerSettings],
     ) -> None:
         """`selected`: for the first tokens of the prompt whether they run with selection, as those of earlier answers
-        in it do. `stop_tokens` end the answer, and become part of it."""
+        in it do. `stop_tokens` end the answer, and become part of it. `head`: a guess head that may draft."""
         _check(prompt, context, settings)
         super().__init__(prompt, selected)
         self._max_tokens, self._min_tokens = settings.get("max_tokens"), settings.get("min_tokens", 0)
@@ -63,9 +65,11 @@ class AnswerSequence(TokenSequence):
         self._rows_2 = np.zeros(2, np.int64)
         self._steps = self._guessed_tokens = self._accepted_tokens = self._checked_drafts = 0
         self._drafts_won_s = 0.0
+        self._head_guessed_tokens = self._head_accepted_tokens = 0
         # What cannot come any more is of no use.
         expected = settings.get("expected", ())[: self.max_positions + 1 - len(prompt)]
         self.lookup = PromptLookup(self.tokens, self._end_ids, expected)
+        self._head = None if head is None else HeadDraft(head, self.tokens, self._sampler, self._end_ids)
         self._forced = None if self._grammar is None else ForcedText(self._grammar)
 
     @property
@@ -115,13 +119,26 @@ class AnswerSequence(TokenSequence):
         """The seed of its draws; None where it is greedy."""
         return None if self.sampling.temperature == 0 else self.sampling.seed
 
-    def draft(self) -> Draft:
-        """Tokens that may follow the newest one, as many as may still run; none unless it alone is left to run."""
+    @property
+    def wants_states(self) -> bool:
+        """Whether a guess head drafts its tokens."""
+        return self._head is not None
+
+    def take_states(self, first: int, states_TC: Floats | None) -> None:
+        """Let the guess head have what a step computed of the tokens from position `first` on that stay."""
+        if self._head is not None and states_TC is not None:
+            self._head.take(first, states_TC[: self.num_computed - first])
+
+    def drafts(self) -> list[Draft]:
+        """What may follow the newest token, as many tokens as may still run; nothing unless it alone is left to run."""
         if self.num_computed < self.prompt_tokens or not self.is_decoding:
-            return NO_DRAFT
+            return [NO_DRAFT]
         max_tokens = self.max_positions - len(self.tokens)
         forced = NO_DRAFT if self._forced is None else self._forced.draft(self.tokens, max_tokens)
-        return forced if forced.tokens else self.lookup.draft(max_tokens)
+        if forced.tokens:
+            return [forced]
+        found = [self.lookup.draft(max_tokens)]
+        return found if self._head is None else [*found, self._head.draft(max_tokens)]
 
     def advance(self, logits_TV: Floats, rows_L2: Ints | None) -> Iterator[str]:
         """Count the tokens that have run, and draw the next ones if none is left to run."""
@@ -141,6 +158,7 @@ class AnswerSequence(TokenSequence):
             self._rows_2 += rows_L2.sum(0)
             self._steps += 1
         self._guessed_tokens += draft.num_run
+        self._head_guessed_tokens += draft.num_run * draft.by_head
         spent_s = time.perf_counter() - self._step_began if draft.num_run else 0.0
         drawn: list[int] = []
         for n, logits_V in enumerate(logits_TV):
@@ -148,6 +166,7 @@ class AnswerSequence(TokenSequence):
             drawn.append(token)
             is_right = n < draft.num_run and token == draft.tokens[n]
             self._accepted_tokens += is_right
+            self._head_accepted_tokens += is_right and draft.by_head
             self.num_computed += is_right
             self._count_time()
             text = self._take(token)
@@ -233,6 +252,8 @@ class AnswerSequence(TokenSequence):
             accepted_tokens=self._accepted_tokens,
             checked_drafts=self._checked_drafts,
             drafts_won_s=self._drafts_won_s,
+            head_guessed_tokens=self._head_guessed_tokens,
+            head_accepted_tokens=self._head_accepted_tokens,
         )
 
 

@@ -5,8 +5,9 @@ answer, and what followed them where they stood before is the draft. The model r
 token is right if the draw at its position gives the same token. So drafts change no text.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -44,9 +45,10 @@ class Acceptance:
 
     def expected(self, draft: "Draft") -> list[float]:
         """For each token of a draft the probability that it and all before it are right."""
-        if not draft.tokens:
+        count = len(draft.tokens) or draft.planned
+        if not count:
             return []
-        lengths = np.minimum(draft.match + np.arange(len(draft.tokens)), LONGEST_MATCH)
+        lengths = np.minimum(draft.match + np.arange(count), LONGEST_MATCH)
         found: list[float] = np.cumprod(self._right_L[lengths] / self._tried_L[lengths]).tolist()
         return found
 
@@ -62,11 +64,30 @@ class Draft:
     """What the step takes where nothing is drafted, if that was measured."""
     acceptance: Acceptance = field(default_factory=Acceptance, compare=False, repr=False)
     """What is known of drafts of its kind, where this one counts too."""
+    planned: int = 0
+    """How many tokens a guess head may draft, where `make` has not been called yet."""
+    make: Callable[[int], list[int]] | None = field(default=None, compare=False, repr=False)
+    """What drafts so many tokens, where a guess head does."""
+    made_s: float = 0.0
+    """How long that took."""
 
     @property
     def expected(self) -> list[float]:
         """For each token the probability that it and all before it are right."""
         return self.acceptance.expected(self)
+
+    @property
+    def by_head(self) -> bool:
+        """Whether a guess head drafts it."""
+        return self.make is not None
+
+    def run(self, count: int, plain_s: float | None) -> "Draft":
+        """The draft with so many tokens to run, or fewer where a guess head drafts fewer."""
+        tokens, began = self.tokens, time.perf_counter()
+        if self.make is not None and count:
+            tokens = self.make(count)
+        made_s = time.perf_counter() - began if self.make is not None else 0.0
+        return replace(self, tokens=tokens, num_run=min(count, len(tokens)), plain_s=plain_s, made_s=made_s)
 
     def count(self, drawn: Sequence[int]) -> None:
         """Count how far it was right about the tokens that came, whether it was run or not."""

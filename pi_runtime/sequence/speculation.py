@@ -5,7 +5,8 @@ T tokens, the number of drafted tokens maximises
 
     expected tokens / seconds  =  (S + Σ a_L a_{L+1} …) / c(S, T)
 
-and is 0 where no number gains. What a draft would have been worth is counted even where none is run.
+and is 0 where no number gains. Tokens of a guess head take time to draft as well: it is added to c where they are
+among them. What a draft would have been worth is counted even where none is run.
 """
 
 import statistics
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pi_runtime.errors import Setting, UsageError
-from pi_runtime.sequence.drafts import MAX_DRAFT_TOKENS
+from pi_runtime.sequence.drafts import MAX_DRAFT_TOKENS, Draft
 
 GAIN = 1.05
 """Least gain for which drafts run, because times vary."""
@@ -25,6 +26,8 @@ STALE_STEPS = 128
 """Steps after which times that were not taken again are forgotten, so that other numbers of tokens are tried."""
 ONCE_STEPS = 16
 """The same for a time that was taken once: it may have been held up."""
+LEAST_DRAFTINGS = 3
+"""Draftings by a guess head before their time counts: the first one may have compiled kernels."""
 PLAIN_STEPS = 64
 """Steps with drafts in a row, so that the time of one without is measured now and then."""
 
@@ -37,6 +40,8 @@ class StepTimes:
         self._latest: dict[tuple[int, int], deque[float]] = {}
         self._taken_at: dict[tuple[int, int], int] = {}
         self._steps = 0
+        self._drafting: deque[float] = deque(maxlen=LATEST)
+        self._drafted_at = 0
 
     def count(self, sequences: int, tokens: int, seconds: float) -> None:
         """Count a step of so many sequences, with so many tokens in all."""
@@ -47,6 +52,19 @@ class StepTimes:
         latest.append(seconds)
         self._by_sequences.setdefault(sequences, {})[tokens] = statistics.median_low(latest)
         self._taken_at[sequences, tokens] = self._steps
+
+    def count_drafting(self, tokens: int, seconds: float) -> None:
+        """Count how long a guess head took to draft so many tokens."""
+        if self._steps - self._drafted_at >= STALE_STEPS:
+            self._drafting.clear()
+        self._drafting.append(seconds / tokens)
+        self._drafted_at = self._steps
+
+    @property
+    def drafting_s(self) -> float:
+        """Seconds in which a guess head drafts a token; 0 as long as that is to be found out."""
+        known = len(self._drafting) >= LEAST_DRAFTINGS and self._steps - self._drafted_at < STALE_STEPS
+        return statistics.median_low(self._drafting) if known else 0.0
 
     def taken(self, sequences: int) -> dict[int, float]:
         """The times that were taken of steps of so many sequences, by tokens."""
@@ -101,8 +119,38 @@ class Speculation:
         self.times, self._max_tokens, self._setting = times, max_tokens, setting
         self.is_on = setting != "off" and can_gain
 
-    def lengths(self, expected: Sequence[Sequence[float]]) -> list[int]:
-        """How many drafted tokens each sequence of a step runs; `expected` is that of `Acceptance` for each."""
+    def planned(self, drafts: Sequence[Sequence[Draft]]) -> list[tuple[Draft, int]]:
+        """For each sequence of a step one of its possible drafts, and how many tokens of it run."""
+        best = [self._best(of_one, len(drafts)) for of_one in drafts]
+        costs = [self.times.drafting_s if draft.by_head else 0.0 for draft in best]
+        return list(zip(best, self.lengths([draft.expected for draft in best], costs), strict=True))
+
+    def _best(self, drafts: Sequence[Draft], count: int) -> Draft:
+        """The one of a sequence's possible drafts that gains most where `count` sequences run; of equals the first."""
+        some = [draft for draft in drafts if draft.expected]
+        seconds = self.times.seconds(count, self._max_tokens) if len(some) > 1 and self._setting == "auto" else []
+        if not seconds:
+            return some[0] if some else drafts[0]
+
+        def rate(draft: Draft) -> float:
+            tokens = count + np.cumsum([0.0, *draft.expected])[: len(seconds)]
+            cost = self.times.drafting_s if draft.by_head else 0.0
+            return float((tokens / (np.array(seconds[: len(tokens)]) + cost * np.arange(len(tokens)))).max())
+
+        return max(some, key=rate)
+
+    def run(self, draft: Draft, length: int, plain_s: float | None) -> Draft:
+        """Make a draft of so many tokens, and count how long a guess head took."""
+        found = draft.run(length, plain_s)
+        if length and found.by_head:
+            self.times.count_drafting(length, found.made_s)
+        return found
+
+    def lengths(self, expected: Sequence[Sequence[float]], costs: Sequence[float] = ()) -> list[int]:
+        """How many drafted tokens each sequence of a step runs; `expected` is that of `Acceptance` for each.
+
+        `costs`: seconds that drafting a token takes, for each sequence.
+        """
         count = len(expected)
         if self._setting != "auto":
             left = max(0, self._max_tokens - count)
@@ -118,7 +166,8 @@ class Speculation:
         if not seconds:
             return lengths
         gains = np.cumsum([count, *(p for p, _ in ranked)])[: len(seconds)]
-        rates = gains / np.array(seconds[: len(gains)])
+        drafting = np.cumsum([0.0, *(costs[n] if costs else 0.0 for _, n in ranked)])[: len(gains)]
+        rates = gains / (np.array(seconds[: len(gains)]) + drafting)
         best = int(rates.argmax())
         if rates[best] >= GAIN * rates[0]:
             for _, n in ranked[:best]:

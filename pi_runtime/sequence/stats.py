@@ -33,6 +33,10 @@ class Stats:
     """Drafts of which any token ran."""
     drafts_won_s: float
     """What checked drafts saved: the time that their steps' tokens take one by one, less the time of these steps."""
+    head_guessed_tokens: int = 0
+    """Those of the drafted tokens that a guess head drafted."""
+    head_accepted_tokens: int = 0
+    """Those of them that were right."""
 
     @property
     def accepted_length(self) -> float | None:

@@ -28,6 +28,8 @@ ENGINE = (
     ("accepted_tokens_total", "counter", "Guessed tokens that were right.", "accepted_tokens"),
     ("checked_drafts_total", "counter", "Drafts of which any token ran.", "checked_drafts"),
     ("drafts_won_seconds", "gauge", "Time that checked drafts saved up to now.", "drafts_won_s"),
+    ("head_guessed_tokens_total", "counter", "Guessed tokens of a guess head that ran.", "head_guessed_tokens"),
+    ("head_accepted_tokens_total", "counter", "Those of them that were right.", "head_accepted_tokens"),
     ("preemptions_total", "counter", "Answers that had to wait again because pages ran out.", "preemptions"),
     ("busy_seconds_total", "counter", "Time in which the engine worked.", "busy_s"),
 )

@@ -171,7 +171,9 @@ class GrammarState:
         return list(takewhile(lambda token: token not in self._ends, self._matcher.compute_ff_tokens()))
 
     def _follow(self, seen_ids: Ids) -> None:
-        assert len(seen_ids) >= self._length, (len(seen_ids), self._length)
+        if len(seen_ids) < self._length:  # tokens that were drafted are taken back
+            self._matcher.rollback(self._length - len(seen_ids))
+            self._length = len(seen_ids)
         for token in seen_ids[self._length :]:
             self._matcher.consume_token(int(token))
         self._length = len(seen_ids)

@@ -10,8 +10,9 @@ import numpy as np
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import Array
+from pi_runtime.artifact.guess_head import GuessHead
 from pi_runtime.artifact.schema import Layer, Manifest, Plan, Text
-from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs, is_scales
+from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs, is_scales, with_scales
 from pi_runtime.artifact.writer import ArtifactWriter
 from support.paths import GOLDEN
 
@@ -109,8 +110,11 @@ def random_artifact(
     ranks = ranks or [None] * decoder.n_layers
     formats = {**dict.fromkeys(PARTS, format), **(matrices or {})}
     manifest = bare_manifest(decoder, formats, ranks, 1000 if profiled else 0)
+    specs = array_specs(decoder, manifest.formats, ranks, profiled)
+    if (guess := manifest_fields.get("guess")) is not None:
+        specs |= with_scales(guess.arrays(decoder))
     with ArtifactWriter(path) as writer:
-        for name, spec in array_specs(decoder, manifest.formats, ranks, profiled).items():
+        for name, spec in specs.items():
             if not is_scales(name):
                 writer.add_array(name, spec, [random_values(name, spec, rng, scale)])
         for name, data in {"tokenizer.json": byte_tokenizer(), **(files or {})}.items():
@@ -211,10 +215,28 @@ def random_values(name: str, spec: ArraySpec, rng: np.random.Generator, scale: f
         return rng.permutation(spec.shape[0])
     if name.endswith("counts"):
         return np.sort(rng.integers(0, 1000, spec.shape))[::-1]
+    if name.endswith("ids"):
+        return np.arange(spec.shape[0]) * 2
     if name.endswith("signs"):
         return rng.integers(0, 2**64, spec.shape, np.uint64)
     values = rng.standard_normal(spec.shape, np.float32) * np.float32(scale / np.sqrt(spec.shape[-1]))
-    return values + np.float32(1) if name.endswith("norm/weight") else values
+    return values + np.float32(1) if name.endswith(("norm/weight", "_norm", "guess/norm")) else values
+
+
+def small_guess_head(decoder: Decoder, **fields: Any) -> GuessHead:
+    """A guess head that reads every second layer and drafts every second token."""
+    usual: dict[str, Any] = {
+        "states": tuple(range(0, decoder.n_layers + 1, 2)),
+        "format": "f32",
+        "shortlist": (decoder.vocab_size + 1) // 2,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "head_dim": 16,
+        "d_ff": 48,
+        "norm_eps": 1e-5,
+        "rotary_frequencies": frequencies(16),
+    }
+    return GuessHead(**usual | fields)
 
 
 def byte_tokenizer() -> bytes:

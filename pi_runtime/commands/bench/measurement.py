@@ -111,6 +111,8 @@ class DraftedAnswer:
     acceptance: float | None
     accepted_length: float | None
     drafts_won_s: float
+    by_head: float | None
+    """Share of the drafted tokens that a guess head drafted."""
 
     @classmethod
     def of(cls, model: Model) -> "DraftedAnswer":
@@ -129,6 +131,7 @@ class DraftedAnswer:
             acceptance=s.acceptance,
             accepted_length=s.accepted_length,
             drafts_won_s=s.drafts_won_s,
+            by_head=s.head_guessed_tokens / s.guessed_tokens if s.guessed_tokens else None,
         )
 
 

@@ -67,6 +67,8 @@ def _drafted(answer: Mapping[str, Any]) -> str:
     if answer["accepted_length"] is None:
         return f"{answer['mode']}: no draft ran"
     length, right = f"{answer['accepted_length']:.2f} tokens a draft", f"{answer['acceptance']:.0%} right"
+    if answer.get("by_head"):
+        right += f", {answer['by_head']:.0%} by the guess head"
     return f"{answer['mode']}: {length}, {right}, {answer['drafts_won_s']:+.2f} s won in {answer['tokens']} tokens"
 
 

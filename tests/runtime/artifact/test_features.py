@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.forge import put_together, take_apart
-from support.synthetic import FACTS, golden_artifact, random_artifact, small_decoder
+from support.synthetic import FACTS, golden_artifact, random_artifact, small_decoder, small_guess_head
 
 from pi_runtime.artifact import verify
 from pi_runtime.artifact.decoding import canonical_json
@@ -117,3 +118,37 @@ def test_comment_and_manifest_tell_the_same_version(featured: Path, tmp_path: Pa
     assert "damaged at the end record" in refusal(forged)
     forged.write_bytes(put_together(entries, prefix=prefixes[5]))
     assert "artifact format version 5" in refusal(forged)
+
+
+def test_a_guess_head_is_a_feature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = small_decoder(d_embedding=24)
+    path = random_artifact(tmp_path / "a.pi", decoder, format="q8", guess=small_guess_head(decoder, format="q8"))
+    verify(path)
+    with Artifact.open(path) as artifact:
+        assert artifact.manifest.features == ("guess_head",)
+        assert artifact.manifest.guess == small_guess_head(decoder, format="q8")
+        assert artifact.values("guess/qkv").shape == (64, 24 + 32)
+    monkeypatch.delitem(FEATURES, "guess_head")
+    assert "found: guess_head" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        ({"states": ()}, "guess.states"),
+        ({"states": (0, 3)}, "guess.states: (0, 3) are not layers of 2"),
+        ({"states": (1, 0)}, "guess.states"),
+        ({"format": "u32"}, "guess.format: 'u32'"),
+        ({"d_ff": 0}, "guess.d_ff: 0 is not a size"),
+        ({"n_kv_heads": 3}, "guess.n_kv_heads: 3 does not divide n_heads 2"),
+        ({"shortlist": 258}, "guess.shortlist: 258 tokens of 257"),
+        ({"norm_eps": 0.0}, "guess.norm_eps"),
+        ({"rotary_frequencies": ()}, "guess.rotary_frequencies: 0 with head_dim 16"),
+        ({"rotary_frequencies": (1.0, -0.5)}, "guess.rotary_frequencies: 2"),
+    ],
+)
+def test_an_impossible_guess_head_is_refused(wrong: dict[str, Any], problem: str) -> None:
+    decoder = small_decoder()
+    head = replace(small_guess_head(decoder), **wrong)
+    assert any(found.startswith(problem) for found in head.problems(decoder))
+    assert not list(small_guess_head(decoder).problems(decoder))

@@ -31,6 +31,8 @@ STATS = {
     "acceptance",
     "accepted_length",
     "drafts_won_s",
+    "head_guessed_tokens",
+    "head_accepted_tokens",
 }
 
 

@@ -1,0 +1,61 @@
+"""A guess head from its equations, in NumPy: nothing here is quick, and nothing is shared with the kernels.
+
+    g_t = fc · [low_t | middle_t | high_t]              states that the model computed; else y of the step before
+    u_t = n₁(e_t+1) | n₂(g_t)                           the next token's embedding beside it
+    a_t = g_t + out · attention(qkv · u)                over all t so far, with rotary positions
+    y_t = a_t + down · (silu(gate · n₃(a_t)) ⊙ up · n₃(a_t))
+    logits_t = head · n₄(y_t)
+
+Source: Li et al. 2025, EAGLE-3 (arXiv 2503.01840), section 3.2 and figure 5.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from pi_runtime.artifact.formats import Array
+from pi_runtime.artifact.guess_head import GuessHead
+
+
+def norm(x: Array, weight: Array, eps: float) -> Array:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def rotated(x_THE: Array, frequencies: tuple[float, ...]) -> Array:
+    angles = np.outer(np.arange(len(x_THE)), np.array(frequencies))[:, None]
+    half = len(frequencies)
+    a, b, rest = np.split(x_THE, [half, 2 * half], -1)
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+def layer(head: GuessHead, w: Mapping[str, Array], embedding_TW: Array, g_TD: Array) -> tuple[Array, Array]:
+    """y (T, D) and logits (T, S) for all tokens of a text, each next to the state before it."""
+    eps, heads, groups, width = head.norm_eps, head.n_heads, head.n_kv_heads, head.head_dim
+    u = np.concatenate([norm(embedding_TW, w["embedding_norm"], eps), norm(g_TD, w["hidden_norm"], eps)], -1)
+    q, k, v = np.split(u @ w["qkv"].T, [heads * width, (heads + groups) * width], -1)
+    q = rotated(q.reshape(-1, heads, width), head.rotary_frequencies)
+    k = rotated(k.reshape(-1, groups, width), head.rotary_frequencies).repeat(heads // groups, 1)
+    v = v.reshape(-1, groups, width).repeat(heads // groups, 1)
+    scores = np.einsum("the,she->hts", q, k) / np.sqrt(width)
+    scores[:, ~np.tri(len(u), dtype=bool)] = -np.inf
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    mixed = np.einsum("hts,she->the", p / p.sum(-1, keepdims=True), v).reshape(len(u), -1)
+    a = g_TD + mixed @ w["out"].T
+    x = norm(a, w["ffn_norm"], eps)
+    z = x @ w["gate"].T
+    y = a + (z / (1 + np.exp(-z)) * (x @ w["up"].T)) @ w["down"].T
+    return y, norm(y, w["norm"], eps) @ w["head"].T
+
+
+def drafted(
+    head: GuessHead, w: Mapping[str, Array], embedding_VW: Array, tokens: list[int], states_TC: Array, count: int
+) -> tuple[list[int], Array]:
+    """The greedy draft behind a text, whose states are known but for its last token; and the logits of each step."""
+    g, text, found, logits = states_TC @ w["fc"].T, list(tokens), list[int](), []
+    for _ in range(count):
+        y, z = layer(head, w, embedding_VW[text[1:]], g)
+        logits.append(z[-1])
+        found.append(int(w["ids"][z[-1].argmax()]))
+        g, text = np.concatenate([g, y[-1:]]), [*text, found[-1]]
+    return found, np.array(logits)
