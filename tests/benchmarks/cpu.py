@@ -1,6 +1,6 @@
 """Decode and prefill on the CPU beside llama.cpp and transformers, and beside what the memory allows.
 
-nox -s bench -- cpu [--full] [--formats f16,q8,q4] [--json PATH] [--quick]
+nox -s bench -- cpu [--full] [--formats f16,q8,q4] [--shape Llama-3.2-1B-Instruct [--layers 4]] [--json PATH] [--quick]
 
 A synthetic Llama whose neurons fire at a set density (recipes/demo/sparse_model), with a predictor by construction,
 runs dense, gate and predicted. llama.cpp and transformers run random weights of the same shape, dense. Our results are
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from side_by_side.case import Case, check, run
 from side_by_side.rounds import Row
-from side_by_side.shape import add_shape, decoder_of
+from side_by_side.shape import add_shape, decoder_of, head_share
 from side_by_side.table import print_rows, write_json
 from sparse_model import Spec
 
@@ -97,7 +97,9 @@ def main() -> None:
     rows: list[Row] = []
 
     def compare(what: str, case: Case, folder: Path) -> None:
+        share, sparse = (head_share(case.spec.decoder, density) for density in (1, case.spec.density))
         print(f"\n{what}, {case.format}, {case.parameters / 1e9:.2f} B parameters", flush=True)
+        print(f"the head's share of a token's weights: {share:.0%} dense, {sparse:.0%} at density {case.spec.density}")
         found = run(case, folder)
         print_rows(found)
         rows.extend(found)

@@ -1,5 +1,6 @@
 """The CPU benchmark: ratios and shares are taken within a round, and a peer that fails becomes a row."""
 
+import argparse
 import json
 import re
 import shutil
@@ -371,3 +372,24 @@ def test_llama_cpp_is_built_again_where_the_arguments_or_the_version_changed(
         ("x==1", "-DGGML_NATIVE=ON"),
         ("x==2", "-DGGML_NATIVE=ON"),
     ]
+
+
+def test_a_published_shape(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its sizes are the options' defaults; what stands behind it changes one."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    from side_by_side.shape import add_shape, decoder_of, head_share
+
+    parser = argparse.ArgumentParser()
+    add_shape(parser)
+    found = decoder_of(parser.parse_args(["--shape", "Qwen3-0.6B"]))
+    assert (found.n_layers, found.d_model, found.d_ff, found.vocab_size) == (28, 1024, 3072, 151936)
+    assert (found.n_heads, found.n_kv_heads, found.head_dim) == (16, 8, 128)
+    assert decoder_of(parser.parse_args(["--shape", "Qwen3-0.6B", "--layers", "2"])).n_layers == 2
+    assert decoder_of(parser.parse_args([])).head_dim == 64
+    one_layer = 1024 * (48 * 128 + 3 * 3072 * 0.5)
+    head = 1024 * 151936
+    assert head_share(found, 0.5) == pytest.approx(head / (head + 28 * one_layer))
+    for name, why in (("Nobody-1B", "no published configuration"), ("Qwen3-30B-A3B", "mixture of experts")):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--shape", name])
+        assert why in capsys.readouterr().err

@@ -22,6 +22,8 @@ def write_gguf(path: Path, d: Decoder, format_name: str, *, has_tokenizer: bool 
     writer.add_feed_forward_length(d.d_ff)
     writer.add_head_count(d.n_heads)
     writer.add_head_count_kv(d.n_kv_heads)
+    writer.add_key_length(d.head_dim)
+    writer.add_value_length(d.head_dim)
     writer.add_rope_dimension_count(d.rotary_dim)
     # The second of J frequencies is base ** (-1 / J).
     writer.add_rope_freq_base(d.rotary_frequencies[1] ** -len(d.rotary_frequencies))
