@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pi_compile.checkpoint.families.adapter import SourceTensor
 from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES, find_checkpoint
 from pi_compile.checkpoint.resolution import ResolvedCheckpoint, resolve_checkpoint
-from pi_compile.checkpoint.tensors import RowReader, StoredRows, Values
+from pi_compile.checkpoint.tensors import Array, RowReader, StoredRows, Values
 from pi_compile.errors import CheckpointError
 from pi_compile.files import file_digest, json_digest
 from pi_runtime.artifact.formats import FORMATS
@@ -195,15 +195,15 @@ class Checkpoint(ResolvedCheckpoint):
         """
         if tensor.rows is None and not tensor.transposed and not tensor.stacked:
             return self.source.rows(tensor.name)
+        if tensor.rows is not None and tensor.rows.start == tensor.rows.stop:
+            columns = self.source.shape(tensor.name)[0 if tensor.transposed else 1]
+            return StoredRows(np.zeros((tensor.padded, columns), np.float32))
         values = self.source.tensor(tensor.name)
         if tensor.transposed:
             values = np.ascontiguousarray(values.mT)
         if tensor.stacked:
             values = values.reshape(-1, *values.shape[2:])
-        if tensor.rows is not None:
-            blocks = values.reshape(tensor.rows.groups, tensor.rows.size, *values.shape[1:])
-            values = blocks[:, tensor.rows.start : tensor.rows.stop].reshape(-1, *values.shape[1:])
-        return StoredRows(values)
+        return StoredRows(_rows_of(values, tensor))
 
     def _read(
         self, tensor: SourceTensor, matrix: RowReader, rows: slice, index: npt.NDArray[np.int64] | None
@@ -249,6 +249,16 @@ def part_of(array: str) -> str | None:
 def _row_blocks(rows: RowReader) -> Iterator[Values]:
     step = _rows_per_block(rows.shape[1:])
     return (rows[start : start + step] for start in range(0, len(rows), step))
+
+
+def _rows_of(values: Array, tensor: SourceTensor) -> Array:
+    """The wanted rows of a tensor, and zeros behind them where it is padded."""
+    if tensor.rows is None:
+        return values
+    blocks = values.reshape(tensor.rows.groups, tensor.rows.size, *values.shape[1:])
+    wanted = blocks[:, tensor.rows.start : tensor.rows.stop].reshape(-1, *values.shape[1:])
+    missing = max(0, tensor.padded - len(wanted))
+    return np.concatenate([wanted, np.zeros((missing, *wanted.shape[1:]), wanted.dtype)]) if missing else wanted
 
 
 def _rows_per_block(row_shape: Sequence[int]) -> int:

@@ -77,11 +77,11 @@ class Config:
         value = self.fields.get(self.names.get(key, key))
         return default if value is None else value
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """The value of a key that must be an integer in 1 … 2³¹ − 1."""
+    def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """The value of a key that must be an integer in `least` (1 or 0) … 2³¹ − 1."""
         value = self.get(key, default)
-        if type(value) is not int or not 1 <= value < 2**31:
-            raise self.error(key, value, expected="a positive integer")
+        if type(value) is not int or not least <= value < 2**31:
+            raise self.error(key, value, expected="a positive integer" if least else "an integer, 0 or more")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

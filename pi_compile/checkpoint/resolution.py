@@ -93,6 +93,8 @@ def resolve_checkpoint(
     if decoder.tied_head and _head(adapter) in source.names:
         decoder = _resolve_tied_head(decoder, adapter, prefix, source, notices)
     _check_tensors(decoder, adapter, prefix, source)
+    if _draft_tensors(decoder, adapter, prefix, source):
+        notices.append("layers behind the last, which draft further tokens, are left out")
     for pattern, notice in adapter.unused_tensors.items():
         notices += [notice] if any(re.search(pattern, name) for name in source.names) else []
     return ResolvedCheckpoint(
@@ -207,6 +209,7 @@ def _check_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: Tens
     # With a tied head, a stored head is a copy of the embedding: `_resolve_tied_head` has compared them.
     known = expected.keys() | ({_head(adapter)} if decoder.tied_head else set())
     left = source.names - known - source.without_effect
+    left -= _draft_tensors(decoder, adapter, prefix, source)
     extra = sorted(n for n in left if not any(re.search(pattern, n) for pattern in ignorable))
     if extra:
         raise CheckpointError(
@@ -217,6 +220,17 @@ def _check_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: Tens
         )
     _check_shapes(expected, source)
     _check_dtypes(expected, source)
+
+
+def _draft_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: TensorSource) -> set[str]:
+    """Tensors of the layers behind the last that draft further tokens."""
+    found: set[str] = set()
+    layer = decoder.n_layers
+    while adapter.draft_layer and (mark := prefix + adapter.draft_layer.replace("{n}", str(layer))) in source.names:
+        start = mark[: mark.index(f".{layer}.") + len(f".{layer}.")]
+        found |= {name for name in source.names if name.startswith(start)}
+        layer += 1
+    return found
 
 
 def _check_shapes(expected: dict[str, tuple[int, ...]], source: TensorSource) -> None:

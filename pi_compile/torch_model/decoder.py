@@ -236,15 +236,32 @@ def routing(d: Decoder, w: NamedTensors, x: Tensor) -> Tensor:
 
 
 def _taken(d: Decoder, w: NamedTensors, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(…, D) → (…, K) experts that the router takes, and (…, K) their weights."""
+    """(…, D) → (…, K) experts that a token takes, and (…, K) their weights; in a dense layer those of its FFN."""
+    shared = d.experts_shared if "ffn/router" in w else d.dense_experts
+    always = torch.arange(d.n_experts - shared, d.n_experts, device=x.device).expand(*x.shape[:-1], shared)
+    if "ffn/router" not in w:
+        return always, torch.ones_like(always, dtype=x.dtype)
     values = x[..., d.d_model :] if d.router_early else F.linear(x, w["ffn/router"])
+    choices = values if not d.router_choice_bias else _choices(d, values.sigmoid() + w["ffn/router_choice_bias"])
     # A stable sort, unlike topk, takes the lower of two equal experts.
-    best = values.sort(dim=-1, descending=True, stable=True).indices[..., : d.experts_per_token]
+    best = choices.sort(dim=-1, descending=True, stable=True).indices[..., : d.experts_per_token - shared]
     if d.router_score == "sigmoid":
         shares = values.gather(-1, best).sigmoid().clamp_min(1e-30)
-        return best, shares / shares.sum(-1, keepdim=True)
-    among = values.gather(-1, best).softmax(-1) if d.router_normalised else values.softmax(-1).gather(-1, best)
-    return best, among
+        weight = shares / shares.sum(-1, keepdim=True) if d.router_normalised else shares
+    else:
+        weight = values.gather(-1, best).softmax(-1) if d.router_normalised else values.softmax(-1).gather(-1, best)
+    weight = weight * d.router_scale if d.router_scale != 1 else weight
+    return torch.cat([best, always], -1), torch.cat([weight, torch.ones_like(always, dtype=weight.dtype)], -1)
+
+
+def _choices(d: Decoder, choices: Tensor) -> Tensor:
+    """What experts are chosen by, −∞ in groups from which none is taken; see `reference.choices`."""
+    if d.router_groups == d.router_groups_taken:
+        return choices
+    groups = choices.view(*choices.shape[:-1], d.router_groups, -1)
+    order = groups.topk(2).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices
+    dropped = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order[..., d.router_groups_taken :], True)
+    return groups.masked_fill(dropped[..., None], -torch.inf).flatten(-2)
 
 
 def ffn_output(w: NamedTensors, h: Tensor) -> Tensor:
@@ -255,12 +272,12 @@ def ffn_output(w: NamedTensors, h: Tensor) -> Tensor:
 
 
 def _sum_experts(rest: Tensor, h: Tensor, experts: int) -> Tensor:
-    """h @ rest; each expert computes the tokens for which any of its neurons fires."""
-    h_NXF = h.view(-1, experts, len(rest) // experts)
-    y_ND = h.new_zeros(len(h_NXF), rest.shape[1])
-    for e, expert_rest in enumerate(rest.chunk(experts)):
-        tokens = h_NXF[:, e].any(-1).nonzero()[:, 0]
-        y_ND.index_add_(0, tokens, h_NXF[tokens, e] @ expert_rest)
+    """h @ rest in about as many parts as there are experts; each for the tokens for which any of its neurons fires."""
+    rows = len(rest) // experts
+    y_ND = h.new_zeros(h.shape[:-1].numel(), rest.shape[1])
+    for h_NF, part in zip(torch.split(h.flatten(0, -2), rows, -1), torch.split(rest, rows), strict=True):
+        tokens = h_NF.any(-1).nonzero()[:, 0]
+        y_ND.index_add_(0, tokens, h_NF[tokens] @ part)
     return y_ND.view(*h.shape[:-1], -1)
 
 

@@ -130,7 +130,7 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16") -> dic
         "embedding_TW": Buffer((t, narrow_width(d))),
         "qkv_TQ": Buffer((t, mixed + 2 * d.n_kv_heads * d.head_dim)),
         "mixed_TQ": Buffer((t, mixed)),
-        "router_TX": Buffer((t, d.n_experts)),
+        "router_TX": Buffer((t, d.n_experts * (2 if d.router_choice_bias else 1))),
         "expert_TK": Buffer((t, d.experts_per_token), "int64", fill=0),
         "route_weight_TK": Buffer((t, d.experts_per_token), fill=1),
         "token_T": Buffer((t,), "int64"),

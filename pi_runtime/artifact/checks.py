@@ -93,8 +93,7 @@ def _later_problems(d: Decoder) -> Iterator[str]:
         yield "decoder.router_normalised: false without experts"
     if d.n_experts == 1 and (d.router_early or d.router_score != "softmax"):
         yield "decoder.router_early, router_score: given without experts"
-    if d.router_score == "sigmoid" and not d.router_normalised:
-        yield "decoder.router_normalised: false with sigmoid"
+    yield from _expert_problems(d)
     if not (0 < d.embedding_scale < inf and 0 < d.logit_scale < inf):
         yield f"decoder.embedding_scale, logit_scale: {d.embedding_scale}, {d.logit_scale} are not above 0"
     if not d.logit_softcap >= 0:
@@ -109,6 +108,27 @@ def _later_problems(d: Decoder) -> Iterator[str]:
         and all(f > 0 for f in d.windowed_frequencies)
     ):
         yield f"decoder.windowed_frequencies: {len(d.windowed_frequencies)} beside {d.rotary_dim // 2}, or not above 0"
+
+
+def _expert_problems(d: Decoder) -> Iterator[str]:
+    taken, groups = d.experts_per_token - d.experts_shared, d.router_groups
+    if d.experts_shared and not (0 < d.experts_shared < d.n_experts and taken > 0 and not d.router_early):
+        yield f"decoder.experts_shared: {d.experts_shared} of {d.experts_per_token}, or with router_early"
+        return
+    if not _are_layers(d.dense_layers, d) or bool(d.dense_layers) != bool(d.dense_ff) or d.dense_ff < 0:
+        yield f"decoder.dense_layers: {d.dense_layers} of {d.n_layers}, with dense_ff {d.dense_ff}"
+    elif d.dense_layers and (d.dense_experts > d.experts_per_token or d.n_experts == 1 or d.router_early or d.ffn_bias):
+        yield f"decoder.dense_ff: {d.dense_ff} neurons as {d.experts_per_token} of {d.n_experts} experts of {d.d_ff}"
+    if not 0 < d.router_scale < inf:
+        yield f"decoder.router_scale: {d.router_scale} is not above 0"
+    if d.router_choice_bias and (d.router_score != "sigmoid" or d.router_early):
+        yield "decoder.router_choice_bias: true without sigmoid, or with router_early"
+    if groups == d.router_groups_taken == 1:
+        return
+    size = d.experts_routed // max(groups, 1)
+    fits = 1 <= d.router_groups_taken <= groups and groups * size == d.experts_routed and size > 1
+    if not (fits and d.router_choice_bias and taken <= d.router_groups_taken * size):
+        yield f"decoder.router_groups: {d.router_groups_taken} of {groups} groups of {d.experts_routed} experts"
 
 
 def _are_layers(layers: tuple[int, ...], d: Decoder) -> bool:

@@ -14,8 +14,9 @@ The FFN is, per neuron i with activation a,
     gated   h_i = a(gate_i · x + b_i) (up_i · x + c_i)     y = Σ h_i down_i + b
 
 and with experts  y = Σ_e p_e y_e  over the experts_per_token experts e with the largest router_e · x, p the softmax of
-these values over those experts, or over all; or  p_e = s(router_e · x) ÷ their sum  with s(z) = 1 / (1 + e⁻ᶻ). The
-router reads what the FFN reads, or x as it enters the block.
+these values over those experts, or over all; or  p_e = s(router_e · x), with s(z) = 1 / (1 + e⁻ᶻ), and mostly over
+their sum. The router reads what the FFN reads, or x as it enters the block. Experts that every token takes, p_e = 1,
+stand behind those of the router; a dense layer is made of such experts alone.
 
 Fields that are `UNLESS_DEFAULT` came later: a file says only those that differ, and each is a feature (`features`).
 """
@@ -60,9 +61,24 @@ class Decoder:
     router_normalised: bool = field(default=True, metadata=UNLESS_DEFAULT)
     """Whether the weights of a token's experts are a softmax over these; else over all experts."""
     router_score: str = field(default="softmax", metadata=UNLESS_DEFAULT)
-    """What makes a router's values the weights of a token's experts; `sigmoid` is always normalised."""
+    """What makes a router's values the weights of a token's experts."""
+    router_scale: float = field(default=1.0, metadata=UNLESS_DEFAULT)
+    """Factor of the weights of the experts that the router takes."""
+    router_choice_bias: bool = field(default=False, metadata=UNLESS_DEFAULT)
+    """Whether experts are chosen by their sigmoid plus a bias of each expert, which does not change the weights."""
+    router_groups: int = field(default=1, metadata=UNLESS_DEFAULT)
+    """Groups of equally many experts; a group's value is the sum of its two largest. With `router_choice_bias`."""
+    router_groups_taken: int = field(default=1, metadata=UNLESS_DEFAULT)
+    """Groups, those with the largest values, from which a token's experts are taken."""
     router_early: bool = field(default=False, metadata=UNLESS_DEFAULT)
     """Whether the router reads x as it enters the block, without a norm, and not what the FFN reads."""
+    experts_shared: int = field(default=0, metadata=UNLESS_DEFAULT)
+    """So many experts, the last ones, are taken by every token and not by the router; they count in both numbers."""
+    dense_layers: tuple[int, ...] = field(default=(), metadata=UNLESS_DEFAULT)
+    """Layers, in order, whose FFN is dense. It is cut into experts, the last ones, which every token takes; what is
+    left of these, and all experts before them, are zeros."""
+    dense_ff: int = field(default=0, metadata=UNLESS_DEFAULT)
+    """Neurons of a dense layer's FFN."""
     context_length: int
     """Positions the model was made for."""
     embedding_scale: float = field(default=1.0, metadata=UNLESS_DEFAULT)
@@ -114,12 +130,14 @@ class Decoder:
     ffn_bias: bool
 
     def of_layer(self, layer: int) -> Self:
-        """The decoder as one layer computes it: without angles, or a window, where the layer has none."""
+        """The decoder as one layer computes it: without angles, a window, or a router, where the layer has none."""
         differences: dict[str, Any] = {"window": 0}
         if layer in self.windowed_layers:
             differences = {"rotary_frequencies": self.windowed_frequencies or self.rotary_frequencies}
         if layer in self.unrotated_layers:
             differences["rotary_frequencies"] = ()
+        if layer in self.dense_layers:
+            differences |= dict.fromkeys(("experts_per_token", "experts_shared"), self.dense_experts)
         return replace(self, **differences)
 
     @property
@@ -131,6 +149,16 @@ class Decoder:
     def neurons(self) -> int:
         """Neurons of a layer, all experts together."""
         return self.n_experts * self.d_ff
+
+    @property
+    def experts_routed(self) -> int:
+        """Experts of a layer that the router chooses among."""
+        return self.n_experts - self.experts_shared
+
+    @property
+    def dense_experts(self) -> int:
+        """Experts that a dense layer's FFN is made of."""
+        return -(-self.dense_ff // self.d_ff)
 
     @property
     def rotary_dim(self) -> int:

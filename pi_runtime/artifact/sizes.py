@@ -12,7 +12,7 @@ rows of `rest` a neuron, R predictor rank.
     layers/N/attention/out_norm/{weight,bias} [D], layers/N/ffn/out_norm/{weight,bias} [D] of a sandwich block
     layers/N/ffn/norm/{weight,bias} [D]         …/first [F, D]        …/first_bias [F]
     layers/N/ffn/rest [F, k, D]                 …/up_bias [F]         …/down_bias [D]
-    layers/N/ffn/router [X, D]
+    layers/N/ffn/router [X, D]   …/router_choice_bias [X]    of the experts that the router takes; not in dense layers
     layers/N/ffn/order [F]    original index of each stored neuron
     layers/N/ffn/counts [F]   how often it fired while profiling
     layers/N/predictor/down [X·R, D]   …/up [F, R]   …/bias [F]
@@ -150,7 +150,7 @@ def _plain_specs(
     if d.embedding_norm:
         yield from _norm(d, "embedding_norm")
     for n, rank in enumerate(ranks):
-        for name, spec in _layer_specs(d, formats, rank, profiled):
+        for name, spec in _layer_specs(d.of_layer(n), formats, rank, profiled):
             yield f"layers/{n}/{name}", spec
     if d.final_norm:
         yield from _norm(d, "final_norm")
@@ -170,8 +170,10 @@ def _layer_specs(
         yield from _norm(d, "ffn/norm")
     if d.block == "sandwich":
         yield from _norm(d, "ffn/out_norm")
-    if d.n_experts > 1:
-        yield "ffn/router", ArraySpec("f32", (d.n_experts, d.d_model))
+    if d.n_experts > 1 and d.experts_per_token > d.experts_shared:
+        yield "ffn/router", ArraySpec("f32", (d.experts_routed, d.d_model))
+        if d.router_choice_bias:
+            yield "ffn/router_choice_bias", ArraySpec("f32", (d.experts_routed,))
     yield "ffn/first", ArraySpec(formats["ffn"], (d.neurons, d.d_model))
     yield "ffn/rest", ArraySpec(formats["ffn"], (d.neurons, 2 if d.ffn == "gated" else 1, d.d_model))
     if d.ffn_bias:
@@ -217,6 +219,7 @@ def _norm(d: Decoder, name: str) -> list[tuple[str, ArraySpec]]:
 
 
 def parameters(d: Decoder) -> int:
-    """Number of weights of a model, norms and biases included."""
+    """Number of weights of a model, norms and biases included, and without the zeros of dense layers."""
     specs = array_specs(d, dict.fromkeys(PARTS, "f32"), [None] * d.n_layers, profiled=False)
-    return sum(prod(spec.shape) for spec in specs.values())
+    zeros = len(d.dense_layers) * (d.neurons - d.dense_ff) * d.d_model * (3 if d.ffn == "gated" else 2)
+    return sum(prod(spec.shape) for spec in specs.values()) - zeros

@@ -14,7 +14,10 @@ from pi_runtime.errors import DoesNotFitError, Setting
 from pi_runtime.execution.plan_choice import choose_plan
 from pi_runtime.kernels.codegen.threads import SPIN_BESIDE_GPU, start_threads
 
-LACKING = ("decoder.block.sandwich", "decoder.router_early", "decoder.router_score", "decoder.window")
+LACKING = (
+    "decoder.block.sandwich", "decoder.dense_layers", "decoder.experts_shared", "decoder.router_early",
+    "decoder.router_score", "decoder.router_scale", "decoder.window",
+)  # fmt: skip
 """Features that the GPU tier does not compute."""
 
 

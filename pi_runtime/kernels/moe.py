@@ -8,7 +8,7 @@ import numpy as np
 
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.jit import device, public
-from pi_runtime.kernels.data.matrix_view import F32, Floats, Ints, address_of, matrix
+from pi_runtime.kernels.data.matrix_view import F32, Floats, Ints, address_of, matrix, vector
 from pi_runtime.kernels.data.weight_table import KernelConfig, LayerRecord, LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.ffn.experts import take_expert
@@ -21,34 +21,98 @@ _add = by_address(add)
 
 @public
 def route(cfg: KernelConfig, w: LayerRecord, x_TD: Floats, ws: Workspace) -> None:
-    """Write the K experts with the largest logits router · x to `ws.expert_TK`, and the softmax of these logits, or
-    their part of the softmax of all, or their sigmoids over the sum of these, to `ws.route_weight_TK`.
+    """Write a token's experts to `ws.expert_TK`, their weights to `ws.route_weight_TK`: those that the router takes,
+    the largest value first, and among equal ones the lower expert; then those that every token takes, with weight 1.
 
-    The largest comes first; among equal ones, the lower expert.
+    Slots that are left over have the expert −1.
     """
     tokens = x_TD.shape[0]
-    router = matrix(F32, w.router, 0, cfg.d_model)
-    linear(router, cfg.experts, 0, x_TD, address_of(ws.inputs), ws.router_TX[:tokens])
+    if w.experts_chosen > 0:
+        router, routed = matrix(F32, w.router, 0, cfg.d_model), cfg.experts - w.experts_shared
+        value_TX = _rows(ws.router_TX, 0, tokens, routed)
+        choice_TX = value_TX if w.router_choice_bias == 0 else _rows(ws.router_TX, tokens * routed, tokens, routed)
+        linear(router, routed, 0, x_TD, address_of(ws.inputs), value_TX)
+        for t in range(tokens):
+            expert_K, route_weight_K = ws.expert_TK[t, : w.experts_chosen], ws.route_weight_TK[t, : w.experts_chosen]
+            if w.router_choice_bias != 0:
+                _choices(cfg, vector(w.router_choice_bias, routed), value_TX[t], choice_TX[t])
+            _take_largest(choice_TX[t], expert_K)
+            _weigh(cfg, w, value_TX[t], expert_K, route_weight_K)
     for t in range(tokens):
-        logit_X, expert_K, route_weight_K = ws.router_TX[t], ws.expert_TK[t], ws.route_weight_TK[t]
-        total = np.float32(0)
-        for k in range(cfg.experts_per_token):
-            best = -1
-            for e in range(cfg.experts):
-                if _slot(expert_K[:k], e) < 0 and (best < 0 or logit_X[e] > logit_X[best]):
-                    best = e
-            expert_K[k] = best
-            if cfg.router_sigmoid != 0:
-                route_weight_K[k] = max(np.float32(1) / (np.float32(1) + np.exp(-logit_X[best])), np.float32(1e-30))
-            else:
-                route_weight_K[k] = np.exp(logit_X[best] - logit_X[expert_K[0]])
-            total += route_weight_K[k]
-        if cfg.router_normalised == 0:
-            total = np.float32(0)
-            for e in range(cfg.experts):
-                total += np.exp(logit_X[e] - logit_X[expert_K[0]])
-        for k in range(cfg.experts_per_token):
-            route_weight_K[k] /= total
+        expert_K, route_weight_K = ws.expert_TK[t, w.experts_chosen :], ws.route_weight_TK[t, w.experts_chosen :]
+        for k in range(expert_K.shape[0]):
+            expert_K[k] = cfg.experts - w.experts_shared + k if k < w.experts_shared else -1
+            route_weight_K[k] = np.float32(1)
+
+
+@device
+def _rows(memory_TX: Floats, first: int, rows: int, columns: int) -> Floats:
+    """Some numbers of a buffer as a matrix: as many columns as the router has rows."""
+    return memory_TX.reshape(-1)[first : first + rows * columns].reshape(rows, columns)
+
+
+@device
+def _choices(cfg: KernelConfig, bias_X: Floats, value_X: Floats, choice_X: Floats) -> None:
+    """value ← s(value), and choice ← that + bias, but −∞ in the groups from which none is taken."""
+    size = value_X.shape[0] // cfg.router_groups
+    for e in range(value_X.shape[0]):
+        value_X[e] = _sigmoid(value_X[e])
+        choice_X[e] = value_X[e] + bias_X[e]
+    for _ in range(cfg.router_groups - cfg.router_groups_taken):
+        least, least_sum = -1, np.float32(0)
+        for first in range(0, value_X.shape[0], size):
+            two = _sum_of_two_largest(choice_X[first : first + size])
+            if two > -np.inf and (least < 0 or two <= least_sum):
+                least, least_sum = first, two
+        choice_X[least : least + size] = np.float32(-np.inf)
+
+
+@device
+def _sum_of_two_largest(value_X: Floats) -> np.float32:
+    largest, second = np.float32(-np.inf), np.float32(-np.inf)
+    for value in value_X:
+        if value > largest:
+            largest, second = value, largest
+        elif value > second:
+            second = value
+    return largest + second
+
+
+@device
+def _take_largest(choice_X: Floats, expert_K: Ints) -> None:
+    """Take the experts with the largest values, the largest first."""
+    for k in range(expert_K.shape[0]):
+        best = -1
+        for e in range(choice_X.shape[0]):
+            if _slot(expert_K[:k], e) < 0 and (best < 0 or choice_X[e] > choice_X[best]):
+                best = e
+        expert_K[k] = best
+
+
+@device
+def _weigh(cfg: KernelConfig, w: LayerRecord, value_X: Floats, expert_K: Ints, route_weight_K: Floats) -> None:
+    """The softmax of the taken experts' values, or their part of the softmax of all; or their sigmoids, over the sum of
+    these or as they are. With a bias for choosing the values are sigmoids already."""
+    total = np.float32(0)
+    for k in range(expert_K.shape[0]):
+        value = value_X[expert_K[k]]
+        if cfg.router_sigmoid != 0:
+            route_weight_K[k] = value if w.router_choice_bias != 0 else _sigmoid(value)
+        else:
+            route_weight_K[k] = np.exp(value - value_X[expert_K[0]])
+        total += route_weight_K[k]
+    if cfg.router_normalised == 0:
+        total = np.float32(cfg.router_sigmoid)
+        for e in range(value_X.shape[0] if cfg.router_sigmoid == 0 else 0):
+            total += np.exp(value_X[e] - value_X[expert_K[0]])
+    for k in range(expert_K.shape[0]):
+        route_weight_K[k] = route_weight_K[k] / total * np.float32(cfg.router_scale)
+
+
+@device
+def _sigmoid(z: np.float32) -> np.float32:
+    """1 / (1 + e⁻ᶻ), but never below 1e-30, so that a sum of such is not 0."""
+    return max(np.float32(1) / (np.float32(1) + np.exp(-z)), np.float32(1e-30))
 
 
 @device

@@ -232,25 +232,39 @@ def sigmoid(z: F32) -> F32:
 
 def routing(d: Decoder, w: "WeightSource", x_TD: F32) -> F32:
     """(T, X): route weights of the experts, the softmax of the router's K largest logits, or their part of the softmax
-    of all, or their sigmoids over the sum of these, and 0 for the others.
+    of all, or their sigmoids, mostly over the sum of these, and 0 for the others; 1 for those that every token takes.
 
     Among equal logits the lower expert comes first.
     """
-    if d.n_experts == 1:
-        return np.ones((len(x_TD), 1), np.float32)
+    route_weight_TX = np.zeros((len(x_TD), d.n_experts), np.float32)
+    route_weight_TX[:, d.n_experts - max(d.experts_shared, d.n_experts == 1) :] = 1
+    if d.n_experts == 1 or d.experts_per_token == d.experts_shared:
+        return route_weight_TX
     logit_TX = x_TD @ w["ffn/router"].T
-    expert_TK = np.argsort(-logit_TX, axis=1, kind="stable")[:, : d.experts_per_token]
+    choice_TX = choices(d, sigmoid(logit_TX), w["ffn/router_choice_bias"]) if d.router_choice_bias else logit_TX
+    expert_TK = np.argsort(-choice_TX, axis=1, kind="stable")[:, : d.experts_per_token - d.experts_shared]
     logit_TK = np.take_along_axis(logit_TX, expert_TK, 1)
-    route_weight_TX = np.zeros_like(logit_TX)
     if d.router_score == "sigmoid":
         route_weight_TK = sigmoid(logit_TK)
-        total_T1 = route_weight_TK.sum(1, keepdims=True)
+        total_T1 = route_weight_TK.sum(1, keepdims=True) if d.router_normalised else np.float32(1)
     else:
-        route_weight_TK = np.exp(logit_TK - logit_TK.max(1, keepdims=True))
-        among_TN = logit_TK if d.router_normalised else logit_TX
-        total_T1 = np.exp(among_TN - logit_TK.max(1, keepdims=True)).sum(1, keepdims=True)
-    np.put_along_axis(route_weight_TX, expert_TK, route_weight_TK / total_T1, 1)
+        largest_T1 = logit_TK.max(1, keepdims=True)
+        route_weight_TK = np.exp(logit_TK - largest_T1)
+        total_T1 = np.exp((logit_TK if d.router_normalised else logit_TX) - largest_T1).sum(1, keepdims=True)
+    np.put_along_axis(route_weight_TX, expert_TK, route_weight_TK / total_T1 * np.float32(d.router_scale), 1)
     return route_weight_TX
+
+
+def choices(d: Decoder, score_TX: F32, bias_X: F32) -> F32:
+    """(T, X): what experts are chosen by, score + bias in the groups whose two largest have the largest sums, else −∞.
+
+    Among equal groups the lower comes first.
+    """
+    choice_TGX = (score_TX + bias_X).reshape(len(score_TX), d.router_groups, -1)
+    group_TG = np.argsort(-np.sort(choice_TGX)[..., -2:].sum(-1), axis=1, kind="stable")[:, d.router_groups_taken :]
+    for group in group_TG.T:
+        choice_TGX[np.arange(len(group)), group] = -np.inf
+    return choice_TGX.reshape(score_TX.shape)
 
 
 def ffn(

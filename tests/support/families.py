@@ -60,6 +60,14 @@ GEMMA3 = LLAMA | {
     "query_pre_attn_scalar": 17,
     "hidden_activation": "gelu_pytorch_tanh",
 }
+GLM = LLAMA | {
+    "head_dim": 12,
+    "intermediate_size": 123,
+    "moe_intermediate_size": 53,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.7,
+}
 MIXTRAL = LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2}
 SCALED: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0},
@@ -171,6 +179,14 @@ CASES: dict[str, Case] = {
         "Gemma3Text",
         GEMMA3 | {"layer_types": ["full_attention", "sliding_attention"], "final_logit_softcapping": 2.0},
     ),
+    "glm4-moe": Case("Glm4Moe", GLM),
+    "glm4-moe-groups": Case(
+        "Glm4Moe",
+        GLM
+        | {"n_group": 3, "topk_group": 2, "n_shared_experts": 2, "use_qk_norm": True, "attention_bias": True}
+        | {"first_k_dense_replace": 0, "num_experts_per_tok": 3},
+    ),
+    "glm4-moe-unnormalised": Case("Glm4Moe", GLM | {"norm_topk_prob": False, "intermediate_size": 159}),
     "arcee": Case("Arcee", LLAMA),
     "arcee-biases": Case("Arcee", LLAMA | {"attention_bias": True, "mlp_bias": True}),
     "phi3": Case("Phi3", PHI3),
@@ -231,7 +247,7 @@ def random_sizes(name: str, seed: int) -> dict[str, int]:
     rng, fields = np.random.default_rng(seed), CASES[name].fields
     layers, neurons, kv, group, context = (int(rng.integers(1, most)) for most in (4, 70, 4, 4, 50))
     # Where 0.4 or 0.5 of a head is rotated, that must be even.
-    partial = CASES[name].model in ("Nemotron", "Phi")
+    partial = CASES[name].model in ("Nemotron", "Phi", "Glm4Moe")
     heads, width = kv * group, 20 if partial else 2 * int(rng.integers(1, 8))
     match CASES[name].model:
         case "GPT2":
@@ -250,6 +266,8 @@ def random_sizes(name: str, seed: int) -> dict[str, int]:
             if "layer_types" in fields:
                 layers = len(fields["layer_types"])
             sizes |= {key: neurons for key in fields if key in ("moe_intermediate_size", "moe_ffn_hidden_size")}
+            if "n_routed_experts" in fields:
+                sizes["intermediate_size"] = 2 * neurons + 1
     common = {"num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": context}
     return sizes | common
 

@@ -61,6 +61,9 @@ def randomised(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             of_norm = name.endswith("weight") and ("norm" in name or "ln_" in name)
             parameter.normal_(1.0 if of_norm else 0.0, 0.2, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0.0, 0.2, generator=generator)
     return model.eval()
 
 

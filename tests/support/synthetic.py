@@ -67,6 +67,10 @@ FACTS: dict[str, dict[str, Any]] = {
         "block": "sandwich", "window": 9, "windowed_layers": (0,),
         "windowed_frequencies": (1.0, 0.5, 0.25, 0.125),
     },
+    "shared experts, dense layers, a bias for choosing in groups": {
+        "n_experts": 5, "experts_per_token": 3, "experts_shared": 1, "dense_layers": (0,), "dense_ff": 90,
+        "router_score": "sigmoid", "router_choice_bias": True, "router_groups": 2, "router_scale": 1.5,
+    },
     "experts weighed among all": {"n_experts": 3, "experts_per_token": 2, "router_normalised": False},
 }  # fmt: skip
 """What a decoder of two layers or more may have beside the usual."""

@@ -6,6 +6,7 @@ prefix, since a model is saved under another prefix with its head than without. 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from pi_compile.checkpoint.config import Config
@@ -36,6 +37,8 @@ class SourceTensor:
     """A number that is added to every value: 1 where the model multiplies by 1 + weight."""
     stacked: int = 0
     """Number of matrices that are stored in one tensor [X, …, …], one under the other in the array; 0 for a matrix."""
+    padded: int = 0
+    """Rows that it has with zeros behind its own; 0 for its own alone."""
 
 
 Table = Mapping[str, tuple[SourceTensor, ...]]
@@ -71,6 +74,8 @@ class Adapter:
     """Patterns of tensors without effect, such as buffers that older versions saved."""
     unused_tensors: Mapping[str, str] = field(default_factory=dict)
     """Pattern of tensors that are not used → the notice that says so."""
+    draft_layer: str = ""
+    """Tensor by which a layer behind the last is known as one that drafts further tokens, and is not used."""
     plan_only: str = ""
     """The reason why its checkpoints can be planned for but not read; empty where they can be read."""
     decoder: Callable[[Config], Decoder]
@@ -83,7 +88,8 @@ class Adapter:
         if not array.startswith("layers/"):
             return tuple(_with_full_name(tensor, prefix) for tensor in self.global_tensors[array])
         _, n, name = array.split("/", 2)
-        return tuple(_with_full_name(tensor, prefix, n) for tensor in self.layer_tensors(decoder)[name])
+        table = self.layer_tensors(decoder.of_layer(int(n)))
+        return tuple(_with_full_name(tensor, prefix, n) for tensor in table[name])
 
 
 def _with_full_name(tensor: SourceTensor, prefix: str, layer: str = "") -> SourceTensor:
@@ -113,15 +119,26 @@ def separate_qkv(name: str) -> dict[str, tuple[SourceTensor, ...]]:
 
 def experts_ffn(n_experts: int, block: str, gate: str, up: str, down: str) -> dict[str, tuple[SourceTensor, ...]]:
     """The arrays of a router and of gated experts: `block.gate`, and `block.experts.E` with linear layers so named."""
-    names = [f"{block}.experts.{e}" for e in range(n_experts)]
-    rest = [
-        (SourceTensor(f"{name}.{up}.weight"), SourceTensor(f"{name}.{down}.weight", transposed=True)) for name in names
-    ]
-    return {
-        "ffn/router": stored(f"{block}.gate.weight"),
-        "ffn/first": stored(*(f"{name}.{gate}.weight" for name in names)),
-        "ffn/rest": tuple(tensor for pair in rest for tensor in pair),
-    }
+    names = [[f"{block}.experts.{e}.{part}.weight" for e in range(n_experts)] for part in (gate, up, down)]
+    gates, ups, downs = (stored(*found) for found in names)
+    router = {"ffn/router": stored(f"{block}.gate.weight")}
+    return router | gated_experts(gates, ups, tuple(replace(tensor, transposed=True) for tensor in downs))
+
+
+def gated_experts(*parts: tuple[SourceTensor, ...]) -> dict[str, tuple[SourceTensor, ...]]:
+    """The arrays of gated experts, from the tensors gate, up and down of each."""
+    gates, ups, downs = parts
+    return {"ffn/first": gates, "ffn/rest": tuple(tensor for pair in zip(ups, downs, strict=True) for tensor in pair)}
+
+
+def cut_into_experts(
+    name: str, neurons: int, of_expert: int, n_experts: int, *, transposed: bool = False
+) -> tuple[SourceTensor, ...]:
+    """A matrix of one FFN as those of experts: the last ones have its neurons, the others are zeros."""
+    ends = [min(e * of_expert, neurons) for e in range(-(-neurons // of_expert) + 1)]
+    ends = [0] * (n_experts + 1 - len(ends)) + ends
+    rows = (FusedRows(1, neurons, start, stop) for start, stop in pairwise(ends))
+    return tuple(SourceTensor(name, transposed, part, padded=of_expert) for part in rows)
 
 
 def plain_ffn(first: str, rest: str, *, transposed: bool = False) -> dict[str, tuple[SourceTensor, ...]]:

@@ -18,6 +18,7 @@ GROUP = "pi_compile.families"
 BUILT_IN = (
     "pi_compile.checkpoint.families.falcon:ADAPTER",
     "pi_compile.checkpoint.families.gemma:ADAPTER",
+    "pi_compile.checkpoint.families.glm:ADAPTER",
     "pi_compile.checkpoint.families.gpt2:ADAPTER",
     "pi_compile.checkpoint.families.granite:ADAPTER",
     "pi_compile.checkpoint.families.granite:GRANITEMOE",

@@ -41,6 +41,7 @@ class LayerRecord:
     ffn_out_norm: Annotated[int, "ffn/out_norm/weight"]
     ffn_out_norm_bias: Annotated[int, "ffn/out_norm/bias"]
     router: Annotated[int, "ffn/router"]
+    router_choice_bias: Annotated[int, "ffn/router_choice_bias"]
     first: Annotated[int, "ffn/first"]
     first_scales: Annotated[int, "ffn/first_scales"]
     first_bias: Annotated[int, "ffn/first_bias"]
@@ -77,6 +78,10 @@ class LayerRecord:
     """Positions that a token sees; 0 for all."""
     second_angles: int
     """1: the angles are those in the second half of the table."""
+    experts_shared: int
+    """Experts, the last ones, that every token takes."""
+    experts_chosen: int
+    """Experts that the router takes for a token."""
 
 
 ARRAYS = {field: kind.__metadata__[0] for field, kind in LayerRecord.__annotations__.items() if get_origin(kind)}
@@ -104,6 +109,9 @@ class KernelConfig(NamedTuple):
     router_normalised: int
     router_sigmoid: int
     router_early: int
+    router_scale: float
+    router_groups: int
+    router_groups_taken: int
     vocabulary: int
     rows_per_neuron: int
     """2 for a gated FFN (up, down), 1 for a plain one (fc2)."""
@@ -164,6 +172,9 @@ def config_of(decoder: Decoder, formats: Mapping[str, str]) -> KernelConfig:
         router_normalised=int(d.router_normalised),
         router_sigmoid=int(d.router_score == "sigmoid"),
         router_early=int(d.router_early),
+        router_scale=d.router_scale,
+        router_groups=d.router_groups,
+        router_groups_taken=d.router_groups_taken,
         vocabulary=d.vocab_size,
         rows_per_neuron=2 if d.ffn == "gated" else 1,
         centred=int(d.norm == "layer"),
@@ -233,11 +244,21 @@ def table_of(artifact: StoredArrays, mode: str) -> LayerRecords:
     m = artifact.manifest
     table_LX = np.zeros((len(m.layers), m.decoder.n_experts), LAYER)
     for n, layer in enumerate(m.layers):
-        of_layer = {"unrotated": int(n in m.decoder.unrotated_layers), "window": m.decoder.of_layer(n).window}
-        of_layer["second_angles"] = int(n in m.decoder.windowed_layers and m.decoder.windowed_frequencies != ())
-        of_layer |= formats_of(m.formats, n)
-        fill(table_LX[n], settings_of(m.decoder, layer, mode) | of_layer, partial(_address, artifact, f"layers/{n}/"))
+        settings = settings_of(m.decoder, layer, mode) | _facts_of(m.decoder, n) | formats_of(m.formats, n)
+        fill(table_LX[n], settings, partial(_address, artifact, f"layers/{n}/"))
     return table_LX
+
+
+def _facts_of(d: Decoder, layer: int) -> dict[str, int]:
+    """The facts of a decoder in which its layers differ."""
+    own = d.of_layer(layer)
+    return {
+        "unrotated": int(layer in d.unrotated_layers),
+        "window": own.window,
+        "second_angles": int(layer in d.windowed_layers and d.windowed_frequencies != ()),
+        "experts_shared": own.experts_shared,
+        "experts_chosen": own.experts_per_token - own.experts_shared,
+    }
 
 
 def fill(w_X: LayerRecords, settings: Mapping[str, int | np.float32], address_of: Callable[[str, int], int]) -> None:

@@ -24,6 +24,7 @@ from pi_runtime.kernels import reference
 SIZES = {"max_position_embeddings": 64, "num_hidden_layers": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {"hidden_activation": "relu", "intermediate_size": 192},
+    "glm4-moe": {"hidden_act": "relu", "moe_intermediate_size": 96, "intermediate_size": 250},
     "granitemoe": {"hidden_act": "relu", "intermediate_size": 96},
     "nanochat": {"intermediate_size": 192},
     "olmo2": {"hidden_act": "relu", "intermediate_size": 192},

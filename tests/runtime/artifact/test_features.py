@@ -53,6 +53,10 @@ NAMES = {
     "norms before and after, two kinds of angles": [
         "block.sandwich", "window", "windowed_frequencies", "windowed_layers",
     ],
+    "shared experts, dense layers, a bias for choosing in groups": [
+        *("dense_ff", "dense_layers", "experts_shared", "router_choice_bias"),
+        *("router_groups", "router_scale", "router_score"),
+    ],
     "experts weighed among all": ["router_normalised"],
 }  # fmt: skip
 

@@ -21,14 +21,18 @@ from pi_runtime.kernels.data.workspace import allocate_workspace
 FEW = settings(max_examples=30, deadline=None, derandomize=True)
 
 
-def routed(router_XD: np.ndarray, taken: int, x_TD: np.ndarray, **facts: Any) -> np.ndarray:
+def routed(
+    router_XD: np.ndarray, taken: int, x_TD: np.ndarray, bias_X: np.ndarray | None = None, **facts: Any
+) -> np.ndarray:
     """(T, X) route weights by the kernel."""
-    n_experts, width = router_XD.shape
-    decoder = small_decoder(d_model=width, n_experts=n_experts, experts_per_token=taken, **facts)
+    shared = facts.get("experts_shared", 0)
+    n_experts, width = len(router_XD) + shared, router_XD.shape[1]
+    decoder = small_decoder(d_model=width, n_experts=n_experts, experts_per_token=taken + shared, **facts)
     cfg = weight_table.config_of(decoder, dict.fromkeys(PARTS, "f32"))
     ws, stored = allocate_workspace(decoder, 0), FORMATS["f32"].encode(router_XD)
     w_1 = np.zeros(1, weight_table.LAYER)
-    w_1["router"] = stored.ctypes.data
+    w_1["router"], w_1["experts_chosen"], w_1["experts_shared"] = stored.ctypes.data, taken, shared
+    w_1["router_choice_bias"] = 0 if bias_X is None else bias_X.ctypes.data
     moe.route(cfg, w_1[0], x_TD, ws)
     route_weight_TX = np.zeros((len(x_TD), n_experts), np.float32)
     np.put_along_axis(route_weight_TX, ws.expert_TK[: len(x_TD)], ws.route_weight_TK[: len(x_TD)], 1)
@@ -42,6 +46,14 @@ class _Router(dict[str, np.ndarray]):
         return x_TD @ self[name].T
 
 
+ROUTERS: list[dict[str, Any]] = [
+    {},
+    {"router_normalised": False},
+    {"router_score": "sigmoid"},
+    {"router_score": "sigmoid", "router_normalised": False, "router_scale": 2.5},
+]
+
+
 @FEW
 @given(st.integers(2, 9), st.integers(1, 20), st.integers(1, 20), st.data())
 def test_route_weights_are_those_of_the_definition(
@@ -51,12 +63,32 @@ def test_route_weights_are_those_of_the_definition(
     rng = np.random.default_rng(width)
     # Small whole numbers: sums are exact, and many are equal.
     router_XD, x_TD = (rng.integers(-1, 2, (n, width)).astype(np.float32) for n in (n_experts, tokens))
-    facts = data.draw(st.sampled_from([{}, {"router_normalised": False}, {"router_score": "sigmoid"}]))
+    facts = data.draw(st.sampled_from(ROUTERS))
     decoder = small_decoder(d_model=width, n_experts=n_experts, experts_per_token=taken, **facts)
     wanted = reference.routing(decoder, _Router({"ffn/router": router_XD}), x_TD)
     found = routed(router_XD, taken, x_TD, **facts)
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=0)
     np.testing.assert_array_equal(found > 0, wanted > 0)
+
+
+@FEW
+@given(st.integers(1, 5), st.integers(2, 4), st.integers(0, 2), st.integers(1, 20), st.data())
+def test_a_bias_chooses_in_groups_and_does_not_weigh(
+    groups: int, size: int, shared: int, tokens: int, data: st.DataObject
+) -> None:
+    width, most = 5, data.draw(st.integers(1, groups))
+    taken = data.draw(st.integers(1, most * size))
+    rng = np.random.default_rng(tokens)
+    router_XD, x_TD = (rng.integers(-1, 2, (n, width)).astype(np.float32) for n in (groups * size, tokens))
+    bias_X = rng.integers(-2, 3, groups * size).astype(np.float32)
+    facts: dict[str, Any] = {"router_score": "sigmoid", "router_choice_bias": True, "experts_shared": shared}
+    facts |= {"router_groups": groups, "router_groups_taken": most}
+    sizes = {"d_model": width, "n_experts": groups * size + shared, "experts_per_token": taken + shared}
+    weights = _Router({"ffn/router": router_XD, "ffn/router_choice_bias": bias_X})
+    wanted = reference.routing(small_decoder(**sizes, **facts), weights, x_TD)
+    found = routed(router_XD, taken, x_TD, bias_X=bias_X, **facts)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=0)
+    np.testing.assert_array_equal(found[:, groups * size :], 1)
 
 
 def test_values_far_apart_give_all_to_one() -> None:

@@ -27,6 +27,7 @@ FAMILIES = {
     "bamboo": "bamboo",
     "falcon": "falcon-40b",
     "gemma3_text": "gemma3",
+    "glm4_moe": "glm4-moe",
     "gpt2": "gpt2",
     "granite": "granite-biases",
     "granitemoe": "granitemoe",
@@ -54,6 +55,7 @@ NEURONS = {
     "gpt2": "n_inner",
     "opt": "ffn_dim",
     "falcon": "ffn_hidden_size",
+    "glm4_moe": "moe_intermediate_size",
     "qwen3_moe": "moe_intermediate_size",
     "smallthinker": "moe_ffn_hidden_size",
 }
@@ -206,6 +208,13 @@ CHANGING: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
     ("gpt2", {"n_head": 5}, "n_embd"),
+    ("glm4_moe", {"n_group": 4}, "n_group"),
+    ("glm4_moe", {"n_group": 3, "num_experts_per_tok": 3}, "n_group"),
+    ("glm4_moe", {"topk_group": 2}, "topk_group"),
+    ("glm4_moe", {"intermediate_size": 160}, "intermediate_size"),
+    ("glm4_moe", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
+    ("glm4_moe", {"n_shared_experts": -1}, "n_shared_experts"),
+    ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func"),
     ("llama", {"sliding_window": 10}, "sliding_window"),
     ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ("granite", {"residual_multiplier": 0}, "residual_multiplier"),
@@ -264,6 +273,17 @@ def test_a_field_that_changes_nothing(copy: Copy, family: str, fields: dict[str,
     before = open_checkpoint(folder).decoder
     edit_json(folder / "config.json", **fields)
     assert open_checkpoint(folder).decoder == before
+
+
+def test_layers_that_draft_tokens_are_left_out(copy: Copy) -> None:
+    folder = copy("glm4_moe")
+    before = open_checkpoint(folder)
+    edit_tensors(folder, model__layers__2__mlp__gate__weight=torch.ones(6, 30))
+    assert "layers.2.mlp.gate.weight" in refusal(folder)
+    edit_tensors(folder, model__layers__2__eh_proj__weight=torch.ones(30, 60))
+    after = open_checkpoint(folder)
+    assert after.decoder == before.decoder
+    assert after.notices == (*before.notices, "layers behind the last, which draft further tokens, are left out")
 
 
 def test_minicpm_is_planned_for_but_not_read(copy: Copy) -> None:

@@ -1,0 +1,98 @@
+"""GLM 4.5 and later: experts chosen by sigmoid and a bias, a shared one, and dense layers before the others.
+
+The shared experts, one FFN, stand behind the others as experts that every token takes. So does the FFN of a dense
+layer, cut into experts; the experts before these are zeros. Layers behind the last draft tokens, and are left out.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from pi_compile.checkpoint.config import Config
+from pi_compile.checkpoint.families import llama
+from pi_compile.checkpoint.families.adapter import Table, cut_into_experts, experts_ffn, gated_experts, stored
+from pi_compile.checkpoint.families.fields import biases, experts, usual_decoder
+from pi_runtime.artifact.decoder import Decoder
+
+_PARTS = ("gate_proj", "up_proj", "down_proj")
+_NAMES = {"intermediate_size": "moe_intermediate_size", "num_local_experts": "n_routed_experts"}
+
+
+def _decoder(config: Config) -> Decoder:
+    # Newer versions of transformers write the number of experts under Mixtral's name.
+    names = {ours: name for ours, name in _NAMES.items() if ours not in config.fields or ours == "intermediate_size"}
+    routed: dict[str, Any] = experts(config.renamed(names), "num_local_experts", 128, per_token=8)
+    shared, dense = (config.size(key, 1, least=0) for key in ("n_shared_experts", "first_k_dense_replace"))
+    dense = min(dense, config.size("num_hidden_layers"))
+    found = usual_decoder(
+        config,
+        "glm4_moe",
+        names=names,
+        context=131072,
+        n_kv_heads=8,
+        norm_eps=1e-5,
+        partial=0.5,
+        qk_norm=config.flag("use_qk_norm", default=False),
+        router_score="sigmoid",
+        router_normalised=config.flag("norm_topk_prob", default=True),
+        router_choice_bias=True,
+        router_scale=config.number("routed_scaling_factor", 1.0),
+        router_groups=config.size("n_group", 1),
+        router_groups_taken=config.size("topk_group", 1),
+        experts_shared=shared,
+        dense_layers=tuple(range(dense)),
+        dense_ff=config.size("intermediate_size", 10944) if dense else 0,
+        **{name: count + shared for name, count in routed.items()},
+        **biases(attention=False, ffn=False) | {"qkv_bias": config.flag("attention_bias", default=False)},
+    )
+    _check(config, found)
+    return found
+
+
+def _check(config: Config, d: Decoder) -> None:
+    if d.dense_experts > d.experts_per_token:
+        most = d.experts_per_token * d.d_ff
+        remedy = "its dense layers are cut into experts, and a token takes no more of them than in the other layers"
+        raise config.error("intermediate_size", d.dense_ff, expected=f"at most {most}", remedy=remedy)
+    groups, taken = d.router_groups, d.experts_per_token - d.experts_shared
+    size = d.experts_routed // groups
+    if groups > 1 and (size * groups != d.experts_routed or size < 2 or taken > size * d.router_groups_taken):
+        raise config.error("n_group", groups, expected=f"groups of {d.experts_routed} experts, enough for {taken}")
+    if d.router_groups_taken > groups:
+        raise config.error("topk_group", d.router_groups_taken, expected=f"at most {groups} groups")
+
+
+def _cut(block: str, neurons: int, of_expert: int, n_experts: int) -> Table:
+    """The arrays of one FFN, cut into experts."""
+    names = [f"{block}.{part}.weight" for part in _PARTS]
+    cuts = (cut_into_experts(name, neurons, of_expert, n_experts, transposed=name == names[2]) for name in names)
+    return gated_experts(*cuts)
+
+
+def _layer(d: Decoder) -> Table:
+    mlp = "layers.{n}.mlp"
+    if d.experts_per_token == d.experts_shared:
+        return {**llama.ATTENTION, **_cut(mlp, d.dense_ff, d.d_ff, d.n_experts)}
+    routed = experts_ffn(d.experts_routed, mlp, *_PARTS)
+    always = _cut(f"{mlp}.shared_experts", d.experts_shared * d.d_ff, d.d_ff, d.experts_shared)
+    return {
+        **llama.ATTENTION,
+        "ffn/router": routed["ffn/router"],
+        "ffn/router_choice_bias": stored(f"{mlp}.gate.e_score_correction_bias"),
+        **{name: routed[name] + tensors for name, tensors in always.items()},
+    }
+
+
+_KEYS = """
+    attention_bias use_qk_norm partial_rotary_factor moe_intermediate_size n_routed_experts num_local_experts
+    num_experts_per_tok n_shared_experts norm_topk_prob routed_scaling_factor n_group topk_group first_k_dense_replace
+    num_nextn_predict_layers num_mtp_layers
+"""
+ADAPTER = replace(
+    llama.ADAPTER,
+    family="glm4_moe",
+    architectures=("Glm4MoeForCausalLM", "Glm4MoeModel"),
+    layer_tensors=_layer,
+    read_keys=llama.KEYS | {*_KEYS.split()},
+    draft_layer="layers.{n}.eh_proj.weight",
+    decoder=_decoder,
+)
