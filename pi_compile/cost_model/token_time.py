@@ -162,7 +162,7 @@ def costs_of(work: Workload, machine: Machine) -> Costs:
 def _layer(work: Workload, processors: Sequence[Processor], layer: int, parts: PartBytes, handover: int) -> LayerCost:
     how, decoder = work.layers[layer], work.decoder
     # The cache is half full on average while an answer fills it.
-    cache = kv_bytes(decoder, work.formats["attention"], work.context // 2)
+    cache = kv_bytes(decoder, work.formats["attention"], decoder.seen(layer, work.context // 2))
     fmt = work.formats["attention"]
     predictor = (0,) * len(processors)
     if how.kind.picks:

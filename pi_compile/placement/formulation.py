@@ -18,7 +18,7 @@ import numpy as np
 from pi_compile.cost_model import CPU, GPU, Costs, Ints, RowChoice, RowModel, TokenTime, Workload, costs_of, token_time
 from pi_compile.machine import Machine
 from pi_compile.placement.solvers.layered_graph import LayeredGraph, Node, ShortestPath
-from pi_runtime.artifact.buffers import kv_bytes, workspace_bytes
+from pi_runtime.artifact.buffers import cache_format, workspace_bytes
 from pi_runtime.artifact.footprint import BLOCK_TOKENS, PartBytes
 from pi_runtime.artifact.gpu_buffers import (
     decoded_together,
@@ -27,6 +27,7 @@ from pi_runtime.artifact.gpu_buffers import (
     streamed_bytes,
     weight_padding,
 )
+from pi_runtime.artifact.layer_classes import layer_classes, layer_nbytes
 from pi_runtime.artifact.sizes import array_specs
 
 PROMPT_SHARE = 64
@@ -77,8 +78,8 @@ class Sizes:
     parts: PartBytes
     predictor: tuple[int, ...]
     """Predictor of each layer."""
-    cache: int
-    """Key-value cache of one layer."""
+    cache: tuple[int, ...]
+    """Key-value cache of each layer."""
     workspace: tuple[int, int]
     """Buffers of each side; the GPU's are needed only where it has work."""
     neurons: int
@@ -97,7 +98,7 @@ class Sizes:
         return cls(
             parts=parts,
             predictor=predictor,
-            cache=kv_bytes(decoder, work.formats["attention"], work.context),
+            cache=layer_caches(work, BLOCK_TOKENS),
             workspace=(
                 workspace_bytes(decoder, largest_rank, BLOCK_TOKENS, work.context),
                 _gpu_workspace(work, largest_rank, parts.total(decoder) + sum(predictor)),
@@ -137,7 +138,7 @@ class Sizes:
 
     def attention(self, layer: int) -> int:
         """A layer's attention and what goes with it: cache, norms and predictor."""
-        return self.parts.attention + self.parts.ffn_bias + self.predictor[layer] + self.cache
+        return self.parts.attention + self.parts.ffn_bias + self.predictor[layer] + self.cache[layer]
 
     def used(self, a: Assignment) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes by part: (in RAM, on the GPU)."""
@@ -152,13 +153,18 @@ class Sizes:
         return {
             "embedding": matrix + (parts.positions if a.embedding == side else 0),
             "attention": len(layers) * (parts.attention + parts.ffn_bias),
-            "cache": len(layers) * self.cache,
+            "cache": sum(self.cache[n] for n in layers),
             "predictor": sum(self.predictor[n] for n in layers),
             "ffn": neurons * parts.neuron,
             "head": parts.head + parts.final_norm if a.head == side else 0,
             # The key is part of every lock and every stored plan.
             "scratch": self.workspace[side] if side == CPU or a.uses_gpu else 0,
         }
+
+
+def layer_caches(work: Workload, step: int) -> tuple[int, ...]:
+    """Bytes of each layer's keys and values for a whole context, if a step brings at most `step` positions."""
+    return layer_nbytes(layer_classes(work.decoder, cache_format(work.formats["attention"])), work.context, step)
 
 
 def _gpu_workspace(work: Workload, rank: int, model: int) -> int:

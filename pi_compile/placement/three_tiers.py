@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pi_compile.cost_model import CPU, GPU, RowChoice, RowModel, RowOptions, TokenTime
-from pi_compile.placement.formulation import Assignment, Problem, Sizes, Solution, all_cpu, graphs_of
+from pi_compile.placement.formulation import Assignment, Problem, Sizes, Solution, all_cpu, graphs_of, layer_caches
 from pi_compile.placement.solvers.constrained_path import solve
 from pi_compile.placement.solvers.layered_graph import LayeredGraph, Node, ShortestPath
 from pi_runtime.artifact.buffers import cache_format
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.rows import (
+    PROMPT_TOKENS,
     all_rows,
     disk_workspace_bytes,
     embedding_on_disk_nbytes,
@@ -44,10 +45,10 @@ class ThreeTiers:
 
     @property
     def _sizes(self) -> Sizes:
-        """Bytes of what is placed; in RAM an untied embedding is some rows."""
+        """Bytes of what is placed; in RAM an untied embedding is some rows, and prompts take long steps."""
         work = self.problem.work
         on_disk = embedding_on_disk_nbytes(work.decoder, work.formats["embedding"])
-        return replace(self.problem.sizes, embedding_on_disk=on_disk)
+        return replace(self.problem.sizes, embedding_on_disk=on_disk, cache=layer_caches(work, max(PROMPT_TOKENS)))
 
     @property
     def _workspace(self) -> int:

@@ -82,6 +82,7 @@ class Baselines:
 
 def _cache_ps(work: Workload, costs: Costs, a: Assignment) -> int:
     """Attention over keys and values in RAM, half full, and the hand-overs of layers whose matrices are the GPU's."""
-    nbytes = kv_bytes(work.decoder, work.formats["attention"], work.context // 2)
-    read = costs.processors[CPU].cache_ps(nbytes, work.decoder.n_heads // work.decoder.n_kv_heads)
-    return len(a.sides) * read + a.sides.count(GPU) * costs.handover
+    d = work.decoder
+    seen = (kv_bytes(d, work.formats["attention"], d.seen(n, work.context // 2)) for n in range(len(a.sides)))
+    read = sum(costs.processors[CPU].cache_ps(nbytes, d.n_heads // d.n_kv_heads) for nbytes in seen)
+    return read + a.sides.count(GPU) * costs.handover

@@ -84,8 +84,8 @@ def kv_pages(positions: int) -> int:
     return -(-positions // POSITIONS)
 
 
-def kv_page(d: Decoder, fmt: str) -> Buffer:
-    """One page of the cache in RAM: keys and values of all layers for `POSITIONS` positions in this format.
+def kv_page(d: Decoder, fmt: str, layers: int) -> Buffer:
+    """One page of the cache in RAM: keys and values of so many layers for `POSITIONS` positions in this format.
 
     Values (S, E) lie row by row, keys (E, S) column by column, so that one vector holds a column of several positions.
     Numbers are float32, float16, or q8: a byte for each, up to the end of the last block of columns. The blocks' scales
@@ -94,9 +94,9 @@ def kv_page(d: Decoder, fmt: str) -> Buffer:
     if fmt == "q8":
         row = -(-d.head_dim // BLOCK) * (BLOCK + FORMATS["scale"].itemsize)
         # Bytes behind the last column are never written.
-        return Buffer((d.n_layers, 2, d.n_kv_heads, POSITIONS, row), "uint8", fill=0)
+        return Buffer((layers, 2, d.n_kv_heads, POSITIONS, row), "uint8", fill=0)
     dtype = FORMATS[fmt].stored.name
-    return Buffer((d.n_layers, 2, d.n_kv_heads, POSITIONS, d.head_dim), dtype)
+    return Buffer((layers, 2, d.n_kv_heads, POSITIONS, d.head_dim), dtype)
 
 
 def kv_bytes(d: Decoder, attention: str, positions: int) -> int:

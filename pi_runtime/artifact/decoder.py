@@ -140,6 +140,10 @@ class Decoder:
             differences |= dict.fromkeys(("experts_per_token", "experts_shared"), self.dense_experts)
         return replace(self, **differences)
 
+    def seen(self, layer: int, positions: int) -> int:
+        """Of so many positions those that the newest token sees in a layer."""
+        return min(self.window, positions) if layer in self.windowed_layers else positions
+
     @property
     def sparse(self) -> bool:
         """Whether the activation is exactly zero for inactive neurons, so that skipping them is exact."""

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pi_runtime.artifact.buffers import cache_format, kv_page, kv_pages
+from pi_runtime.artifact.buffers import cache_format
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.guess_head import PREFIX
+from pi_runtime.artifact.layer_classes import layer_classes, sequence_nbytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import (
     EMBEDDING_ARRAYS,
     PROCESS_NBYTES,
+    PROMPT_TOKENS,
     ROW_ARRAYS,
     all_rows,
     disk_workspace_bytes,
@@ -105,7 +107,8 @@ def batch_rows(staged: int) -> int:
 
 def sequence_kv_bytes(manifest: Manifest, context: int, cache: str) -> int:
     """Bytes of one sequence's keys and values for the whole context."""
-    return kv_page(manifest.decoder, cache_format(manifest.formats["attention"], cache)).nbytes * kv_pages(context)
+    classes = layer_classes(manifest.decoder, cache_format(manifest.formats["attention"], cache))
+    return sequence_nbytes(classes, context, max(PROMPT_TOKENS))
 
 
 def fixed_bytes(manifest: Manifest, context: int, cache: str, kv_nbytes: int) -> int:

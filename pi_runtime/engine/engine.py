@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self, Unpack
 
+from pi_runtime.artifact.layer_classes import sequence_nbytes
 from pi_runtime.engine.caches import EngineCaches
 from pi_runtime.engine.core import Core
 from pi_runtime.engine.loop import Loop
@@ -26,7 +27,6 @@ from pi_runtime.engine.sessions.suspended import SuspendedSessions
 from pi_runtime.engine.stats import EngineStats
 from pi_runtime.engine.stream import Scores, Stream
 from pi_runtime.errors import UsageError
-from pi_runtime.execution.kv_cache import pages_of
 from pi_runtime.sequence.sequence import Origin, TokenSequence
 from pi_runtime.sequence.settings import AnswerSettings
 from pi_runtime.sequence.speculation import StepTimes
@@ -171,7 +171,7 @@ class Engine:
         Its keys and values are taken on trust: give one that others may have written a `cache_salt` of its own. Raises
         InputError for a file that is damaged or no session, UsageError where it does not belong to this model.
         """
-        stored = session_file.load(Path(path), self._run_settings(), self._memory.pool.page_nbytes)
+        stored = session_file.load(Path(path), self._run_settings(), self._memory.pool.classes)
         state = SessionState(cache_salt, client, stored.tokens, stored.selected)
         self._inbox.call(lambda: self._sessions.restore(state, stored))
         return Session(self, state)
@@ -218,6 +218,7 @@ class Engine:
             pages_kept=self._memory.kept,
             pages_free=pool.free,
             page_bytes=pool.page_nbytes,
+            bytes_used=pool.in_use_nbytes,
             prompt_tokens=core.prompt_tokens,
             cached_tokens=core.cached_tokens,
             generated_tokens=core.generated_tokens,
@@ -259,17 +260,20 @@ class Engine:
     def _default_budget(self, slots: int) -> int:
         if self._executor.kv_room is not None:
             return self._executor.kv_room
-        nbytes = self._executor.new_pool(None).page_nbytes * pages_of(self.model.context)
+        classes = self._executor.new_pool(None).classes
+        nbytes = sequence_nbytes(classes, self.model.context, self._executor.block_tokens)
         return max(nbytes, min(slots * nbytes, _machine_memory() // 4))
 
     def _run_settings(self) -> dict[str, str]:
         """What the keys and values of a saved session depend on, beside its tokens."""
-        plan = self.model.plan
+        plan, classes = self.model.plan, self._memory.pool.classes
+        windows = [f"{one.window} in {len(one.layers)} layers" for one in classes if one.window]
         return {
             "artifact": self.model.digest,
             "mode": self.model.mode,
             "cache format": self._memory.pool.format,
             "placement": "none" if plan is None else f"{self.model.device}, {plan.vram_bytes} bytes",
+            **({"windows": ", ".join(windows)} if windows else {}),
         }
 
 

@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+from pi_runtime.artifact.layer_classes import sequence_nbytes
 from pi_runtime.engine.prefix_tree import PrefixTree
 from pi_runtime.errors import Setting, UsageError
 from pi_runtime.execution.executor import Executor
-from pi_runtime.execution.kv_cache import KVCache, pages_of
+from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PAGE_POSITIONS, PagesExhausted
 
 
@@ -29,13 +30,17 @@ class EngineMemory:
     def check(self, positions: int) -> None:
         """Raise UsageError if a sequence of so many positions does not fit the budget alone."""
         assert self.pool.capacity is not None
-        if pages_of(positions) > self.pool.capacity:
-            page = self.pool.page_nbytes
+        nbytes = self.most_nbytes(positions)
+        if nbytes > self.pool.capacity:
             raise UsageError(
-                f"keys and values of {positions} positions take {pages_of(positions) * page} bytes",
-                expected=("at most ", Setting("kv_budget"), f", {self.pool.capacity * page} bytes in whole pages"),
+                f"keys and values of {positions} positions take {nbytes} bytes",
+                expected=("at most ", Setting("kv_budget"), f", {self.pool.capacity} bytes in whole pages"),
                 remedy=("raise ", Setting("kv_budget"), ", or lower ", Setting("max_tokens")),
             )
+
+    def most_nbytes(self, positions: int) -> int:
+        """Most bytes that a sequence of so many positions holds at once."""
+        return sequence_nbytes(self.pool.classes, positions, self._executor.block_tokens)
 
     def open(
         self, tokens: Sequence[int], selected: Sequence[bool], reusable: int, live: Iterable[KVCache], salt: str
@@ -44,25 +49,33 @@ class EngineMemory:
 
         None where the live caches leave too few pages.
         """
-        stored = self._tree.longest(tokens[:reusable], selected[:reusable], salt)
-        whole = stored.length // PAGE_POSITIONS
         taken = {page for cache in live for page in cache.held_pages}
-        needed = pages_of(len(tokens)) - whole
         # The last page is copied if it is used in part: where there is no page for the copy, whole pages alone do.
-        for length in (stored.length, whole * PAGE_POSITIONS):
-            shared = stored.pages[: pages_of(length)]
+        for whole in (False, True):
+            cache = self._begin(tokens, selected, reusable, salt, whole=whole)
+            count, left = len(tokens) - cache.length, self.pool.nbytes(taken.union(cache.held_pages))
             assert self.pool.capacity is not None
-            if needed <= self.pool.capacity - len(taken.union(shared)):
-                cache = self.new_cache(salt)
-                cache.adopt(shared, tokens[:length], selected[:length])
+            if left + cache.lacking_nbytes(count, self._executor.block_tokens) <= self.pool.capacity:
                 try:
-                    fits = self.grow(cache, len(tokens) - length)
+                    fits = self.grow(cache, count)
                 except BaseException:
                     cache.close()  # the error's traceback refers to it as long as anybody has the error
                     raise
                 assert fits
                 return cache
+            cache.close()
         return None
+
+    def _begin(
+        self, tokens: Sequence[int], selected: Sequence[bool], reusable: int, salt: str, *, whole: bool
+    ) -> KVCache:
+        """A cache of the longest stored prefix of the first `reusable` tokens, or of its full pages alone."""
+        if whole:
+            length = self._tree.longest(tokens[:reusable], selected[:reusable], salt).length
+            reusable = length // PAGE_POSITIONS * PAGE_POSITIONS
+        stored, cache = self._tree.longest(tokens[:reusable], selected[:reusable], salt), self.new_cache(salt)
+        cache.adopt(stored.runs, tokens[: stored.length], selected[: stored.length])
+        return cache
 
     def new_cache(self, salt: str) -> KVCache:
         """An empty cache in the pages of this engine."""
@@ -72,13 +85,13 @@ class EngineMemory:
 
     def grow(self, cache: KVCache, count: int) -> bool:
         """Give a cache pages for so many further positions; False where the live caches leave too few."""
+        step = self._executor.block_tokens
         try:
-            cache.reserve(count)
+            cache.reserve(count, step)
         except PagesExhausted:
-            # One more than the new ones: a shared page is copied before it is written.
-            self._tree.evict(pages_of(cache.length + count) - cache.length // PAGE_POSITIONS)
+            self._tree.evict(cache.lacking_nbytes(count, step))
             with suppress(PagesExhausted):
-                cache.reserve(count)
+                cache.reserve(count, step)
                 return True
             return False
         return True
@@ -93,14 +106,13 @@ class EngineMemory:
 
     def catch_up(self, cache: KVCache, tokens: Sequence[int], selected: Sequence[bool], reusable: int) -> None:
         """Let a cache with pages for these tokens go on from full pages that others have computed meanwhile."""
-        stored = self._tree.longest(tokens[:reusable], selected[:reusable], cache.salt)
-        length = stored.length // PAGE_POSITIONS * PAGE_POSITIONS
-        if length <= cache.length:
-            return
-        cache.close()
-        cache.adopt(stored.pages[: pages_of(length)], tokens[:length], selected[:length])
-        fits = self.grow(cache, len(tokens) - length)
-        assert fits
+        ahead = self._begin(tokens, selected, reusable, cache.salt, whole=True)
+        if ahead.length > cache.length:
+            cache.close()
+            cache.adopt(ahead.runs, ahead.tokens, ahead.selected)
+            # Of layers with a window it may need more pages now: where there are too few, the next step makes room.
+            self.grow(cache, len(tokens) - cache.length)
+        ahead.close()
 
     def share(self, cache: KVCache) -> None:
         """Let later sequences begin with the full pages of a cache, which goes on with the last one."""

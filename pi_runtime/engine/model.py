@@ -45,7 +45,7 @@ class Model:
         """A message for the user about where it runs, if there is one."""
         self._artifact, self.executor, self.mode = artifact, executor, mode
         self.context = executor.context
-        self._page = executor.new_pool().page
+        self._classes = executor.new_pool().classes
         self._step_times = StepTimes()
         self.tokenizer = Tokenizer(
             artifact.file("tokenizer.json"), artifact.manifest.text, vocab_size=artifact.manifest.decoder.vocab_size
@@ -272,7 +272,7 @@ class Model:
 
     def _checked_cache(self, cache: KVCache) -> KVCache:
         """Check that the cache has this model's shape: kernels do not."""
-        if (cache.pool.page, cache.context) != (self._page, self.context):
+        if (cache.pool.classes, cache.context) != (self._classes, self.context):
             raise UsageError("the cache was made for another model, context or format", remedy="model.new_cache()")
         return cache
 

@@ -1,16 +1,21 @@
 """What was computed and may be needed again: pages by the tokens before them and how these were computed.
 
-A node is a page. The path to it spells the positions so far, each a token with whether it was computed with selection:
-keys and values depend on all of these. Only a full page has children. A page that is used in part is dropped once
-another holds the same positions and more. Each salt has a root of its own: nothing tells what another's pages hold.
+A node is a place of 32 positions, with a page of each class of layers. The path to it spells the positions so far, each
+a token with whether it was computed with selection: keys and values depend on all of these. Only a full page has
+children. A page that is used in part is dropped once another holds the same positions and more. Each salt has a root of
+its own: nothing tells what another's pages hold.
+
+Layers with a window need their pages only where a sequence goes on. So a node may lack theirs, and a prefix is offered
+where every class has what its window sees from there.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Optional
 
-from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.kv_cache import KVCache, pages_of
+from pi_runtime.execution.page_table import PageRun, all_pages
 from pi_runtime.execution.pages import PAGE_POSITIONS, PagePool
 
 Key = tuple[int, ...]
@@ -20,15 +25,21 @@ Key = tuple[int, ...]
 class Prefix(NamedTuple):
     """A stored prefix. Nobody holds its pages but the tree: take references to them before anything is evicted."""
 
-    pages: tuple[int, ...]
-    """The last one may be used in part."""
+    runs: tuple[PageRun, ...]
+    """By classes; the last page of each may be used in part."""
     length: int
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """The pages of all classes."""
+        return all_pages(self.runs)
 
 
 @dataclass(eq=False)
 class _Node:
     key: Key
-    page: int
+    pages: list[int | None]
+    """One of each class; None where the tree has none."""
     parent: Optional["_Node"]
     children: dict[Key, "_Node"] = field(default_factory=dict)
     salt: str = ""
@@ -45,61 +56,70 @@ class PrefixTree:
         self._pool, self._selection_matters = pool, selection_matters
         self._roots: dict[str, _Node] = {}
         """By their salts; each has children."""
-        # Least recently used first, and a page always before the one that it follows.
-        self._nodes: OrderedDict[_Node, None] = OrderedDict()
+        # Pages by their nodes and classes. Least recently used first, and a page always before the one that it follows.
+        self._held: OrderedDict[tuple[_Node, int], None] = OrderedDict()
 
     @property
     def pages(self) -> tuple[int, ...]:
         """The pages it holds, least recently used first."""
-        return tuple(node.page for node in self._nodes)
+        return tuple(page for node, kind in self._held if (page := node.pages[kind]) is not None)
 
     @property
     def size(self) -> int:
         """How many pages it holds. Any thread may ask."""
-        return len(self._nodes)
+        return len(self._held)
 
     def longest(self, tokens: Sequence[int], selected: Sequence[bool], salt: str = "") -> Prefix:
         """The longest prefix of these tokens that is stored, computed as `selected` says; marks it as used now."""
-        root = self._roots.get(salt)
-        if root is None:
-            return Prefix((), 0)
+        root = self._roots.get(salt, _Node((), [], None))
         path, rest = _walk(root, self._keys(tokens, selected))
         length = PAGE_POSITIONS * len(path)
         closest, common = _closest(path[-1] if path else root, rest)
         if closest is not None:
             path.append(closest)
-        self._touch(path)
-        return Prefix(tuple(node.page for node in path), length + common)
+        length = self._offered(path, length + common)
+        self._touch(path, length)
+        return Prefix(tuple(self._run(path, kind, length) for kind in range(len(self._pool.classes))), length)
 
     def insert(self, cache: KVCache) -> None:
         """Share the pages of a cache, as far as their positions are not held yet; marks all of them as used now."""
         assert cache.pool is self._pool
-        pages, keys = cache.pages, self._keys(cache.tokens, cache.selected)
-        if not pages:
+        runs, keys = cache.runs, self._keys(cache.tokens, cache.selected)
+        if not keys:
             return
-        root = self._roots.setdefault(cache.salt, _Node((), -1, None, salt=cache.salt))
+        root = self._roots.setdefault(cache.salt, _Node((), [], None, salt=cache.salt))
         path, _ = _walk(root, keys)
-        for n in range(len(path), len(pages)):
-            path.append(self._add(path[-1] if path else root, keys[n], pages[n]))
-        self._touch(path)
+        for n in range(len(path), len(keys)):
+            path.append(self._add(path[-1] if path else root, keys[n]))
+        for place, node in enumerate(path):
+            if node.key == keys[place]:  # else it holds more than this cache
+                self._fill(node, [run.at(place) for run in runs])
+        self._touch(path, cache.length)
+        self._prune(path[-1])
 
-    def evict(self, pages: int) -> int:
-        """Drop pages, least recently used first, until so many are free in the pool; returns how many were freed.
+    def evict(self, nbytes: int) -> int:
+        """Drop pages, least recently used first, until so many bytes are free in the pool; returns the pages freed.
 
-        Afterwards there are fewer free pages than asked for only where live caches hold all others.
+        Afterwards fewer bytes are free than asked for only where live caches hold all other pages.
         """
-        before = self._pool.free
-        for node in tuple(self._nodes):
-            if self._pool.free >= pages:
+        before = self._pool.in_use
+        for node, kind in tuple(self._held):
+            if self._pool.free_nbytes >= nbytes:
                 break
+            page = node.pages[kind]
+            if page is None:  # it went with its node
+                continue
             if not node.children and self._keeps_a_page(node):
                 self._drop(node)
-        return self._pool.free - before
+            elif self._pool.classes[kind].window and self._pool.references(page) == 1:
+                self._release(node, kind)
+        return before - self._pool.in_use
 
     def clear(self) -> None:
         """Drop everything."""
-        for node in tuple(self._nodes):
-            self._drop(node)
+        for node, kind in tuple(self._held):
+            self._release(node, kind)
+            self._prune(node)
 
     def _keys(self, tokens: Sequence[int], selected: Sequence[bool]) -> list[Key]:
         """The positions of a sequence as the tree's keys, one for each page."""
@@ -107,40 +127,79 @@ class PrefixTree:
         both = [2 * token + (select and self._selection_matters) for token, select in pairs]
         return [tuple(both[first : first + PAGE_POSITIONS]) for first in range(0, len(both), PAGE_POSITIONS)]
 
-    def _add(self, parent: _Node, key: Key, page: int) -> _Node:
-        """Add a page below a node, in place of children that hold less of it; returns the child that holds it."""
+    def _offered(self, path: Sequence[_Node], length: int) -> int:
+        """How many of the first `length` positions of a path can be gone on from: what windows see there is held."""
+        there = [0] * len(self._pool.classes)
+        found = 0
+        for place, node in enumerate(path):
+            there = [place + 1 if page is None else first for first, page in zip(there, node.pages, strict=True)]
+            end = min(length, PAGE_POSITIONS * (place + 1))
+            if all(of.first_page(end) >= first for of, first in zip(self._pool.classes, there, strict=True)):
+                found = end
+        return found
+
+    def _run(self, path: Sequence[_Node], kind: int, length: int) -> PageRun:
+        """The pages of a class that a sequence needs to go on from the first `length` positions of a path."""
+        places = self._pool.classes[kind].pages(length)
+        pages = (path[place].pages[kind] for place in places)
+        return PageRun(places.start, tuple(page for page in pages if page is not None))
+
+    def _add(self, parent: _Node, key: Key) -> _Node:
+        """Add a node below another, in place of children that hold less; returns the child that holds its positions."""
         closest, common = _closest(parent, key)
         if closest is not None and common == len(key):
             return closest
-        self._pool.share(page)
-        found = parent.children[key] = _Node(key, page, parent)
-        self._nodes[found] = None
+        found = parent.children[key] = _Node(key, [None] * len(self._pool.classes), parent)
         for size in range(1, len(key)):
             if (shorter := parent.children.get(key[:size])) is not None:
                 self._drop(shorter)
         return found
 
+    def _fill(self, node: _Node, pages: Sequence[int | None]) -> None:
+        """Share these pages, of each class one, where a node lacks them."""
+        for kind, page in enumerate(pages):
+            if node.pages[kind] is None and page is not None:
+                self._pool.share(page)
+                node.pages[kind] = page
+                self._held[node, kind] = None
+
     def _keeps_a_page(self, leaf: _Node) -> bool:
         """Whether dropping a leaf, and then the nodes above it, frees a page: one that only the tree holds."""
         node = leaf
         while node.parent is not None:
-            if self._pool.references(node.page) == 1:
+            if any(page is not None and self._pool.references(page) == 1 for page in node.pages):
                 return True
             node = node.parent
         return False
 
     def _drop(self, node: _Node) -> None:
-        parent = node.parent
-        assert parent is not None
-        del parent.children[node.key], self._nodes[node]
-        if parent.parent is None and not parent.children:
-            del self._roots[parent.salt]
-        self._pool.release(node.page)
+        for kind in range(len(node.pages)):
+            self._release(node, kind)
+        self._prune(node)
 
-    def _touch(self, path: Iterable[_Node]) -> None:
-        """Mark a path as used now."""
-        for node in reversed(list(path)):
-            self._nodes.move_to_end(node)
+    def _release(self, node: _Node, kind: int) -> None:
+        """Give back a node's page of a class, if it has one."""
+        page, node.pages[kind] = node.pages[kind], None
+        if page is not None:
+            del self._held[node, kind]
+            self._pool.release(page)
+
+    def _prune(self, node: _Node) -> None:
+        """Remove a node that has neither pages nor children, and those above it that are left without."""
+        while not node.children and all(page is None for page in node.pages):
+            if node.parent is None:
+                del self._roots[node.salt]
+                return
+            del node.parent.children[node.key]
+            node = node.parent
+
+    def _touch(self, path: Sequence[_Node], length: int) -> None:
+        """Mark as used now what a sequence needs to go on from the first `length` positions of a path."""
+        needed = [of.pages(length) for of in self._pool.classes]
+        for place in reversed(range(pages_of(length))):
+            for kind, places in enumerate(needed):
+                if place in places and path[place].pages[kind] is not None:
+                    self._held.move_to_end((path[place], kind))
 
 
 def _walk(root: _Node, keys: Sequence[Key]) -> tuple[list[_Node], Key]:

@@ -20,6 +20,9 @@ class EngineStats:
     """Those of them that are kept because a later prompt may begin with them, whether they are in use or not."""
     pages_free: int
     page_bytes: int
+    """Bytes of 32 positions in all layers: of a page, or with several classes of layers of one of each."""
+    bytes_used: int
+    """Of the pages used."""
     prompt_tokens: int
     """Tokens of prompts of the requests that have begun."""
     cached_tokens: int

@@ -48,7 +48,7 @@ class CpuOps(_Ops):
     def attention(self, layer: int) -> None:
         m, w = self.model, self.model.table_LX[layer, 0]
         keep_state(self.state_L, self.states_TC, layer, self.x_TD)
-        attention(m.cfg, w, m.eps, m.cos_SJ, m.sin_SJ, self.at, layer, self.x_TD, m.workspace)
+        attention(m.cfg, w, m.eps, m.cos_SJ, m.sin_SJ, self.at, self.x_TD, m.workspace)
 
     def ffn(self, layer: int) -> None:
         m, ws = self.model, self.model.workspace
@@ -96,7 +96,7 @@ class BlockOps(_Ops):
         """x ← x + attention(x); the FFN's inputs and the tokens' experts are kept."""
         m, w, ws = self.model, self.model.table_LX[layer, 0], self.model.workspace
         for part, at in self.blocks:
-            attention(m.cfg, w, m.eps, m.cos_SJ, m.sin_SJ, at, layer, self.x_TD[part], ws)
+            attention(m.cfg, w, m.eps, m.cos_SJ, m.sin_SJ, at, self.x_TD[part], ws)
             tokens = part.stop - part.start
             self.input_TD[part] = ws.normed_TD[:tokens]
             if len(ws.residual_TD):

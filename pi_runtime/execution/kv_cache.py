@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pi_runtime.execution.page_table import PageRun, PageTable, all_pages
 from pi_runtime.execution.pages import PAGE_POSITIONS, PagePool
 
 Ints = npt.NDArray[np.int64]
@@ -15,6 +16,7 @@ class KVCache:
     """Keys and values for one sequence of at most `context` positions, in pages of a pool.
 
     Pages may be shared with other caches, and are then only read: `reserve` copies a shared page before it is written.
+    Of layers with a window it keeps the pages that the next token sees, and `ROLL_BACK` positions before.
     """
 
     def __init__(self, pool: PagePool, context: int) -> None:
@@ -23,10 +25,11 @@ class KVCache:
         """Its pages are shared only with caches that have the same."""
         self._tokens: list[int] = []
         self._selected: list[bool] = []
-        self._pages: list[int] = []
-        self._table = np.zeros(pages_of(context), np.int64)
-        self.table_address = int(self._table.ctypes.data)
+        self._addresses = np.zeros((pages_of(context), len(pool.classes)), np.int64)
+        self.table_address = int(self._addresses.ctypes.data)
         """Where the addresses of the pages lie, for compiled kernels."""
+        self.tables = tuple(PageTable(pool, kind, self._addresses[:, kind]) for kind in range(len(pool.classes)))
+        """Its pages, by the classes of layers."""
         self.write_back: Callable[[], None] | None = None
         """Set by an executor that keeps what is newest elsewhere: writes it into the pages, before others see them."""
 
@@ -51,80 +54,104 @@ class KVCache:
         return self.context - len(self._tokens)
 
     @property
-    def pages(self) -> tuple[int, ...]:
-        """The pages of the positions held, whose last one may be used in part."""
+    def runs(self) -> tuple[PageRun, ...]:
+        """The pages of the positions held, by classes, whose last one may be used in part."""
         if self.write_back is not None:
             self.write_back()
-        return tuple(self._pages[: pages_of(self.length)])
+        return tuple(table.run(pages_of(self.length)) for table in self.tables)
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """The pages of `runs`, one class after the other."""
+        return all_pages(self.runs)
 
     @property
     def held_pages(self) -> tuple[int, ...]:
         """Every page it refers to: those of the positions held, and those reserved behind them."""
-        return tuple(self._pages)
+        return tuple(page for table in self.tables for page in table.pages)
 
     def page_values(self) -> list[npt.NDArray[Any]]:
-        """What the pages of the positions held hold in RAM."""
-        return [self.pool.values(page) for page in self._pages[: pages_of(self.length)]]
+        """What the pages of the positions held hold in RAM, for a model with one class of layers."""
+        (table,) = self.tables
+        return [self.pool.values(page) for page in table.run(pages_of(self.length)).pages]
 
-    def reserve(self, count: int) -> None:
+    def holds(self, length: int) -> bool:
+        """Whether it can go on from its first `length` positions: layers with a window still have what is seen."""
+        return all(table.first <= table.of.first_page(length) for table in self.tables)
+
+    def reserve(self, count: int, step: int | None = None) -> None:
         """See to it that the next `count` positions have pages, and that these are this sequence's own.
 
-        Raises PagesExhausted, and changes nothing, where the pool has too few.
+        Layers with a window get pages for the next `step` positions, if that is less. Pages that are not needed any
+        more are released. Raises PagesExhausted, and takes none, where the pool has too few.
         """
         assert count <= self.room, (count, self.room)
-        held, begun, end = len(self._pages), self.length // PAGE_POSITIONS, pages_of(self.length + count)
-        shared = [n for n in range(begun, min(end, held)) if self.pool.references(self._pages[n]) > 1]
-        places = [*shared, *range(held, end)]
-        taken = self.pool.take(len(places))
-        for n, page in zip(shared, taken, strict=False):
-            self.pool.values(page)[:] = self.pool.values(self._pages[n])
-            self.pool.release(self._pages[n])
-        for n, page in zip(places, taken, strict=True):
-            self._set(n, page)
+        for table in self.tables:
+            table.leave(table.of.kept_from(self.length))
+        lacking = self._lacking(count, step)
+        taken = iter(self.pool.take(*map(len, lacking)))
+        for table, places in zip(self.tables, lacking, strict=True):
+            for place, page in zip(places, taken, strict=False):
+                table.put(place, page)
+
+    def lacking_nbytes(self, count: int, step: int) -> int:
+        """Bytes of the pages that `reserve` takes."""
+        return self.pool.nbytes_of([len(places) for places in self._lacking(count, step)])
+
+    def _lacking(self, count: int, step: int | None) -> list[list[int]]:
+        """For each class the places that get a page."""
+        soon = count if step is None else min(count, step)
+        ends = [pages_of(self.length + (soon if table.of.window else count)) for table in self.tables]
+        return [table.lacking(self.length, end) for table, end in zip(self.tables, ends, strict=True)]
 
     def append(self, tokens: Ints, select: bool) -> None:
         """Count these tokens as held, whose keys and values have been written."""
         self._tokens += tokens.tolist()
         self._selected += [select] * len(tokens)
 
-    def count_held(self, tokens: Sequence[int], selected: Sequence[bool]) -> None:
-        """Count these tokens as held, whose keys and values have been put into the pages reserved for them."""
-        assert len(tokens) == len(selected) <= self.room
-        assert pages_of(self.length + len(tokens)) <= len(self._pages)
-        self._tokens += tokens
-        self._selected += selected
+    def begin(self, tokens: Sequence[int], selected: Sequence[bool]) -> None:
+        """Begin an empty cache with tokens whose keys and values are put into the pages that it reserves next."""
+        assert len(tokens) == len(selected) <= self.context
+        self.close()
+        for table in self.tables:
+            table.begin(table.of.first_page(len(tokens)))
+        self._tokens, self._selected = list(tokens), list(selected)
 
     def truncate(self, length: int) -> None:
-        """Roll back to the first `length` positions; there may be fewer already. Pages past the end are released."""
+        """Roll back to the first `length` positions; there may be fewer already. Pages past the end are released.
+
+        Where a window's pages are gone that a token there sees, nothing is left.
+        """
+        length = min(length, self.length)
+        length = length if self.holds(length) else 0
         del self._tokens[length:], self._selected[length:]
-        while len(self._pages) > pages_of(self.length):
-            self.pool.release(self._pages.pop())
+        for table in self.tables:
+            table.cut(pages_of(length))
 
     def keep_common_prefix(self, tokens: Sequence[int]) -> int:
         """Drop what is not a common prefix with `tokens`; returns how many of these are still held, never all.
 
         The last token always runs again, because its logits are needed.
         """
-        same = common_length(self._tokens, tokens[:-1])
-        self.truncate(same)
-        return same
+        self.truncate(common_length(self._tokens, tokens[:-1]))
+        return self.length
 
-    def adopt(self, pages: Sequence[int], tokens: Sequence[int], selected: Sequence[bool]) -> None:
+    def adopt(self, runs: Sequence[PageRun], tokens: Sequence[int], selected: Sequence[bool]) -> None:
         """Begin an empty cache with pages of others, which hold these tokens; the last may be used in part."""
         assert self.length == 0, self.length
         assert len(tokens) == len(selected) <= self.context
-        assert len(pages) == pages_of(len(tokens))
         self.close()
-        for n, page in enumerate(pages):
-            self.pool.share(page)
-            self._set(n, page)
+        for table, run in zip(self.tables, runs, strict=True):
+            table.share(run)
+            assert table.end == pages_of(len(tokens))
         self._tokens, self._selected = list(tokens), list(selected)
+        assert self.holds(self.length)
 
     def fork(self) -> "KVCache":
         """A cache of the same positions, which shares every page."""
         found = KVCache(self.pool, self.context)
         found.salt = self.salt
-        found.adopt(self.pages, self._tokens, self._selected)
+        found.adopt(self.runs, self._tokens, self._selected)
         return found
 
     def close(self) -> None:
@@ -133,13 +160,9 @@ class KVCache:
         self.truncate(0)
 
     def __del__(self) -> None:
-        while self._pages:
-            self.pool.drop(self._pages.pop())
-
-    def _set(self, n: int, page: int) -> None:
-        """Let the n-th page, or a further one, be this one."""
-        self._pages[n : n + 1] = [page]
-        self._table[n] = self.pool.address(page)
+        for table in self.tables:
+            while table.pages:
+                self.pool.drop(table.pages.pop())
 
 
 def pages_of(positions: int) -> int:

@@ -1,5 +1,7 @@
 """Pages of the key-value cache: taken from a pool under a budget, shared by reference, released.
 
+Each class of layers has pages of its own size.
+
 Caches and pools are also freed when they are garbage collected: in any thread, amid anything that this thread does.
 A lock that such a finalizer waited for might be held by a thread that waits for one of this thread. So finalizers take
 no lock: they append to a queue (`drop`), and whoever asks next works it off.
@@ -9,16 +11,18 @@ Shape letters: L layers, G key-value heads, S positions of a page, E head width,
 
 import sys
 from collections import deque
-from math import prod
+from collections.abc import Iterable, Sequence
+from math import gcd, prod
 from threading import RLock
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.buffers import cache_format, kv_page
+from pi_runtime.artifact.buffers import cache_format
 from pi_runtime.artifact.footprint import POSITIONS
 from pi_runtime.artifact.formats import BLOCK, FORMATS
+from pi_runtime.artifact.layer_classes import layer_classes
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.errors import DoesNotFitError, Setting
 
@@ -69,9 +73,10 @@ class Allowance:
 class PagePool:
     """Pages of keys and values under a budget: taken, shared by reference, released.
 
-    A page is one array, `buffers.kv_page`. Its memory is allocated when it is first taken, and kept for the next one
-    when nobody refers to it any more. `budget` is in bytes; None sets no limit. Of an `allowance` a pool with a budget
-    takes as much at once, and one without takes a page at a time.
+    A page is one array, `buffers.kv_page`, for a class of layers. Its memory is allocated when it is first taken. When
+    nobody refers to it any more it is kept for the next page of its class, or freed where another class needs memory.
+    `budget` is in bytes; None sets no limit. Of an `allowance` a pool with a budget takes as much at once, and one
+    without takes a page at a time.
     """
 
     def __init__(
@@ -83,9 +88,11 @@ class PagePool:
     ) -> None:
         self._allowance, self._allowed = allowance, 0
         self.format = cache_format(manifest.formats["attention"], wanted)
-        self.page = kv_page(manifest.decoder, self.format)
-        self.capacity = None if budget is None else budget // self.page_nbytes
-        if self.capacity == 0:
+        self.classes = layer_classes(manifest.decoder, self.format)
+        self._nbytes = [one.page.nbytes for one in self.classes]
+        self.capacity = None if budget is None else budget // gcd(*self._nbytes) * gcd(*self._nbytes)
+        """Bytes of all pages that it may hold; None without limit."""
+        if self.capacity is not None and self.capacity < self.page_nbytes:
             raise DoesNotFitError(
                 f"no page of {PAGE_POSITIONS} positions fits it",
                 setting=Setting("kv_budget", budget),
@@ -93,10 +100,15 @@ class PagePool:
                 remedy=(Setting("kv_budget", self.page_nbytes), " or more"),
             )
         if self.capacity is not None:
-            self._allow(self.capacity * self.page_nbytes)
-        self._arrays: list[npt.NDArray[Any]] = []
+            self._allow(self.capacity)
+        self._arrays: list[npt.NDArray[Any] | None] = []
+        self._kinds: list[int] = []
+        """The class of each page."""
         self._references: list[int] = []
-        self._unused: list[int] = []
+        self._unused: list[list[int]] = [[] for _ in self.classes]
+        self._used = [0] * len(self.classes)
+        self._freed: list[int] = []
+        """Numbers of pages whose memory was freed."""
         self._dropped: deque[int] = deque()
         self._lock = RLock()
 
@@ -111,57 +123,95 @@ class PagePool:
 
     @property
     def page_nbytes(self) -> int:
-        """Bytes of one page."""
-        return self.page.nbytes
+        """Bytes of one page of each class: of 32 positions in all layers."""
+        return sum(self._nbytes)
 
     @property
     def row_nbytes(self) -> int:
         """Bytes of a head's keys, or values, at one position."""
-        return self.page.nbytes // prod(self.page.shape[:-1])
+        page = self.classes[0].page
+        return page.nbytes // prod(page.shape[:-1])
 
     @property
     def in_use(self) -> int:
         """Pages that anybody refers to."""
         with self._lock:
-            return self._collected()
+            self._collect()
+            return sum(self._used)
 
     @property
     def free(self) -> int:
-        """Pages that can still be taken."""
-        return self._most - self.in_use
+        """Pages of each class that can still be taken, if as many are taken of all."""
+        return self.free_nbytes // self.page_nbytes
 
     @property
-    def _most(self) -> int:
-        return sys.maxsize if self.capacity is None else self.capacity
+    def in_use_nbytes(self) -> int:
+        """Bytes of pages that anybody refers to."""
+        with self._lock:
+            self._collect()
+            return self.nbytes_of(self._used)
 
-    def take(self, count: int = 1) -> list[int]:
-        """So many pages, each with one reference and what it held before.
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes of pages that can still be taken."""
+        return (sys.maxsize if self.capacity is None else self.capacity) - self.in_use_nbytes
+
+    def nbytes_of(self, counts: Sequence[int]) -> int:
+        """Bytes of so many pages of each class."""
+        return sum(count * nbytes for count, nbytes in zip(counts, self._nbytes, strict=True))
+
+    def nbytes(self, pages: Iterable[int]) -> int:
+        """Bytes of these pages."""
+        return sum(self._nbytes[self._kinds[page]] for page in pages)
+
+    def take(self, *counts: int) -> list[int]:
+        """So many pages of each class, one class after another, each with one reference and what it held before.
 
         Raises PagesExhausted, and takes none, where there are fewer; DoesNotFitError where the allowance is used up.
         """
         with self._lock:
-            if self._most - self._collected() < count:
+            if self.free_nbytes < self.nbytes_of(counts):
                 raise PagesExhausted
-            self._allocate(count - len(self._unused))
-            taken = [self._unused.pop() for _ in range(count)]
+            self._allocate(counts)
+            taken = [unused.pop() for unused, count in zip(self._unused, counts, strict=True) for _ in range(count)]
             for page in taken:
                 self._references[page] = 1
+                self._used[self._kinds[page]] += 1
             return taken
 
-    def _allocate(self, count: int) -> None:
-        """Allocate so many pages, or none."""
-        if count <= 0:
-            return
-        nbytes = count * self.page_nbytes if self.capacity is None else 0
-        self._allow(nbytes)
+    def _allocate(self, counts: Sequence[int]) -> None:
+        """Allocate what is missing of so many unused pages of each class, or nothing."""
+        missing = [max(0, count - len(unused)) for count, unused in zip(counts, self._unused, strict=True)]
+        nbytes = self.nbytes_of(missing)
+        self._free_unused(counts, nbytes)
+        allowed = nbytes if self.capacity is None else 0
+        self._allow(allowed)
+        kinds = [kind for kind, count in enumerate(missing) for _ in range(count)]
         try:
-            arrays = [self.page.in_ram() for _ in range(count)]
+            arrays = [self.classes[kind].page.in_ram() for kind in kinds]
         except MemoryError:
-            self._allow(-nbytes)
+            self._allow(-allowed)
             raise
-        self._unused += range(len(self._arrays), len(self._arrays) + count)
-        self._references += [0] * count
-        self._arrays += arrays
+        for kind, array in zip(kinds, arrays, strict=True):
+            if not self._freed:
+                self._freed.append(len(self._arrays))
+                self._arrays.append(None)
+                self._kinds.append(kind)
+                self._references.append(0)
+            page = self._freed.pop()
+            self._arrays[page], self._kinds[page] = array, kind
+            self._unused[kind].append(page)
+
+    def _free_unused(self, counts: Sequence[int], nbytes: int) -> None:
+        """Free so many bytes of unused pages, as far as there are more than so many of a class."""
+        for kind, count in enumerate(counts):
+            while nbytes > 0 and len(self._unused[kind]) > count:
+                page = self._unused[kind].pop()
+                self._arrays[page] = None
+                self._freed.append(page)
+                nbytes -= self._nbytes[kind]
+                if self.capacity is None:
+                    self._allow(-self._nbytes[kind])
 
     def share(self, page: int) -> None:
         """Count one reference more."""
@@ -181,28 +231,30 @@ class PagePool:
     def references(self, page: int) -> int:
         """How many refer to a page."""
         with self._lock:
-            self._collected()
+            self._collect()
             return self._references[page]
 
     def _release(self, page: int) -> None:
         assert self._references[page] > 0, page
         self._references[page] -= 1
         if self._references[page] == 0:
-            self._unused.append(page)
+            self._unused[self._kinds[page]].append(page)
+            self._used[self._kinds[page]] -= 1
 
-    def _collected(self) -> int:
-        """Count what finalizers dropped; returns the pages that anybody refers to."""
+    def _collect(self) -> None:
+        """Count what finalizers dropped."""
         while self._dropped:
             self._release(self._dropped.popleft())
-        return len(self._arrays) - len(self._unused)
 
     def values(self, page: int) -> npt.NDArray[Any]:
         """What a page holds (see `buffers.kv_page`)."""
-        return self._arrays[page]
+        found = self._arrays[page]
+        assert found is not None, page
+        return found
 
     def address(self, page: int) -> int:
         """Where a page lies, for compiled kernels."""
-        return int(self._arrays[page].ctypes.data)
+        return int(self.values(page).ctypes.data)
 
 
 def by_position(layer_2GSE: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:

@@ -32,7 +32,7 @@ class Positions(NamedTuple):
     position_T: Ints
     run_R4: Ints
     """Runs of consecutive tokens of a sequence: the first one's index, their number, the first one's position, and the
-    address of the table of the cache's pages."""
+    address of the table of the cache's pages, a row for each place with a page of each class of layers."""
     cache_format: int
     """Code of the number format of keys and values."""
     row_nbytes: int
@@ -93,7 +93,6 @@ def attention(
     cos_SJ: Floats,
     sin_SJ: Floats,
     at: Positions,
-    layer: int,
     x_TD: Floats,
     ws: Workspace,
 ) -> None:
@@ -111,10 +110,10 @@ def attention(
         _route(cfg, w, x_TD, ws)
     normed_TD = ws.normed_TD[:tokens]
     if cfg.block in (weight_table.POST_NORM, weight_table.REORDERED):
-        _attend(cfg, w, eps, cos_SJ, sin_SJ, at, layer, x_TD, ws)
+        _attend(cfg, w, eps, cos_SJ, sin_SJ, at, x_TD, ws)
     else:
         _norm(cfg.centred, eps, w.attention_norm, w.attention_norm_bias, x_TD, normed_TD)
-        _attend(cfg, w, eps, cos_SJ, sin_SJ, at, layer, normed_TD, ws)
+        _attend(cfg, w, eps, cos_SJ, sin_SJ, at, normed_TD, ws)
     if cfg.block == weight_table.PARALLEL and w.ffn_norm != 0:
         _norm(cfg.centred, eps, w.ffn_norm, w.ffn_norm_bias, x_TD, normed_TD)
     _enter_ffn(cfg, w, eps, x_TD, ws)
@@ -156,7 +155,6 @@ def _attend(
     cos_SJ: Floats,
     sin_SJ: Floats,
     at: Positions,
-    layer: int,
     x_TD: Floats,
     ws: Workspace,
 ) -> None:
@@ -175,7 +173,8 @@ def _attend(
     if w.unrotated == 0:
         first = cos_SJ.shape[0] // 2 * w.second_angles
         rotate(cos_SJ[first:], sin_SJ[first:], at.position_T, cfg.heads + cfg.kv_heads, cfg.head_dim, qkv_TQ)
-    cache = LayerCache(at.cache_format, at.row_nbytes, layer, cfg.kv_heads, cfg.head_dim, w.window)
+    pages = w.page_layer, cfg.kv_heads, cfg.head_dim, w.window, w.page_class, cfg.page_classes
+    cache = LayerCache(at.cache_format, at.row_nbytes, *pages)
     store_kv(cache, qkv_TQ, at.run_R4)
     attend(cache, qkv_TQ, at.run_R4, ws.unpacked_CBE, ws.attention_CX, mixed_TQ)
     linear(out, cfg.d_model, w.out_bias, mixed_TQ, address_of(ws.inputs), ws.attended_TD[:tokens])
@@ -245,7 +244,7 @@ def forward(
     for layer in range(table_LX.shape[0]):
         keep_state(step.state_L, step.states_TC, layer, x_TD)
         w_X, normed_TD = table_LX[layer], ws.normed_TD[:tokens]
-        _attention(cfg, w_X[0], eps, cos_SJ, sin_SJ, at, layer, x_TD, ws)
+        _attention(cfg, w_X[0], eps, cos_SJ, sin_SJ, at, x_TD, ws)
         _ffn(cfg, w_X, normed_TD, select_T, count_all, ws, ws.counts_LT3[layer, :tokens], x_TD)
         after_ffn(cfg, w_X[0], eps, residual_of(cfg, ws)[:tokens], x_TD)
     keep_state(step.state_L, step.states_TC, table_LX.shape[0], x_TD)

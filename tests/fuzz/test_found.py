@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.paths import ROOT
+from support.synthetic import small_decoder
 
+from pi_runtime.artifact.layer_classes import layer_classes
 from pi_runtime.engine.sessions import session_file
 from pi_runtime.errors import DoesNotFitError, InputError, NotMetError, UsageError
 from pi_runtime.errors.exit_codes import code_and_message
@@ -93,7 +95,7 @@ def test_a_saved_session_with_a_digest_and_a_lie(tmp_path: Path, kind: str) -> N
     data = session_file.MAGIC + len(header).to_bytes(8, "little") + header + bytes(2 * 9 + 64)
     (tmp_path / "s").write_bytes(data + hashlib.sha256(data).digest())
     with pytest.raises(InputError) as caught:
-        session_file.load(tmp_path / "s", {"artifact": "x"}, 64)
+        session_file.load(tmp_path / "s", {"artifact": "x"}, layer_classes(small_decoder(n_layers=1), "f16"))
     assert "the saved session is damaged" in str(caught.value)
 
 

@@ -67,9 +67,9 @@ class CachePages(RuleBasedStateMachine):
     @rule(text=TEXTS)
     def join(self, text: Positions) -> None:
         prefix = self.tree.longest(*split(text))
-        self.markers.check(self.pool, prefix.pages, text[: prefix.length])
+        self.markers.check(self.pool, prefix.runs, text[: prefix.length])
         cache = KVCache(self.pool, CONTEXT)
-        cache.adopt(prefix.pages, *split(text[: prefix.length]))
+        cache.adopt(prefix.runs, *split(text[: prefix.length]))
         self.live.append(cache)
         self.extended(cache, text[prefix.length :])
 
@@ -103,7 +103,7 @@ class CachePages(RuleBasedStateMachine):
     @rule(pages=st.integers(1, PAGES))
     def evict(self, pages: int) -> None:
         before = self.pool.free
-        assert self.tree.evict(pages) == self.pool.free - before
+        assert self.tree.evict(pages * self.pool.page_nbytes) == self.pool.free - before
         live = {page for cache in self.live for page in cache.held_pages}
         assert self.pool.free >= min(pages, PAGES - len(live))
 
@@ -117,7 +117,7 @@ class CachePages(RuleBasedStateMachine):
         assert {page: self.pool.references(page) for page in wanted} == wanted
         assert (self.pool.in_use, self.pool.free) == (len(wanted), PAGES - len(wanted))
         for cache in self.live:
-            self.markers.check(self.pool, cache.pages, held(cache))
+            self.markers.check(self.pool, cache.runs, held(cache))
 
 
 def test_pages_of_caches(minutes: float | None) -> None:

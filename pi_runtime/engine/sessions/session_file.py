@@ -3,12 +3,13 @@
 magic, bytes of the header (8, little-endian), header (canonical JSON), tokens (int64), kinds (uint8, 1 with selection),
 pages, SHA-256 of all before. Keys and values belong to one model and one way to run it: the header names them.
 
-A page may hold more than a session's positions: what other requests or rolled-back tokens left there. Zeros are written
-in its place. So a file holds nothing of others, and the same session has the same bytes.
+The pages are those without which the text cannot go on, class after class of layers: of layers with a window only the
+last ones. A page may hold more than a session's positions: what other requests or rolled-back tokens left there. Zeros
+are written in its place. So a file holds nothing of others, and the same session has the same bytes.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -17,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact.decoding import canonical_json, decode, parse_json
+from pi_runtime.artifact.layer_classes import LayerClass, stored_nbytes
 from pi_runtime.errors import InputError, UsageError, write_error
-from pi_runtime.execution.kv_cache import KVCache, pages_of
-from pi_runtime.execution.pages import PAGE_POSITIONS, PagePool, first_positions
+from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.pages import PAGE_POSITIONS, first_positions
 from pi_runtime.files import Replacement
 
 MAGIC = b"pi-session-1\n"
@@ -28,6 +30,8 @@ DIGEST = 32
 MODE = 0o600
 """A session is what somebody wrote, so it is its owner's alone."""
 Page = npt.NDArray[Any]
+Pages = Callable[[int, int], Page]
+"""The page of a class of layers, by its number, at a place."""
 
 
 class Sink(Protocol):
@@ -56,26 +60,38 @@ class StoredSession:
     pages: npt.NDArray[np.uint8]
 
 
-def write_pages(file: Sink, pages: Iterable[Page], positions: int) -> int:
-    """Write so many positions, which these pages begin with; returns the bytes."""
-    nbytes = 0
-    for first, page in zip(range(0, positions, PAGE_POSITIONS), pages, strict=False):
-        held = page if positions - first >= PAGE_POSITIONS else first_positions(page, positions - first)
-        file.write(held.reshape(-1).view(np.uint8).data)
-        nbytes += held.nbytes
-    return nbytes
+def write_pages(file: Sink, classes: Sequence[LayerClass], pages: Pages, positions: int) -> int:
+    """Write the pages without which a text of so many positions cannot go on; returns the bytes."""
+    for kind, of in enumerate(classes):
+        for place in of.pages(positions):
+            page, held = pages(kind, place), positions - place * PAGE_POSITIONS
+            page = page if held >= PAGE_POSITIONS else first_positions(page, held)
+            file.write(page.reshape(-1).view(np.uint8).data)
+    return stored_nbytes(classes, positions)
 
 
-def read_pages(file: BinaryIO, cache: KVCache, count: int) -> None:
-    """Fill the first pages that were reserved for a cache. Raises OSError for a file that is too short."""
-    for page in cache.held_pages[:count]:
-        _fill(cache.pool.values(page), file)
+def read_pages(file: BinaryIO, cache: KVCache) -> None:
+    """Fill the pages of the tokens that a cache began with. Raises OSError for a file that is too short."""
+    for table in cache.tables:
+        for page in table.pages[: len(table.of.pages(cache.length))]:
+            _fill(cache.pool.values(page), file)
 
 
-def stored_pages(file: BinaryIO, pool: PagePool) -> Iterator[Page]:
-    """The pages of a pool that a file holds, one after the other. Raises OSError for a file that is too short."""
-    while True:
-        yield _fill(pool.page.in_ram(), file)
+def pages_of_cache(cache: KVCache) -> Pages:
+    """The pages that a cache holds."""
+    runs = cache.runs
+    return lambda kind, place: cache.pool.values(runs[kind].pages[place - runs[kind].first])
+
+
+def pages_of_file(file: BinaryIO, classes: Sequence[LayerClass], positions: int) -> Pages:
+    """The pages of so many positions that `write_pages` wrote. Raises OSError for a file that is too short."""
+
+    def page(kind: int, place: int) -> Page:
+        of = classes[kind]
+        file.seek(stored_nbytes(classes[:kind], positions) + (place - of.first_page(positions)) * of.page.nbytes)
+        return _fill(of.page.in_ram(), file)
+
+    return page
 
 
 def _fill(page: Page, file: BinaryIO) -> Page:
@@ -86,7 +102,12 @@ def _fill(page: Page, file: BinaryIO) -> Page:
 
 
 def save(
-    path: Path, run: Mapping[str, Any], text: tuple[list[int], list[bool]], held: int, pages: Iterable[Page]
+    path: Path,
+    run: Mapping[str, Any],
+    text: tuple[list[int], list[bool]],
+    held: int,
+    classes: Sequence[LayerClass],
+    pages: Pages,
 ) -> None:
     """Write a session whole, or not at all. `run` names the model and how it runs; `pages` hold `held` positions."""
     tokens, selected = text
@@ -95,7 +116,7 @@ def save(
         with Replacement(path, MODE) as new:
             new.write(MAGIC + len(header).to_bytes(SIZE, "little") + header)
             new.write(np.array(tokens, "<i8").tobytes() + np.array(selected, np.uint8).tobytes())
-            write_pages(new, pages, held)
+            write_pages(new, classes, pages, held)
             new.file.seek(0)
             new.write(hashlib.file_digest(new.file, "sha256").digest())  # which reads to the end
             new.publish()
@@ -103,7 +124,7 @@ def save(
         raise write_error(path, error) from None
 
 
-def load(path: Path, run: Mapping[str, Any], page_nbytes: int) -> StoredSession:
+def load(path: Path, run: Mapping[str, Any], classes: Sequence[LayerClass]) -> StoredSession:
     """Read a session that was saved by the same model, run in the same way.
 
     Raises InputError for a file that cannot be read, is no session or is damaged, and UsageError where another model,
@@ -130,13 +151,13 @@ def load(path: Path, run: Mapping[str, Any], page_nbytes: int) -> StoredSession:
         )
     count, held = header.tokens, header.held
     kinds, pages = at + 8 * count, at + 9 * count
-    if not 0 <= held <= count or len(data) != pages + pages_of(held) * page_nbytes + DIGEST:
+    if not 0 <= held <= count or len(data) != pages + stored_nbytes(classes, held) + DIGEST:
         raise _damaged(path, "other numbers of tokens and pages than its header says")
     return StoredSession(
         tokens=np.frombuffer(data[at:kinds].tobytes(), "<i8").tolist(),
         selected=[bool(kind) for kind in data[kinds:pages]],
         held=held,
-        pages=data[pages : pages + pages_of(held) * page_nbytes],
+        pages=data[pages:-DIGEST],
     )
 
 

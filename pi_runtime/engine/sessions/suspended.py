@@ -22,8 +22,8 @@ from typing import NamedTuple
 from pi_runtime.engine.memory import EngineMemory
 from pi_runtime.engine.session_state import SessionState, SuspendedKV
 from pi_runtime.engine.sessions import session_file
-from pi_runtime.engine.sessions.session_file import read_pages, write_pages
-from pi_runtime.execution.kv_cache import KVCache, common_length, pages_of
+from pi_runtime.engine.sessions.session_file import Page, pages_of_cache, pages_of_file, read_pages, write_pages
+from pi_runtime.execution.kv_cache import KVCache, common_length
 
 LATEST = 0.2
 """Weight of the latest measurement."""
@@ -98,15 +98,24 @@ class SuspendedSessions:
 
         What is kept stays as it is, of a draft that was read ahead too.
         """
-        text, kept, pool = (session.tokens, session.selected), session.suspended, self._memory.pool
-        held = 0 if kept is None else common_length(kept.tokens, session.tokens)
+        text, kept, classes = (session.tokens, session.selected), session.suspended, self._memory.pool.classes
+        held = 0 if kept is None else self._held(kept, session.tokens)
         if kept is not None and kept.cache is not None:
-            session_file.save(path, run, text, held, map(pool.values, kept.cache.pages))
+            session_file.save(path, run, text, held, classes, pages_of_cache(kept.cache))
         elif kept is not None and kept.file is not None and kept.file.exists():
             with kept.file.open("rb") as file:
-                session_file.save(path, run, text, held, session_file.stored_pages(file, pool))
+                pages = pages_of_file(file, classes, len(kept.tokens))
+                session_file.save(path, run, text, held, classes, pages)
         else:
-            session_file.save(path, run, text, 0, ())
+            session_file.save(path, run, text, 0, classes, _no_page)
+
+    def _held(self, kept: SuspendedKV, tokens: Sequence[int]) -> int:
+        """How many of these tokens what is kept can go on from: 0 where a window's pages are gone."""
+        length = common_length(kept.tokens, tokens)
+        if kept.cache is not None:
+            return length if kept.cache.holds(length) else 0
+        stored = ((one.first_page(len(kept.tokens)), one.first_page(length)) for one in self._memory.pool.classes)
+        return length if all(first == wanted for first, wanted in stored) else 0
 
     def _new_file(self) -> Path:
         """A path in a folder of this engine's own."""
@@ -130,6 +139,9 @@ class SuspendedSessions:
         """
         kept = session.suspended
         wanted = tokens if whole else tokens[:-1]
+        if kept is not None and self._held(kept, wanted) < common_length(kept.tokens, wanted):
+            # A window's pages are gone: the prefix tree may have more.
+            self._drop(kept)
         if kept is None or (kept.cache is None and kept.file is None):
             cache = self._memory.open(tokens, selected, len(wanted), live, session.salt)
         else:
@@ -168,8 +180,8 @@ class SuspendedSessions:
 
     def _evictions(self, running: Sequence[KVCache]) -> Iterator[_Eviction]:
         """What it takes to evict each session that holds pages."""
-        page = self._memory.pool.page_nbytes
-        others = page * len({p for cache in running for p in cache.held_pages})
+        pool = self._memory.pool
+        others = pool.nbytes({p for cache in running for p in cache.held_pages})
         holders = Counter(p for cache in [*running, *self.caches] for p in cache.held_pages)
         for session in self._paused:
             kept = session.suspended
@@ -177,17 +189,17 @@ class SuspendedSessions:
                 continue
             held = kept.cache.held_pages
             # Pages that others hold too are not won; those that only the prefix tree holds too are.
-            own = page * sum(holders[p] == 1 for p in held)
+            own = pool.nbytes(p for p in held if holders[p] == 1)
             answered = sum(kept.selected)
             again_s = answered * self.selected_s.value + (len(kept.selected) - answered) * self.dense_s.value
-            disk_s = page * len(held) * self.disk_s.value
+            disk_s = pool.nbytes(held) * self.disk_s.value
             worth_s = (own + others) * min(disk_s, again_s) / own if own else float("inf")
             yield _Eviction(session, kept, worth_s, to_disk=disk_s < again_s)
 
     def forget(self, session: SessionState) -> None:
         """Drop what is kept of a session; the prefix tree keeps its pages until memory is short."""
-        if session.suspended is not None and session.suspended.cache is not None:
-            self._memory.keep(session.suspended.cache)
+        if session.suspended is not None:
+            self._drop(session.suspended)
         self._forget(session)
 
     def close(self) -> None:
@@ -213,18 +225,25 @@ class SuspendedSessions:
             try:
                 kept.file, began = self._new_file(), time.perf_counter()
                 with kept.file.open("wb") as out:
-                    nbytes = write_pages(out, map(cache.pool.values, cache.pages), cache.length)
+                    nbytes = write_pages(out, cache.pool.classes, pages_of_cache(cache), cache.length)
             except OSError:  # a full disk, or no folder for files: the tokens are computed again instead
                 self._remove(kept)
             else:
                 # Reading takes about as long again.
-                self.disk_s.count(2 * (time.perf_counter() - began) / nbytes)
+                self.disk_s.count(2 * (time.perf_counter() - began) / max(1, nbytes))
         self.written += kept.file is not None
         self.dropped += kept.file is None
         if kept.file is None:
-            self._memory.keep(cache)
+            self._drop(kept)
         cache.close()
         kept.cache = None
+
+    def _drop(self, kept: SuspendedKV) -> None:
+        """Drop what is kept; the prefix tree takes the pages."""
+        if kept.cache is not None:
+            self._memory.keep(kept.cache)
+        kept.cache = None
+        self._remove(kept)
 
     def _read(self, kept: SuspendedKV, positions: int, salt: str) -> KVCache | None:
         """A cache for so many positions with what a file holds; None where there are too few pages.
@@ -233,15 +252,14 @@ class SuspendedSessions:
         """
         assert kept.file is not None
         cache = self._memory.new_cache(salt)
-        if not self._memory.grow(cache, max(positions, len(kept.tokens))):
+        cache.begin(kept.tokens, kept.selected)
+        if not self._memory.grow(cache, max(0, positions - len(kept.tokens))):
             return None
         try:
             with kept.file.open("rb") as file:
-                read_pages(file, cache, pages_of(len(kept.tokens)))
+                read_pages(file, cache)
         except OSError:
-            pass
-        else:
-            cache.count_held(kept.tokens, kept.selected)
+            cache.close()
         self._remove(kept)
         return cache
 
@@ -250,3 +268,8 @@ class SuspendedSessions:
             with contextlib.suppress(OSError):
                 kept.file.unlink()
         kept.file = None
+
+
+def _no_page(kind: int, place: int) -> Page:
+    """The pages of a session of which nothing is kept: none is asked for."""
+    raise AssertionError((kind, place))

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, Decoder
 from pi_runtime.artifact.formats import FORMATS, Array
+from pi_runtime.artifact.layer_classes import layer_classes
 from pi_runtime.artifact.rungs import RUNGS, SELECTORS
 from pi_runtime.artifact.schema import Layer, Manifest
 from pi_runtime.artifact.sizes import MATRICES, scales_name
@@ -82,6 +83,10 @@ class LayerRecord:
     """Experts, the last ones, that every token takes."""
     experts_chosen: int
     """Experts that the router takes for a token."""
+    page_class: int
+    """Number of the class of layers that it belongs to."""
+    page_layer: int
+    """Number of the layer among those of its class."""
 
 
 ARRAYS = {field: kind.__metadata__[0] for field, kind in LayerRecord.__annotations__.items() if get_origin(kind)}
@@ -132,6 +137,8 @@ class KernelConfig(NamedTuple):
     logit_scale: float
     logit_softcap: float
     """0: none."""
+    page_classes: int
+    """How many classes of layers there are, each with pages of its own."""
 
 
 class Ends(NamedTuple):
@@ -190,6 +197,7 @@ def config_of(decoder: Decoder, formats: Mapping[str, str]) -> KernelConfig:
         embedding_scale=d.embedding_scale,
         logit_scale=d.logit_scale,
         logit_softcap=d.logit_softcap,
+        page_classes=len(layer_classes(d, "f32")),
     )
 
 
@@ -252,12 +260,15 @@ def table_of(artifact: StoredArrays, mode: str) -> LayerRecords:
 def _facts_of(d: Decoder, layer: int) -> dict[str, int]:
     """The facts of a decoder in which its layers differ."""
     own = d.of_layer(layer)
+    kind, of = next((kind, of) for kind, of in enumerate(layer_classes(d, "f32")) if layer in of.layers)
     return {
         "unrotated": int(layer in d.unrotated_layers),
         "window": own.window,
         "second_angles": int(layer in d.windowed_layers and d.windowed_frequencies != ()),
         "experts_shared": own.experts_shared,
         "experts_chosen": own.experts_per_token - own.experts_shared,
+        "page_class": kind,
+        "page_layer": of.layers.index(layer),
     }
 
 

@@ -5,7 +5,7 @@
 Positions are taken in blocks of `POSITIONS`, cut where their number says: with a larger maximum the sums so far are
 scaled down. So a token's bits depend on its position alone, not on how its prompt was cut, nor on other sequences.
 
-The cache lies in pages, one for each block of positions, which a sequence's page table names in order.
+The cache lies in pages, for each class of layers one for each block of positions. A sequence's table names them.
 
 Shape letters: T tokens of this step; H query heads, G key-value heads, E head width, J rotary frequencies, S positions,
 N queries that share a head of keys, B positions of a block, R runs, L layers. `qkv_TQ` holds each token's H + 2G heads
@@ -54,10 +54,15 @@ class LayerCache(NamedTuple):
     stride: int
     """Bytes of a head's keys, or values, at one position."""
     layer: int
+    """Number of the layer among those of its class."""
     groups: int
     width: int
     window: int
     """Positions that a token sees, its own included; 0 for all up to its own."""
+    kind: int = 0
+    """Number of its class."""
+    classes: int = 1
+    """How many classes of layers have pages."""
 
 
 @public
@@ -90,7 +95,7 @@ def rotate(cos_SJ: Floats, sin_SJ: Floats, position_T: Ints, heads: int, width: 
 @device
 def _head(cache: LayerCache, run_4: Ints, block: int, head: int) -> int:
     """Where a page holds the keys (heads 0 … G − 1) or values (G … 2G − 1) of one head."""
-    page = carray(pointer_of(run_4[TABLE]), (block + 1,), np.int64)[block]
+    page = carray(pointer_of(run_4[TABLE]), (block + 1, cache.classes), np.int64)[block, cache.kind]
     return page + (2 * cache.groups * cache.layer + head) * POSITIONS * cache.stride
 
 
@@ -244,7 +249,7 @@ def _attend_tile(
     for n in range(queries):
         query_N[n] = (token + n // shared) * every + group * shared + n % shared
     scale = np.float32(1 / np.sqrt(width))
-    # A block that no token of the tile sees is not read: its page may be gone.
+    # A block that no token of the tile sees is not read: its page is gone.
     lowest = max(0, start + 1 - cache.window) if cache.window > 0 else 0
     for first in range(lowest // POSITIONS * POSITIONS, end, POSITIONS):
         block, count = first // POSITIONS, min(POSITIONS, end - first)

@@ -57,9 +57,9 @@ def test_the_cache_is_half_as_large_where_weights_are_not_float32() -> None:
     assert wide.shape == narrow.shape == (3, 1, 2, decoder.n_kv_heads, POSITIONS, decoder.head_dim)
     assert kv_cache(decoder, "f32", POSITIONS + 1, layers=3).nbytes == 2 * wide.nbytes
     for fmt in ("f32", "q4"):
-        assert kv_page(decoder, cache_format(fmt)).nbytes == kv_cache(decoder, fmt, POSITIONS, layers=3).nbytes
+        assert kv_page(decoder, cache_format(fmt), 3).nbytes == kv_cache(decoder, fmt, POSITIONS, layers=3).nbytes
     for head_dim, row in ((64, 68), (65, 102), (8, 34)):
-        assert kv_page(small_decoder(n_layers=3, head_dim=head_dim), cache_format("f32", "q8")).shape[-1] == row
+        assert kv_page(small_decoder(n_layers=3, head_dim=head_dim), cache_format("f32", "q8"), 3).shape[-1] == row
 
 
 @pytest.mark.parametrize("fmt", ["f32", "f16", "bf16", "q8", "q4"])

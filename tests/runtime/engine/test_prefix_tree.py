@@ -1,7 +1,7 @@
 """The prefix tree against a plain search, and pages against plain accounting."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +13,18 @@ from support.synthetic import small_decoder
 
 from pi_runtime.engine.prefix_tree import PrefixTree
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.page_table import PageRun
 from pi_runtime.execution.pages import PAGE_POSITIONS, PagePool, PagesExhausted
 
 CONTEXT = 150
 Positions = list[tuple[int, bool]]
 
 
-def new_pool(pages: int | None = None) -> PagePool:
-    manifest: Any = SimpleNamespace(decoder=small_decoder(n_layers=1, head_dim=2), formats={"attention": "f32"})
+def new_pool(pages: int | None = None, window: int = 0) -> PagePool:
+    """Pages of one layer, or of one layer and three with a window."""
+    windows: dict[str, Any] = {"n_layers": 4, "window": window, "windowed_layers": (0, 1, 3)} if window else {}
+    decoder = small_decoder(**{"n_layers": 1, "head_dim": 2, **windows})
+    manifest: Any = SimpleNamespace(decoder=decoder, formats={"attention": "f32"})
     nbytes = PagePool(manifest).page_nbytes
     return PagePool(manifest, None if pages is None else pages * nbytes)
 
@@ -42,18 +46,22 @@ class Markers:
         cache.reserve(len(positions))
         start, every = cache.length, self.of([*held(cache), *positions])
         for n, (token, select) in enumerate(positions, start):
-            page = cache._pages[n // PAGE_POSITIONS]
-            assert cache.pool.references(page) == 1, "wrote into a page that others share"
-            assert cache._table[n // PAGE_POSITIONS] == cache.pool.address(page)
-            cache.pool.values(page)[..., n % PAGE_POSITIONS, :] = every[n]
+            for kind, table in enumerate(cache.tables):
+                page = table.pages[n // PAGE_POSITIONS - table.first]
+                assert cache.pool.references(page) == 1, "wrote into a page that others share"
+                assert cache._addresses[n // PAGE_POSITIONS, kind] == cache.pool.address(page)
+                cache.pool.values(page)[..., n % PAGE_POSITIONS, :] = every[n]
             cache.append(np.array([token]), select)
 
-    def check(self, pool: PagePool, pages: Sequence[int], positions: Positions) -> None:
-        """The pages hold what these positions have to."""
-        found = np.concatenate([pool.values(page) for page in pages], axis=3) if pages else np.empty((1, 2, 1, 0, 1))
-        assert -(-len(positions) // PAGE_POSITIONS) == len(pages)
-        wanted = np.array(self.of(positions)).reshape(1, 1, 1, -1, 1)
-        assert (found[:, :, :, : len(positions)] == wanted).all()
+    def check(self, pool: PagePool, runs: Sequence[PageRun], positions: Positions) -> None:
+        """The pages hold what these positions have to, and all of them that are needed are there."""
+        wanted = self.of(positions)
+        for run, of in zip(runs, pool.classes, strict=True):
+            assert run.first <= of.first_page(len(positions))
+            assert run.first + len(run.pages) == -(-len(positions) // PAGE_POSITIONS)
+            for place, page in enumerate(run.pages, run.first):
+                part = wanted[place * PAGE_POSITIONS :][:PAGE_POSITIONS]
+                assert (pool.values(page)[:, :, :, : len(part)] == np.array(part).reshape(1, 1, 1, -1, 1)).all()
 
 
 def held(cache: KVCache) -> Positions:
@@ -100,7 +108,7 @@ def test_the_longest_prefix_is_found_to_the_token(stored: list[Positions], asked
     for positions in asked:
         prefix = tree.longest(*split(positions))
         assert prefix.length == max((common(positions, one) for one in stored), default=0)
-        markers.check(pool, prefix.pages, positions[: prefix.length])
+        markers.check(pool, prefix.runs, positions[: prefix.length])
     assert pool.in_use == len(tree.pages) == len(set(tree.pages))
     tree.clear()
     assert (pool.in_use, tree.pages, list(paths(tree))) == (0, (), [])
@@ -121,18 +129,18 @@ def test_the_least_recently_used_is_dropped_first_and_what_others_hold_is_kept()
         stored(tree, pool, positions)
     assert (pool.free, pool.in_use) == (0, 6)
     assert tree.longest(*split(one)).length == 40
-    assert tree.evict(1) == 1
+    assert tree.evict(1 * pool.page_nbytes) == 1
     assert tree.longest(*split(two)).length == 32, "a leaf goes first"
     assert [tree.longest(*split(p)).length for p in (three, one)] == [40, 40]
-    assert tree.evict(2) == 1
+    assert tree.evict(2 * pool.page_nbytes) == 1
     assert [tree.longest(*split(p)).length for p in (one, two, three)] == [40, 0, 40]
     cache = KVCache(pool, CONTEXT)
     prefix = tree.longest(*split(one))
-    cache.adopt(prefix.pages, *split(one))
-    assert tree.evict(6) == 2, "pages of a live cache stay"
+    cache.adopt(prefix.runs, *split(one))
+    assert tree.evict(6 * pool.page_nbytes) == 2, "pages of a live cache stay"
     assert tree.longest(*split(one)).length == 40
     cache.close()
-    assert tree.evict(6) == 2
+    assert tree.evict(6 * pool.page_nbytes) == 2
     assert pool.in_use == 0
 
 
@@ -157,7 +165,7 @@ def test_a_salt_finds_only_its_own_and_memory_is_one() -> None:
     assert len(set(tree.pages)) == 4
     assert tree.longest(*split(text)).length == tree.longest(*split(text), "c").length == 0
     assert tree.longest(*split(text), "a").length == 40
-    assert tree.evict(2) == 2
+    assert tree.evict(2 * pool.page_nbytes) == 2
     assert [tree.longest(*split(text), salt).length for salt in ("a", "b")] == [40, 0]
     stored(tree, pool, [(7, False)] * 5, "b")
     stored(tree, pool, [(7, False)] * 9, "b")
@@ -174,10 +182,10 @@ def test_an_exhausted_pool_leaves_a_cache_as_it_was() -> None:
     markers.run(cache, [(1, False)] * 40)
     fork = cache.fork()
     for one in (cache, fork):
-        before = one.pages, one._table.tolist()
+        before = one.pages, one._addresses.tolist()
         with pytest.raises(PagesExhausted):
             one.reserve(1)
-        assert (one.pages, one._table.tolist(), pool.in_use) == (*before, 2)
+        assert (one.pages, one._addresses.tolist(), pool.in_use) == (*before, 2)
     fork.close()
     cache.reserve(24)
     with pytest.raises(PagesExhausted):
@@ -189,9 +197,9 @@ def test_an_exhausted_pool_leaves_a_cache_as_it_was() -> None:
 class Traffic:
     """Random operations on live caches and a tree over one small pool."""
 
-    def __init__(self, seed: int) -> None:
-        self.rng, self.markers = np.random.default_rng(seed), Markers()
-        self.pool = new_pool(24)
+    def __init__(self, seed: int, window: int = 0) -> None:
+        self.rng, self.markers, self.window = np.random.default_rng(seed), Markers(), window
+        self.pool = new_pool(12 if window else 24, window)
         self.tree = PrefixTree(self.pool)
         self.live: list[KVCache] = []
         self.done: Counter[str] = Counter()
@@ -209,12 +217,29 @@ class Traffic:
         text = self.texts[self.rng.integers(len(self.texts))]
         text = text[: self.rng.integers(1, len(text) + 1)] + self.some(int(self.rng.integers(0, 9)))
         prefix = self.tree.longest(*split(text))
-        assert prefix.length == max((common(text, path) for path in paths(self.tree)), default=0)
-        self.markers.check(self.pool, prefix.pages, text[: prefix.length])
+        assert prefix.length == self.longest(text)
+        self.markers.check(self.pool, prefix.runs, text[: prefix.length])
         cache = KVCache(self.pool, CONTEXT)
-        cache.adopt(prefix.pages, *split(text[: prefix.length]))
+        cache.adopt(prefix.runs, *split(text[: prefix.length]))
         self.live.append(cache)
         self.run(cache, text[prefix.length :])
+
+    def longest(self, text: Positions) -> int:
+        """The longest prefix that is stored, and from which every window sees all that it has to."""
+        most = max((common(text, path) for path in paths(self.tree)), default=0)
+        root = self.tree._roots.get("")
+        if not self.window or root is None:
+            return most
+        node, lacking, found, keys = root, [-1] * len(self.pool.classes), 0, self.tree._keys(*split(text[:most]))
+        for place, key in enumerate(keys):
+            # Of those that share as much the first is taken.
+            node = max(node.children.values(), key=lambda child: common(list(child.key), list(key)))  # type: ignore[arg-type]
+            lacking = [place if page is None else last for last, page in zip(lacking, node.pages, strict=True)]
+            for length in range(place * PAGE_POSITIONS + 1, place * PAGE_POSITIONS + len(key) + 1):
+                needed = [of.pages(length) for of in self.pool.classes]
+                if not any(last in places for places, last in zip(needed, lacking, strict=True)):
+                    found = length
+        return found
 
     def append(self) -> None:
         if cache := self.one():
@@ -234,16 +259,23 @@ class Traffic:
         try:
             self.markers.run(cache, positions)
         except PagesExhausted:
-            assert (held(cache), cache.pages) == before
+            assert held(cache) == before[0]
+            assert self.window or cache.pages == before[1]
             return False
         return True
 
     def evict(self, pages: int | None = None) -> None:
         pages = int(self.rng.integers(1, 5)) if pages is None else pages
         before = self.pool.free
-        assert self.tree.evict(pages) == self.pool.free - before
-        live = {page for cache in self.live for page in cache.pages}
-        assert self.pool.free >= min(pages, 24 - len(live)), "a page could have been freed"
+        freed = self.tree.evict(pages * self.pool.page_nbytes)
+        assert self.window or freed == self.pool.free - before
+        live = {page for cache in self.live for page in cache.held_pages}
+        least = min(pages * self.pool.page_nbytes, self.room(live))
+        assert self.pool.free_nbytes >= least, "a page could have been freed"
+
+    def room(self, pages: Iterable[int]) -> int:
+        assert self.pool.capacity is not None
+        return self.pool.capacity - self.pool.nbytes(pages)
 
     def cancel(self) -> None:
         if cache := self.one():
@@ -263,30 +295,34 @@ class Traffic:
     def insert(self) -> None:
         if cache := self.one():
             self.tree.insert(cache)
-            assert self.tree.longest(cache.tokens, cache.selected).length == cache.length
+            found = self.tree.longest(cache.tokens, cache.selected).length
+            assert found == cache.length or (self.window and found < cache.length)
 
     def check(self, everything: bool) -> None:
-        wanted = Counter(page for cache in self.live for page in cache._pages) + Counter(self.tree.pages)
+        wanted = Counter(page for cache in self.live for page in cache.held_pages) + Counter(self.tree.pages)
         assert {page: self.pool.references(page) for page in wanted} == wanted
         assert self.pool.in_use == len(wanted)
-        assert self.pool.free == 24 - len(wanted) >= 0
-        assert len(self.pool._arrays) <= 24
+        assert self.pool.free_nbytes == self.room(wanted) >= 0
+        assert self.room(n for n, array in enumerate(self.pool._arrays) if array is not None) >= 0
         for cache in self.live if everything else self.live[-1:]:
-            self.markers.check(self.pool, cache.pages, held(cache))
+            self.markers.check(self.pool, cache.runs, held(cache))
         if everything:
             for path in paths(self.tree):
-                self.markers.check(self.pool, self.tree.longest(*split(path)).pages, path)
+                prefix = self.tree.longest(*split(path))
+                assert self.window or prefix.length == len(path)
+                self.markers.check(self.pool, prefix.runs, path[: prefix.length])
 
 
-def test_ten_thousand_random_operations_leak_no_page_and_overwrite_none() -> None:
-    traffic = Traffic(0)
+@pytest.mark.parametrize("window", [0, 1, 9, 40])
+def test_thousands_of_random_operations_leak_no_page_and_overwrite_none(window: int) -> None:
+    traffic = Traffic(0, window)
     operations = ("join", "append", "append", "cancel", "fork", "truncate", "insert", "insert", "evict")
-    for n in range(10_000):
+    for n in range(3_000 if window else 10_000):
         name = operations[traffic.rng.integers(len(operations))]
         getattr(traffic, name)()
         traffic.done[name] += 1
         traffic.check(everything=n % 50 == 0)
-    assert min(traffic.done[name] for name in (*operations, "exhausted")) > 50, traffic.done
+    assert min(traffic.done[name] for name in (*operations, "exhausted")) > (20 if window else 50), traffic.done
     for cache in traffic.live:
         cache.close()
     traffic.tree.clear()

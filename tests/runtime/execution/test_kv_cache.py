@@ -49,7 +49,7 @@ def test_a_cache_of_another_shape_is_refused(model: Model, loop: Model) -> None:
 def test_a_fork_shares_its_pages_and_gives_the_bits_of_a_run_alone(random_path: Path) -> None:
     ids = np.random.default_rng(2).integers(0, 256, 45)
     with load(random_path, mode="predicted", cache_format="q8") as model:
-        pool = model.executor.new_pool(4 * model._page.nbytes)
+        pool = model.executor.new_pool(4 * model.executor.new_pool().page_nbytes)
         cache = model.executor.new_cache(pool)
         step(model.executor, ids.tolist(), cache, select=False)
         forks = [cache.fork() for _ in range(2)]

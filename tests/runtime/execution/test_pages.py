@@ -52,7 +52,7 @@ def test_caches_that_are_dropped_while_two_pools_are_locked(model: Model, monkey
 
     monkeypatch.setattr(Buffer, "in_ram", in_ram)
     threads = [
-        threading.Thread(target=pool.take, name=name, daemon=True)
+        threading.Thread(target=pool.take, args=(1,), name=name, daemon=True)
         for name, pool in zip(("first", "second"), pools, strict=True)
     ]
     for thread in threads:

@@ -24,7 +24,7 @@ class Pages:
 
     def __init__(self, groups: int, positions: int, width: int, fmt: str, window: int = 0) -> None:
         count = -(-positions // POSITIONS)
-        page = kv_page(small_decoder(n_layers=3, n_kv_heads=groups, n_heads=groups, head_dim=width), fmt)
+        page = kv_page(small_decoder(n_layers=3, n_kv_heads=groups, n_heads=groups, head_dim=width), fmt, 3)
         # All bits set are NaN, in the scales of q8 as well.
         self.pages = np.full((count, page.nbytes), 255, np.uint8).view(page.dtype).reshape(count, *page.shape)
         self.order = np.random.default_rng(count).permutation(count)

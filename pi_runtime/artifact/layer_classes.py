@@ -1,0 +1,72 @@
+"""Classes of layers: those whose keys and values are kept alike have their pages in common.
+
+A class is its layers, what a page of them takes, and how many positions a token sees: a page that no later token sees
+is given back while its sequence goes on. A model whose layers are all alike has one class.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pi_runtime.artifact.buffers import Buffer, kv_page, kv_pages
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.footprint import POSITIONS
+
+ROLL_BACK = POSITIONS
+"""Newest positions that a sequence can take back without losing what it sees from there."""
+
+
+@dataclass(frozen=True)
+class LayerClass:
+    """Layers that share their pages. A page is known by its place: it holds positions from 32 × place on."""
+
+    layers: tuple[int, ...]
+    window: int
+    """Positions that a token sees, its own included; 0 for all up to its own."""
+    page: Buffer
+
+    def first_page(self, length: int) -> int:
+        """The place of the first page that a token at position `length`, or a later one, sees."""
+        return max(0, length + 1 - self.window) // POSITIONS if self.window else 0
+
+    def kept_from(self, length: int) -> int:
+        """The place of the first page that a sequence of so many positions keeps."""
+        return self.first_page(max(0, length - ROLL_BACK))
+
+    def pages(self, length: int) -> range:
+        """The places of the pages without which a sequence of so many positions cannot go on."""
+        return range(self.first_page(length), kv_pages(length))
+
+    def most_pages(self, positions: int, step: int) -> int:
+        """Most pages that a sequence of so many positions holds at once, if a step brings at most `step` of them."""
+        windowed = kv_pages(self.window + ROLL_BACK + step - 2) + 1
+        return min(kv_pages(positions), windowed) if self.window else kv_pages(positions)
+
+
+def layer_classes(d: Decoder, fmt: str) -> tuple[LayerClass, ...]:
+    """The classes of a model with keys and values in this format, by their first layers."""
+    windows = [d.window if layer in d.windowed_layers else 0 for layer in range(d.n_layers)]
+    found = []
+    for window in dict.fromkeys(windows):
+        layers = tuple(layer for layer, own in enumerate(windows) if own == window)
+        found.append(LayerClass(layers, window, kv_page(d, fmt, len(layers))))
+    return tuple(found)
+
+
+def layer_nbytes(classes: Sequence[LayerClass], positions: int, step: int) -> tuple[int, ...]:
+    """Most bytes that a sequence of so many positions holds at once of each layer (see `LayerClass.most_pages`)."""
+    found = {
+        layer: one.most_pages(positions, step) * one.page.nbytes // len(one.layers)
+        for one in classes
+        for layer in one.layers
+    }
+    return tuple(found[layer] for layer in sorted(found))
+
+
+def sequence_nbytes(classes: Sequence[LayerClass], positions: int, step: int) -> int:
+    """The same of all layers."""
+    return sum(layer_nbytes(classes, positions, step))
+
+
+def stored_nbytes(classes: Sequence[LayerClass], length: int) -> int:
+    """Bytes of the pages without which a sequence of so many positions cannot go on."""
+    return sum(len(one.pages(length)) * one.page.nbytes for one in classes)
