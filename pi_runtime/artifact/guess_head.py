@@ -53,6 +53,8 @@ class GuessHead:
             d_ff=self.d_ff,
             rotary_frequencies=self.rotary_frequencies,
             rotary_scale=self.rotary_scale,
+            window=0,
+            windowed_layers=(),
         )
 
     def arrays(self, d: Decoder) -> Iterator[tuple[str, ArraySpec]]:

@@ -30,17 +30,13 @@ class EngineMemory:
     def check(self, positions: int) -> None:
         """Raise UsageError if a sequence of so many positions does not fit the budget alone."""
         assert self.pool.capacity is not None
-        nbytes = self.most_nbytes(positions)
+        nbytes = sequence_nbytes(self.pool.classes, positions, self._executor.block_tokens)
         if nbytes > self.pool.capacity:
             raise UsageError(
                 f"keys and values of {positions} positions take {nbytes} bytes",
                 expected=("at most ", Setting("kv_budget"), f", {self.pool.capacity} bytes in whole pages"),
                 remedy=("raise ", Setting("kv_budget"), ", or lower ", Setting("max_tokens")),
             )
-
-    def most_nbytes(self, positions: int) -> int:
-        """Most bytes that a sequence of so many positions holds at once."""
-        return sequence_nbytes(self.pool.classes, positions, self._executor.block_tokens)
 
     def open(
         self, tokens: Sequence[int], selected: Sequence[bool], reusable: int, live: Iterable[KVCache], salt: str

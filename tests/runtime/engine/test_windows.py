@@ -16,7 +16,7 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 from pi_runtime import Engine, Model, load
 from pi_runtime.artifact.buffers import kv_page
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.layer_classes import LayerClass, layer_classes, sequence_nbytes, stored_nbytes
+from pi_runtime.artifact.layer_classes import LayerClass, sequence_nbytes, stored_nbytes
 from pi_runtime.artifact.schema import Layer, Text
 from pi_runtime.engine.sessions import session_file
 from pi_runtime.errors import UsageError
@@ -209,16 +209,3 @@ def test_a_file_of_all_pages_is_refused_by_name(tmp_path: Path) -> None:
         settle(engine)
         session.save(file)
         assert file.stat().st_size < stored_nbytes(classes, 200) + 2500 < 8 * 4 * classes[0].page.nbytes
-
-
-@pytest.mark.parametrize("window", [1, 2, 31, 32, 33, 100])
-@pytest.mark.parametrize("step", [1, 7, 64, 90])
-def test_most_pages_are_those_of_the_worst_steps(window: int, step: int) -> None:
-    (of,) = layer_classes(small_decoder(n_layers=1, window=window, windowed_layers=(0,)), "f16")
-    for positions in (step, 40, 300):
-        found = [
-            pages_of(length + count) - of.kept_from(length)
-            for length in range(positions)
-            for count in range(1, min(step, positions - length) + 1)
-        ]
-        assert max(found) == of.most_pages(positions, step)
