@@ -60,13 +60,15 @@ def test_the_head_is_its_definition(fmt: str, fields: dict[str, Any], tmp_path: 
         assert cache.length == len(tokens) - 1 + 4
 
 
-def test_a_head_may_take_its_text_in_parts(tmp_path: Path) -> None:
-    with load(artifact(tmp_path / "a.pi"), device="cpu") as model:
+@pytest.mark.parametrize("fields", [{}, {"window": 9, "windowed_layers": (0, 2)}], ids=["", "windows"])
+def test_a_head_may_take_its_text_in_parts(fields: dict[str, Any], tmp_path: Path) -> None:
+    with load(artifact(tmp_path / "a.pi", **fields), device="cpu") as model:
         runner, tokens = model.executor.guess_head, [n % 250 for n in range(1, 101)]
         assert runner is not None
         states_TC, _ = states_of(model, tokens[:64], select=False)
         whole = runner.draft(runner.new_cache(), tokens[1:65], states_TC, states_TC[:0])
         cache = runner.new_cache()
+        assert [table.of.window for table in cache.tables] == [0], "the model's windows are not the head's"
         for part in (slice(0, 5), slice(5, 6), slice(6, 64)):
             parts = runner.draft(cache, tokens[1:65][part], states_TC[part], states_TC[:0])
         assert all(np.array_equal(one, other) for one, other in zip(whole, parts, strict=True))
