@@ -6,11 +6,13 @@ left behind (lock free: removed) from a live one's (lock held: left alone). Wind
 a file that someone has open, which comes to the same.
 """
 
+import errno
 import io
 import os
 import re
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from secrets import randbits
@@ -77,6 +79,32 @@ class Replacement:
 
     def __exit__(self, *_: object) -> None:
         self.discard()
+
+
+@contextmanager
+def locked(target: Path, waits: Callable[[], None]) -> Iterator[None]:
+    """Keep other processes of this machine from making `target` at the same time; `waits` is called where one does.
+
+    Without locks (Windows, some network file systems) several may make it; each makes it whole.
+    """
+    path = target.with_name(f".{target.name}.lock")
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            _lock(fd, wait=False)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                waits()
+                _lock(fd, wait=True)
+        if os.fstat(fd).st_nlink:
+            break
+        os.close(fd)  # its holder has just removed it
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        os.close(fd)
 
 
 def _create(target: Path, mode: int) -> tuple[Path, int]:

@@ -232,7 +232,8 @@ def open_checkpoint(
     ('llama', 4, 1024)
     """
     location = find_checkpoint(model, revision)
-    commit = None if Path(model).expanduser().exists() else location.name
+    folder = location if location.is_dir() else location.parent
+    commit = None if Path(model).expanduser().exists() else folder.name
     resolved = resolve_checkpoint(location, ignore_config, activation, in_recipe=in_recipe)
     return Checkpoint(revision=commit, **vars(resolved))
 

@@ -1,6 +1,9 @@
 """Finding the folder of a checkpoint, on disk or on the hub, and the names of the files that are read."""
 
 import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 
 import huggingface_hub
@@ -8,6 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from pi_compile.checkpoint.gguf_magic import is_gguf
 from pi_compile.errors import CheckpointError
+from pi_runtime.console import size
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -26,16 +30,19 @@ SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 GGUF_PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 """Name of a part of a split GGUF file."""
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[\w.-]+))?")
+_TEXTS = (CONFIG_FILE, GENERATION_FILE, *TOKENIZER_FILES)
+_WEIGHTS = ((*SAFETENSORS, "model-*.safetensors"), (*PICKLES, "pytorch_model-*.bin"))
+"""Patterns of weight files, the preferred form first."""
 
 
 def find_checkpoint(model: str | Path, revision: str | None = None) -> Path:
     """The folder or GGUF file of a checkpoint.
 
-    `model` is a GGUF file, a folder, or the name of a hub model, whose snapshot at `revision` is fetched. A folder with
-    one GGUF file and no other weights stands for that file; with the parts of one, for its first part. Only config,
-    tokenizer and weights are fetched, pickled weights only where there are no others. Raises CheckpointError where
-    there is no checkpoint.
+    `model` is a GGUF file, a folder, or the name of a hub model, whose snapshot at `revision` is fetched;
+    `OWNER/NAME:Q4_K_M` is its GGUF file whose name ends so. A folder with one GGUF file and no other weights stands for
+    that file; with the parts of one, for its first part. Only config, tokenizer and weights are fetched, pickled
+    weights only where there are no others. Raises CheckpointError where there is no checkpoint.
     """
     path = Path(model).expanduser()
     if path.exists() and revision is not None:
@@ -50,12 +57,53 @@ def find_checkpoint(model: str | Path, revision: str | None = None) -> Path:
         return path
     if path.exists():
         raise CheckpointError(f"{model}: is a file", expected="a checkpoint folder", remedy=_advice_for_file(path))
-    if not _HUB_NAME.fullmatch(str(model)):
+    named = _HUB_NAME.fullmatch(str(model))
+    if named is None:
         raise CheckpointError(
             f"{model}: no such folder",
             expected="a folder with config.json and weights, a GGUF file, or a hub name OWNER/NAME",
         )
-    return _checked(_fetch(str(model), revision))
+    with _hub_faults(named["name"], revision):
+        return _fetch(named, revision)
+
+
+def names_model(text: str) -> bool:
+    """Whether this names a model, and not a recipe: a folder, a GGUF file, or a hub name that is no path here."""
+    path = Path(text)
+    if path.exists():
+        return path.is_dir() or is_gguf(path)
+    return path.suffix != ".toml" and _HUB_NAME.fullmatch(text) is not None and not path.parent.exists()
+
+
+def fetch_offer(model: str) -> str | None:
+    """What fetching a hub model takes, and its licence, for a question; None where nothing is to be fetched.
+
+    Raises CheckpointError where the hub does not say, or must not be asked (`HF_HUB_OFFLINE`).
+    """
+    named = _HUB_NAME.fullmatch(model)
+    if Path(model).exists() or named is None:
+        return None
+    with _hub_faults(named["name"], None):
+        try:
+            _fetch(named, None, local=True)
+        except (LocalEntryNotFoundError, CheckpointError):
+            if huggingface_hub.constants.HF_HUB_OFFLINE:
+                raise
+            info = huggingface_hub.HfApi().model_info(named["name"], files_metadata=True)
+        else:
+            return None
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    if named["file"] is None:
+        weights = next((form for form in _WEIGHTS if _matching(sizes, form)), ())
+        files = _matching(sizes, (*_TEXTS, *weights))
+    else:
+        files = _gguf_files(sizes, named)
+    licence = info.card_data.license if info.card_data else None
+    return f"{model}: {size(sum(map(sizes.__getitem__, files)))}, licence {licence or 'not stated'}"
+
+
+def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
 
 
 def _only_gguf(folder: Path) -> Path | None:
@@ -72,7 +120,7 @@ def _checked(folder: Path) -> Path:
     entries = sorted(folder.iterdir())
     names, remedy = [path.name for path in entries], None
     if any(map(is_gguf, entries)):
-        remedy = "name one of its GGUF files"
+        remedy = "name one of its GGUF files; of a hub model by how its name ends: OWNER/NAME:Q4_K_M"
     elif "adapter_config.json" in names:
         remedy = "this is an adapter (LoRA), not a model: merge it into its base model and save that"
     elif "params.json" in names:
@@ -87,12 +135,11 @@ def _advice_for_file(path: Path) -> str:
     return f"name the folder: {path.parent}"
 
 
-def _fetch(name: str, revision: str | None) -> Path:
-    patterns = [CONFIG_FILE, GENERATION_FILE, *TOKENIZER_FILES]
+@contextmanager
+def _hub_faults(name: str, revision: str | None) -> Iterator[None]:
+    """Turn what the hub's client raises into CheckpointError."""
     try:
-        folder = _snapshot(name, revision, [*patterns, *SAFETENSORS, "model-*.safetensors"])
-        if not any((folder / file).is_file() for file in SAFETENSORS):
-            folder = _snapshot(name, revision, [*patterns, *PICKLES, "pytorch_model-*.bin"])
+        yield
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         raise CheckpointError(
             f"{name}: no such folder, and the hub cannot be reached",
@@ -105,8 +152,42 @@ def _fetch(name: str, revision: str | None) -> Path:
             found=f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}",
             remedy="check name and revision; for a gated model log in with `hf auth login`",
         ) from None
-    return folder
 
 
-def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
-    return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
+def _fetch(named: re.Match[str], revision: str | None, *, local: bool = False) -> Path:
+    """The folder or GGUF file of a hub model. `local`: as far as it has been fetched already."""
+    name = named["name"]
+    if named["file"] is not None:
+        if local or huggingface_hub.constants.HF_HUB_OFFLINE:
+            names = [path.name for path in _snapshot(name, revision, ["*.gguf"], local=True).iterdir()]
+        else:
+            names = huggingface_hub.HfApi().list_repo_files(name, revision=revision)
+        files = _gguf_files(names, named)
+        return _snapshot(name, revision, files, local=local) / files[0]
+    for weights in _WEIGHTS:
+        folder = _snapshot(name, revision, [*_TEXTS, *weights], local=local)
+        if any((folder / file).is_file() for file in weights[:2]):
+            break
+    return _checked(folder)
+
+
+def _gguf_files(names: Iterable[str], named: re.Match[str]) -> list[str]:
+    """The one GGUF file, or all parts of it, whose name ends as wanted. Raises CheckpointError naming the others."""
+    wanted, models = named["file"].lower().removesuffix(".gguf"), dict[str, list[str]]()
+    for name in sorted(names):
+        if name.endswith(".gguf") and "/" not in name:
+            part = GGUF_PART.fullmatch(name)
+            models.setdefault(part["name"] if part else name.removesuffix(".gguf"), []).append(name)
+    found = [files for model, files in models.items() if model.lower().endswith(wanted)]
+    if len(found) != 1:
+        raise CheckpointError(
+            f"{named[0]}: {len(found) or 'no'} GGUF files of {named['name']} have a name that ends so",
+            expected="one, such as OWNER/NAME:Q4_K_M",
+            found=", ".join(models) or "no GGUF file",
+        )
+    return found[0]
+
+
+def _snapshot(name: str, revision: str | None, patterns: list[str], *, local: bool = False) -> Path:
+    found = huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=local)
+    return Path(found)

@@ -1,6 +1,7 @@
 """`pi-compile`: make and examine artifacts."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from pi_compile.cli.options import BuildOptions, Debug, Export, IgnoreConfig, Js
 from pi_compile.cli.rendering import emit, findings_text, show, show_artifact, show_placements, sparsify_text
 from pi_runtime import console
 from pi_runtime.errors import UsageError
+from pi_runtime.errors.exit_codes import check_extra
 
 if TYPE_CHECKING:
     from pi_compile.checkpoint import Checkpoint
@@ -200,16 +202,37 @@ def pack(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Write the artifact, with the results of all stages."""
+    """Write the artifact, with the results of all stages. With --plain, RECIPE may be a model that has none: a folder,
+    a GGUF file or a hub name, which is packed as init proposes."""
     if not plain:
         _build(options, output, as_json)
         return
-    from pi_compile.files import artifact_path
-    from pi_compile.pipeline.packed import pack_plain
+    from pi_compile.machine.doctor import EXTRAS
 
-    path = artifact_path(options.recipe, output)
-    packed = pack_plain(options.recipe, path, progress=console.progress, notice=console.say)
+    check_extra("pack", EXTRAS["pack"])
+    from pi_compile.checkpoint.folder import fetch_offer, names_model
+    from pi_compile.files import artifact_path
+    from pi_compile.pipeline.packed import pack_model, pack_plain
+
+    source = str(options.recipe)
+    if names_model(source):
+        path = artifact_path(Path(f"{Path(source).name if Path(source).is_dir() else Path(source).stem}.toml"), output)
+        _agree(fetch_offer(source))
+        packed = pack_model(source, path, progress=console.progress, notice=console.say)
+    else:
+        path = artifact_path(options.recipe, output)
+        packed = pack_plain(options.recipe, path, progress=console.progress, notice=console.say)
     show_artifact(packed, ["pack"], as_json)
+
+
+def _agree(offer: str | None) -> None:
+    """Ask before anything is fetched. Raises UsageError where nobody can answer, Abort for a no."""
+    if offer is None:
+        return
+    if not sys.stdin.isatty():
+        remedy = f"`hf download {offer.partition(':')[0]}` fetches it; then run this again"
+        raise UsageError(f"{offer}: is to be fetched, and nobody can be asked", remedy=remedy)
+    typer.confirm(f"{offer}. Fetch it?", abort=True, err=True)
 
 
 @app.command()

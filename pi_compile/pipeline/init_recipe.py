@@ -54,18 +54,20 @@ def create_recipe(
     for line in (*checkpoint.notices, *found.notices):
         notice(line)
     name = _relative(checkpoint.location, output) if checkpoint.revision is None else model
-    again = _quantised_again(checkpoint, found, notice)
-    declared: dict[str, Any] = {"activation": activation} if checkpoint.location.is_file() else {}
-    declared |= {"formats": again} if again else {}
-    recipe = make(
-        name,
-        revision=checkpoint.revision or "",
-        corpus=text,
-        ignore_config=list(dict.fromkeys(ignore_config)),
-        **declared,
-    )
+    ignored = list(dict.fromkeys(ignore_config))
+    recipe = proposed_recipe(checkpoint, name, make, notice, corpus=text, ignore_config=ignored)
     write_text(output, recipe.to_toml())
     return recipe
+
+
+def proposed_recipe(
+    checkpoint: Checkpoint, name: str, make: Callable[..., AnyRecipe], notice: Callable[[str], None], **settings: Any
+) -> AnyRecipe:
+    """The recipe that is proposed for a checkpoint, called `name` in it; `notice` gets what becomes of its formats."""
+    again = _quantised_again(checkpoint, checkpoint.text_files, notice)
+    declared = {"activation": checkpoint.declared_activation} if checkpoint.location.is_file() else {}
+    formats = {"formats": again} if again else {}
+    return make(name, revision=checkpoint.revision or "", **declared, **formats, **settings)
 
 
 def _quantised_again(checkpoint: Checkpoint, text: TextFiles, notice: Callable[[str], None]) -> dict[str, str]:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pi_compile.checkpoint import Checkpoint
+from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.files import file_digest, write_text
 from pi_compile.packing import PackSpec, pack, part_formats
+from pi_compile.pipeline.init_recipe import proposed_recipe
 from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
 from pi_compile.pipeline.store import Store
 from pi_compile.pipeline.summary import pack_report
-from pi_compile.recipe import Recipe, read_recipe
+from pi_compile.recipe import Recipe, default_recipe, read_recipe
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.console import Progress
 
@@ -71,6 +72,20 @@ def pack_plain(
     recipe, folder = read_recipe(recipe_path), recipe_path.resolve().parent
     checkpoint = recipe_checkpoint(recipe, folder)
     return _packed(checkpoint, recipe, folder, output, progress, notice)
+
+
+def pack_model(
+    model: str,
+    output: Path,
+    *,
+    progress: Callable[..., AbstractContextManager[Progress]],
+    notice: Callable[[str], None],
+) -> dict[str, Any]:
+    """The same of a model without a recipe, with what `init` proposes. The artifact names it as it is called."""
+    checkpoint = open_checkpoint(model)
+    name = checkpoint.location.name if checkpoint.revision is None else model
+    recipe = proposed_recipe(checkpoint, name, default_recipe, lambda _: None)  # no recipe to change is there
+    return _packed(checkpoint, recipe, checkpoint.folder, output, progress, notice)
 
 
 def _packed(

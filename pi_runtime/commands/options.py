@@ -59,11 +59,21 @@ FILE_FLAGS: Mapping[str, Any] = {
 """The same options where only a file of prompts has a use for them."""
 
 
+ModelPath = Annotated[
+    Path,
+    typer.Argument(
+        help="An artifact of pi-compile; or a GGUF file, a checkpoint's folder or a hub name, to be packed once.",
+        show_default=False,
+    ),
+]
+CacheLimit = Annotated[int | None, _budget("cache_limit", "Most that packed models take, like 50GiB; older ones go.")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
     """What `pi-run` does with an artifact."""
 
-    artifact: Annotated[Path, typer.Argument(help="An artifact made by pi-compile.", show_default=False)]
+    artifact: ModelPath
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue; - reads stdin.")] = None
     prompts: Annotated[
         Path | None, typer.Option(help="JSON Lines, a prompt each, answered together.", show_default=False)
@@ -74,6 +84,7 @@ class TaskOptions:
     bench: Annotated[bool, typer.Option("--bench", help="Measure speed, alone and in batches.")] = False
     chat: Annotated[bool, typer.Option("--chat", help="Talk, through the model's own chat template.")] = False
     system: Annotated[str | None, typer.Option(help="System message of a chat.")] = None
+    cache_limit: CacheLimit = None
 
 
 @dataclass(frozen=True, kw_only=True)

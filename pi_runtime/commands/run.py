@@ -36,6 +36,10 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 def main() -> None:
     # Nothing that is imported becomes garbage, and looking for some takes a third of a warm start.
     gc.disable()
+    if sys.argv[1:2] in (["list"], ["rm"]):
+        from pi_runtime.commands.model_cache import app as cache
+
+        raise SystemExit(console.run(cache))
     raise SystemExit(console.run(app))
 
 
@@ -58,8 +62,7 @@ def run(
     version: Annotated[bool, console.VERSION] = False,
 ) -> None:
     """Continue a prompt, answer a file of prompts, chat, or measure, with a packed model. Text goes to stdout as it
-    comes."""
-    began = time.perf_counter()
+    comes. `pi-run list` shows models that were packed on the way, `pi-run rm NAME` removes one."""
     _check_task(task, bench, as_json)
     _check_output(task, answer, as_json)
     _check_flags_of_tasks(task, invocation)
@@ -67,9 +70,13 @@ def run(
 
     text = read_text(sys.stdin.read) if task.prompt == "-" else task.prompt
     grammar = _grammar(answer)
+    from pi_runtime.commands.model_cache import artifact_of
+
+    task = replace(task, artifact=artifact_of(task.artifact, task.cache_limit))
     if task.bench:
         _measure(task.artifact, model_options, bench, as_json=as_json)
         return
+    began = time.perf_counter()
     with _opened(task.artifact, model_options) as model:
         report = _reporter(model, time.perf_counter() - began)
         drawn = _drawn(sampling)

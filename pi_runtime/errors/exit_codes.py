@@ -1,6 +1,8 @@
 """Exit codes and messages of the errors that end a command."""
 
 import errno
+from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Any
 
 from pi_runtime.errors import NO_ROOM, DoesNotFitError, MissingExtraError, PiError, Setting, UsageError, write_error
@@ -74,13 +76,21 @@ def _as_user_error(error: BaseException) -> PiError | None:
     return None
 
 
-def missing_extra(module: str) -> MissingExtraError | None:
-    """The error for a package that is not installed; None for one that no extra installs."""
+def missing_extra(module: str, extra: str = "") -> MissingExtraError | None:
+    """The error for a package that is not installed; None for one that no extra installs, if `extra` is not said."""
     package = module.partition(".")[0]
-    if package not in EXTRA_OF:
+    extra = extra or EXTRA_OF.get(package, "")
+    if not extra:
         return None
     what = f"{package} is not installed, and this command needs it"
-    return MissingExtraError(what, remedy=f"pip install 'pi-toolchain[{EXTRA_OF[package]}]'")
+    return MissingExtraError(what, remedy=f"pip install 'pi-toolchain[{extra}]'")
+
+
+def check_extra(extra: str, packages: Iterable[str]) -> None:
+    """Raise MissingExtraError where one of an extra's packages is not installed."""
+    for package in packages:
+        if find_spec(package) is None and (error := missing_extra(package, extra)) is not None:
+            raise error
 
 
 def _place(error: OSError) -> str:

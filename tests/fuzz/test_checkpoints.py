@@ -15,11 +15,14 @@ from support.families import random_checkpoint
 from support.fuzz import mutations
 from support.fuzz.cases import Cases
 from support.fuzz.texts import SHORT, check, damaged_json
-from support.gguf_files import rounded_checkpoint, write_gguf
+from support.gguf_files import rounded_checkpoint, write_byte_tokenizer, write_gguf
 from support.quantised_files import quantise
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.checkpoint.tokenizer_files import read_text_files
+from pi_compile.pipeline.packed import pack_model
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.console import progress
 
 pytestmark = pytest.mark.slow
 
@@ -74,13 +77,15 @@ def test_tokenizer_files(cases: Cases, tmp_path: Path) -> None:
 
 
 def test_gguf_files(cases: Cases, tmp_path: Path) -> None:
-    """Header and metadata are mostly where damage is done: there are the numbers that others are computed from."""
+    """What `pi-run FILE` packs. Header and metadata are mostly where damage is done: there are the numbers that others
+    are computed from."""
     rounded_checkpoint(tmp_path / "model", "llama", "f16")
+    write_byte_tokenizer(tmp_path / "model")
     path = tmp_path / "whole" / "m.gguf"
     path.parent.mkdir()
     write_gguf(tmp_path / "model", path, "f16")
     original, found = path.read_bytes(), tmp_path / "m.gguf"
-    header = min(len(original), 12_000)
+    header = min(len(original), 24_000)
 
     def damaged(rng: Random) -> str:
         data = original
@@ -91,7 +96,12 @@ def test_gguf_files(cases: Cases, tmp_path: Path) -> None:
         return f"{len(data)} bytes"
 
     def read() -> None:
-        checkpoint = open_checkpoint(found)
-        _ = checkpoint.text_files
+        packed = tmp_path / "packed.pi"
+        try:
+            pack_model(str(found), packed, progress=progress, notice=lambda _line: None)
+            Artifact.open(packed).close()
+        finally:
+            packed.unlink(missing_ok=True)
+            assert not list(tmp_path.glob(".packed*"))
 
     check(cases, SHORT, 1, damaged, read)

@@ -38,16 +38,20 @@ def test_the_packages_are_those_of_the_project() -> None:
     extras = PROJECT["optional-dependencies"]
     assert {name: set(packages) for name, packages in doctor.EXTRAS.items()} == {
         "runtime": required(PROJECT["dependencies"]),
-        **{name: required(extras[name]) for name in ("place", "report", "compile", "cuda", "grammar", "serve", "ray")},
+        **{
+            name: required(extras[name])
+            for name in ("place", "report", "pack", "compile", "cuda", "grammar", "serve", "ray")
+        },
     }
     assert set(EXTRA_OF) == {package for extra in extras.values() for package in required(extra)}
-    assert all(package in required(extras[extra]) | required(extras["place"]) for package, extra in EXTRA_OF.items())
+    within = required(extras["place"]) | required(extras["pack"])  # compile has these too
+    assert all(package in required(extras[extra]) | within for package, extra in EXTRA_OF.items())
 
 
 def test_every_topic_has_a_finding() -> None:
     findings = doctor.diagnose()
     topics = "python cores memory processor threading_layer kernels gpu bundled_data runtime"
-    extras = [f"extra {name}" for name in ("place", "report", "compile", "cuda", "grammar", "serve", "ray")]
+    extras = [f"extra {name}" for name in ("place", "report", "pack", "compile", "cuda", "grammar", "serve", "ray")]
     assert [finding.topic.replace(" ", "_") for finding in findings[:9]] == topics.split()
     assert [finding.topic for finding in findings[9:]] == extras
     assert all(finding.found for finding in findings)

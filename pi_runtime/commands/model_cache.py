@@ -1,0 +1,226 @@
+"""Models that are no artifacts yet: packed once, by `pi-compile` in a process of its own, into the user's cache.
+
+An entry is an artifact, `NAME-KEY.pi`. Its key is the digest of what decides its bytes: the version of this project,
+which decides what `init` proposes, and the files of the model. Of each file it takes name, size, time of the last
+change and first MiB: reading 100 GB would take minutes, at every start. A hub name is a key by itself, so that a model
+that is packed needs no network; `rm` forgets it.
+"""
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pi_runtime import console
+from pi_runtime.errors import PiError, UsageError
+from pi_runtime.files import locked
+
+if TYPE_CHECKING:
+    from pi_runtime.artifact.schema import Manifest
+
+_GGUF = (b"GGUF", b"PWRI")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?")
+_READ = (".gguf", ".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")
+"""Endings of the files of a model that packing reads."""
+_PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf")
+_HEAD = 1 << 20
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def artifact_of(model: Path, limit: int | None) -> Path:
+    """The artifact of what a command names: the path itself, or of a model its entry in the cache, packed if need be.
+
+    With a `limit` in bytes, what was used longest ago is removed after packing. Ends the command where packing fails,
+    which has said why.
+    """
+    parts = _key_parts(model)
+    if parts is None:
+        return model
+    key = hashlib.sha256("\0".join([version("pi-toolchain"), *parts]).encode()).hexdigest()[:16]
+    name = re.sub(r"[^\w.-]", "-", model.resolve().name.removesuffix(".gguf"))
+    target = _folder() / f"{name}-{key}.pi"
+    if not target.exists():
+        with locked(target, lambda: console.say(f"{model}: another process is packing it; waiting for that one")):
+            if not target.exists():  # the process that was waited for has made it
+                _pack(model, target)
+                _keep_within(limit, target)
+    with suppress(OSError):  # a cache that may only be read
+        _mark(target).touch()
+    return target
+
+
+def _mark(path: Path) -> Path:
+    """A file whose time is when an entry was used last: reading a file, as `list` does, may change its own."""
+    return path.with_name(f".{path.name}.used")
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    _mark(path).unlink(missing_ok=True)
+
+
+def _key_parts(model: Path) -> list[str] | None:
+    """What tells this model from others; None where it is no model that can be packed."""
+    if model.is_dir():
+        files = sorted(path for path in model.iterdir() if path.suffix in _READ and path.is_file())
+        if not any(path.name == "config.json" or path.suffix == ".gguf" for path in files):
+            return None
+        return [model.resolve().name, *map(_file_key, files)]
+    if model.is_file():
+        with model.open("rb") as file:
+            if model.suffix != ".gguf" and not file.read(4).startswith(_GGUF):
+                return None
+        part = _PART.fullmatch(model.name)
+        return list(map(_file_key, sorted(model.parent.glob(f"{part[1]}-*.gguf")) if part else [model]))
+    is_hub_name = _HUB_NAME.fullmatch(model.as_posix()) and model.suffix != ".pi" and not model.parent.exists()
+    return [model.as_posix()] if is_hub_name else None
+
+
+def _file_key(path: Path) -> str:
+    found = path.stat()
+    with path.open("rb") as file:
+        head = hashlib.sha256(file.read(_HEAD)).hexdigest()
+    return f"{path.name} {found.st_size} {found.st_mtime_ns} {head}"
+
+
+def _folder() -> Path:
+    """Where packed models are kept. Raises UsageError where there can be no such folder."""
+    try:
+        usual = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(os.environ.get("PI_CACHE_DIR") or Path(usual) / "pi-runtime") / "models"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+        raise UsageError("no folder for packed models", found=error, remedy="PI_CACHE_DIR=FOLDER") from None
+    return folder
+
+
+def _pack(model: Path, target: Path) -> None:
+    """Have `pi-compile` pack a model, and say what came of it."""
+    console.say(f"{model}: not packed yet; packing it once, as `pi-compile init` proposes")
+    began = time.perf_counter()
+    # -P: nothing is imported from the working folder.
+    command = [sys.executable, "-P", "-m", "pi_compile", "pack", "--plain", str(model), "-o", str(target), "--json"]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        code = child.wait()
+    except KeyboardInterrupt:
+        child.wait()  # Ctrl-C went to it too: it removes what it has begun
+        raise
+    if code != 0:
+        raise typer.Exit(code if code > 0 else 1)
+    entry = Entry.read(target)
+    seconds = time.perf_counter() - began
+    console.say(f"{model}: packed in {seconds:.1f} s, {console.size(entry.nbytes)} in {entry.formats}: {target}")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One packed model of the cache."""
+
+    path: Path
+    nbytes: int
+    used_s: float
+    """When it was used last, in seconds since 1970."""
+    manifest: "Manifest | None"
+    """None where it can no longer be read."""
+
+    @classmethod
+    def read(cls, path: Path) -> "Entry":
+        """The entry of a file."""
+        from pi_runtime.artifact.reader import Artifact
+
+        try:
+            artifact = Artifact.open(path)
+        except PiError:
+            manifest = None
+        else:
+            manifest = artifact.manifest
+            artifact.close()
+        mark = _mark(path)
+        return cls(path, path.stat().st_size, (mark if mark.exists() else path).stat().st_mtime, manifest)
+
+    @property
+    def model(self) -> str:
+        """What was packed, as it was called."""
+        source = self.manifest.recipe.get("model", {}) if self.manifest else {"path": "(unreadable)"}
+        return str(source.get("path", ""))
+
+    @property
+    def formats(self) -> str:
+        """Number formats, and the parts in each."""
+        formats = self.manifest.formats if self.manifest else {}
+        parts = {name: [part for part in formats if formats[part] == name] for name in dict.fromkeys(formats.values())}
+        return ", ".join(f"{name} ({', '.join(of)})" if len(parts) > 1 else name for name, of in parts.items())
+
+
+def _entries() -> list[Entry]:
+    """All packed models, the one used last first."""
+    found = []
+    for path in _folder().glob("*.pi"):
+        with suppress(FileNotFoundError):  # another process removes it
+            found.append(Entry.read(path))
+    return sorted(found, key=lambda entry: -entry.used_s)
+
+
+def _keep_within(limit: int | None, used: Path) -> None:
+    """Remove what was used longest ago until all is within the limit; `used` stays."""
+    entries = _entries() if limit is not None else []
+    total = sum(entry.nbytes for entry in entries)
+    for entry in reversed([entry for entry in entries if entry.path != used]):
+        if limit is not None and total > limit:
+            _remove(entry.path)
+            total -= entry.nbytes
+            console.say(f"--cache-limit {console.size(limit)}: {entry.path.name} ({entry.model}) was removed")
+
+
+@app.command("list")
+def show(
+    as_json: Annotated[bool, console.JSON] = False,
+    debug: Annotated[bool, console.DEBUG] = False,
+) -> None:
+    """List the models that were packed into the cache, the one used last first."""
+    entries = _entries()
+    rows: list[dict[str, Any]] = [
+        {"name": entry.path.stem, "model": entry.model, "formats": entry.formats, "bytes": entry.nbytes}
+        | {"used": time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used_s))}
+        for entry in entries
+    ]
+    total = sum(entry.nbytes for entry in entries)
+    if as_json:
+        console.print_json({"folder": str(_folder()), "bytes": total, "models": rows})
+        return
+    if rows:
+        shown = [{**row, "bytes": console.size(row["bytes"])} for row in rows]
+        typer.echo(console.text_of(console.table(shown, left=("model", "formats"))))
+    console.say(f"{len(rows)} packed models, {console.size(total)}, in {_folder()}")
+
+
+@app.command("rm")
+def remove(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="As `pi-run list` has it.", show_default=False)],
+    debug: Annotated[bool, console.DEBUG] = False,
+) -> None:
+    """Remove packed models from the cache; their sources stay."""
+    entries = _entries()
+    for name in names:
+        if not (found := [entry for entry in entries if name in _names(entry)]):
+            there = ", ".join(entry.path.stem for entry in entries)
+            raise UsageError(f"{name}: no such packed model", found=there or "none", remedy="pi-run list")
+        for entry in found:
+            _remove(entry.path)
+            console.say(f"{entry.path.stem}: removed, {console.size(entry.nbytes)}")
+
+
+def _names(entry: Entry) -> Sequence[str]:
+    return (entry.path.name, entry.path.stem, entry.model)

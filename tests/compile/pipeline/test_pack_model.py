@@ -1,0 +1,79 @@
+"""Packing a model that has no recipe, with the packages of the extra `pack` alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("gguf")
+
+from support.commands import USAGE, child
+from support.gguf_files import rounded_checkpoint, write_byte_tokenizer, write_gguf
+
+from pi_compile.machine.doctor import EXTRAS
+from pi_compile.pipeline.init_recipe import create_recipe
+from pi_compile.pipeline.packed import pack_model, pack_plain
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.console import progress
+
+OTHERS = {name for extra, names in EXTRAS.items() if extra not in ("runtime", "pack") for name in names}
+WITHOUT_OTHERS = f"""
+    import sys
+    from importlib.machinery import PathFinder
+    class Hidden(PathFinder):
+        '''Finds what the extra `pack` installs, and nothing that only other extras do.'''
+        @classmethod
+        def find_spec(cls, name, path=None, target=None):
+            if name.partition(".")[0] not in {OTHERS - set(EXTRAS["pack"])}:
+                return super().find_spec(name, path, target)
+    sys.meta_path[sys.meta_path.index(PathFinder)] = Hidden
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same model as a folder of safetensors and as GGUF files, of floats and of blocks of eight bits."""
+    folder = tmp_path_factory.mktemp("models")
+    rounded_checkpoint(folder / "small", "llama", "bf16")
+    write_byte_tokenizer(folder / "small")
+    for kind in ("bf16", "q8"):
+        write_gguf(folder / "small", folder / f"{kind}.gguf", kind)
+    return {"folder": folder / "small", "bf16": folder / "bf16.gguf", "q8": folder / "q8.gguf"}
+
+
+def pack(model: Path, output: Path) -> None:
+    pack_model(str(model), output, progress=progress, notice=lambda _line: None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["folder", "bf16", "q8"])
+def test_without_torch(models: dict[str, Path], form: str, tmp_path: Path) -> None:
+    """The same bytes as with it."""
+    process = child(WITHOUT_OTHERS, "pack", "--plain", models[form], "-o", tmp_path / "without.pi", "--json")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert json.loads(out)["artifact"] == str(tmp_path / "without.pi")
+    pack(models[form], tmp_path / "with.pi")
+    assert (tmp_path / "without.pi").read_bytes() == (tmp_path / "with.pi").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_missing_package_is_named_with_the_small_extra(models: dict[str, Path], tmp_path: Path) -> None:
+    hidden = WITHOUT_OTHERS.replace("not in {", "not in {'gguf', ")
+    process = child(hidden, "pack", "--plain", models["q8"], "-o", tmp_path / "a.pi")
+    out, err = process.communicate(timeout=300)
+    assert (process.returncode, out) == (USAGE, "")
+    assert "gguf is not installed" in err
+    assert "try: pip install 'pi-toolchain[pack]'" in err
+
+
+def test_it_is_packed_as_init_proposes(models: dict[str, Path], tmp_path: Path) -> None:
+    create_recipe(str(models["q8"]), tmp_path / "r.toml")
+    pack_plain(tmp_path / "r.toml", tmp_path / "by-recipe.pi", progress=progress, notice=lambda _line: None)
+    pack(models["q8"], tmp_path / "without.pi")
+    with Artifact.open(tmp_path / "by-recipe.pi") as one, Artifact.open(tmp_path / "without.pi") as other:
+        assert one.manifest.formats == other.manifest.formats
+        assert one.manifest.arrays == other.manifest.arrays
+        assert {**one.manifest.recipe, "model": {}} == {**other.manifest.recipe, "model": {}}
+        assert other.manifest.recipe["model"]["path"] == "q8.gguf"  # no path of this machine
