@@ -10,9 +10,17 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from pi_compile.errors import RecipeError, nearest, shown
 from pi_compile.files import parse_toml
@@ -171,6 +179,25 @@ class QuantiseSection(Section):
     """Tokens of the fit text on which errors of matrices in q4 make each other good; 0: rounded to nearest."""
 
 
+class BitsSection(Section):
+    """A budget within which each matrix gets its format, none wider than [pack] says. The table may be missing, and is
+    then not written."""
+
+    file_mib: Annotated[float, Field(ge=0, lt=2**30, allow_inf_nan=False)] = 0.0
+    """Most MiB of the artifact, predictors not counted, in which least is lost. It may be missing."""
+    perplexity_increase: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Largest relative increase of perplexity that rounding is expected to cost, in the fewest bytes. It may be
+    missing."""
+    tokens: Annotated[int, Field(ge=0)]
+    """Tokens of the fit text that say what an error of each weight costs."""
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        if bool(self.file_mib) == bool(self.perplexity_increase) and self.tokens:
+            raise ValueError("one of file_mib and perplexity_increase is above 0")
+        return self
+
+
 class Recipe(RecipeFile):
     """One model on one machine."""
 
@@ -181,12 +208,13 @@ class Recipe(RecipeFile):
     quality: QualitySection
     place: PlaceSection
     pack: PackSection
+    bits: BitsSection = BitsSection(tokens=0)
     quantise: QuantiseSection = QuantiseSection(tokens=0)
 
     @model_serializer(mode="wrap")
     def _without_default(self, serialised: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialised(self)
-        return {key: value for key, value in fields.items() if key != "quantise" or self.quantise.tokens}
+        return {key: value for key, value in fields.items() if key not in ("bits", "quantise") or value["tokens"]}
 
 
 def default_recipe(

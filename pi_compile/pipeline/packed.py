@@ -1,11 +1,11 @@
 """The artifact as the last result of a recipe: what was packed last, and packing without a pipeline."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.files import file_digest, write_text
@@ -17,6 +17,9 @@ from pi_compile.pipeline.summary import pack_report
 from pi_compile.recipe import Recipe, default_recipe, read_recipe
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.console import Progress
+
+if TYPE_CHECKING:
+    from pi_compile.corpus import Streams
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,11 @@ def _packed(
     progress: Callable[..., AbstractContextManager[Progress]],
     notice: Callable[[str], None],
 ) -> dict[str, Any]:
-    spec = PackSpec(formats=recipe.pack.model_dump())
+    divides = bool(recipe.bits.tokens)
+    spec = PackSpec(formats=_divided(checkpoint, recipe, folder, progress) if divides else recipe.pack.model_dump())
     formats, stored = part_formats(checkpoint, spec), checkpoint.formats()
-    rounded = any(formats[part] != stored[part] and FORMATS[formats[part]].bits < 8 for part in stored)
-    loss = _rounding_loss(checkpoint, recipe, folder, progress, notice) if rounded else {}
+    rounded = divides or any(formats[part] != stored[part] and FORMATS[formats[part]].bits < 8 for part in stored)
+    loss = _rounding_loss(checkpoint, recipe, folder, spec.formats, progress, notice) if rounded else {}
     with progress("packing") as bar:
         result = pack(checkpoint, spec, output, recipe=recipe.model_dump(), progress=bar)
     for line in (*checkpoint.notices, *result.notices):
@@ -109,20 +113,47 @@ def _packed(
     return pack_report(result) | loss
 
 
+# Below is what alone needs torch.
+
+
+def _divided(
+    checkpoint: Checkpoint, recipe: Recipe, folder: Path, progress: Callable[..., AbstractContextManager[Progress]]
+) -> Mapping[str, str]:
+    """The formats among which the recipe's budget of bits is divided."""
+    from pi_compile.pipeline.division import divide  # noqa: PLC0415
+
+    tokens = _corpus(checkpoint, recipe, folder, recipe.bits.tokens).fit
+    with progress("dividing the bits", "steps") as bar:
+        return divide(checkpoint, tokens, **divide_settings(recipe), progress=bar).formats
+
+
 def _rounding_loss(
     checkpoint: Checkpoint,
     recipe: Recipe,
     folder: Path,
+    formats: Mapping[str, str],
     progress: Callable[..., AbstractContextManager[Progress]],
     notice: Callable[[str], None],
 ) -> dict[str, Any]:
-    """What rounding to few bits costs. This alone needs torch."""
+    """What rounding to few bits costs."""
+    from pi_compile.pipeline.rounding_check import RoundingCheck  # noqa: PLC0415
+
+    check = RoundingCheck(checkpoint, recipe, formats, notice, progress)
+    return check.report(lambda: _corpus(checkpoint, recipe, folder).report, None)
+
+
+def _corpus(checkpoint: Checkpoint, recipe: Recipe, folder: Path, fit_tokens: int = 0) -> "Streams":
     from pi_compile.pipeline import stages  # noqa: PLC0415
-    from pi_compile.pipeline.rounding_check import RoundingCheck, Tokens  # noqa: PLC0415
 
-    def text() -> Tokens:
-        window = recipe.profile.window
-        corpus = recipe.corpus.model_dump() | {"fit_tokens": window, "tune_tokens": max(64, window)}
-        return stages.read_corpus(checkpoint, **corpus, window=window, folder=folder).report
+    window = recipe.profile.window
+    amounts = {"fit_tokens": max(fit_tokens, window), "tune_tokens": max(64, window)}
+    return stages.read_corpus(checkpoint, **recipe.corpus.model_dump() | amounts, window=window, folder=folder)
 
-    return RoundingCheck(checkpoint, recipe, notice, progress).report(text, None)
+
+def divide_settings(recipe: Recipe) -> dict[str, Any]:
+    """Keywords of `divide` that a recipe has."""
+    return {
+        **recipe.bits.model_dump(exclude={"tokens"}),
+        **recipe.profile.model_dump(include={"window", "threads"}),
+        "formats": recipe.pack.model_dump(),
+    }

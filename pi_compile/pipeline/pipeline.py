@@ -9,7 +9,7 @@ others read; a single worker takes the same way.
 
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
@@ -145,7 +145,6 @@ class Pipeline:
             settings={**settings, "device": self._kind},
             code=code_digest("pi_compile.calibration.profiling"),
         )
-
         counting = partial(stages.profile, self.checkpoint, fit, **settings, device=self.device)
         return self._stages.get(
             "profile", key, ActivationProfile, self._stages.shown("profiling", "shards", counting, key)
@@ -162,7 +161,6 @@ class Pipeline:
             spec=asdict(self._train_spec),
             code=code_digest("pi_compile.training.stage"),
         )
-
         training = partial(
             stages.train,
             self.checkpoint,
@@ -180,9 +178,14 @@ class Pipeline:
         return stages.train_spec(self.checkpoint, self.machine, **train_settings(self.recipe), device=self._kind)
 
     @cached_property
+    def formats(self) -> Mapping[str, str]:
+        """Number formats: of each part as the recipe says, or of each matrix where it has a budget of bits."""
+        return self._stages.formats(self.checkpoint, self.recipe, lambda: self.streams.fit)
+
+    @cached_property
     def quantised(self) -> QuantisedWeights | None:
         """Matrices that are rounded on text; None where the recipe rounds to nearest."""
-        amount, formats = self.recipe.quantise.tokens, self.recipe.pack.model_dump()
+        amount, formats = self.recipe.quantise.tokens, self.formats
         if not amount:
             return None
         tokens = self.streams.fit[:amount]
@@ -235,16 +238,13 @@ class Pipeline:
     def place(self, solver: str = "exact", seconds: float = SECONDS) -> tuple[Placement, ...]:
         """Placements for all GPU budgets by a solver."""
         section = self.recipe.place.model_dump(exclude={"machine", "activations"})
-        formats = self.recipe.pack.model_dump()
+        section |= {"formats": self.formats, "solver": solver, "seconds": seconds}
         return stages.place(
             self.checkpoint,
             profile_of_dense(self.checkpoint.decoder) if self.only_dense else self.profile,
             None if self.only_dense else self.trained,
             self.machine,
             **section,
-            formats=formats,
-            solver=solver,
-            seconds=seconds,
         )
 
     @property
@@ -262,6 +262,7 @@ class Pipeline:
             trained=trained and trained.digest(),
             quantised=None if self.quantised is None else self.quantised.inputs,
             plans=[asdict(p) for p in self.plans],
+            formats=dict(self.formats),
             recipe=recipe,
             output=str(output.resolve()),
             code=code_digest("pi_compile.packing"),
@@ -271,7 +272,7 @@ class Pipeline:
             return known
 
         def write() -> None:
-            check = RoundingCheck(self.checkpoint, self.recipe, self.notice, self.progress)
+            check = RoundingCheck(self.checkpoint, self.recipe, self.formats, self.notice, self.progress)
             loss = check.report(lambda: self.streams.report, self.quantised)
             with self.progress("packing") as progress:
                 result = stages.pack(
@@ -281,7 +282,7 @@ class Pipeline:
                     predictors=trained,
                     placements=self.placements,
                     quantised=self.quantised,
-                    formats=recipe["pack"],
+                    formats=self.formats,
                     recipe=recipe,
                     progress=progress,
                 )
@@ -293,8 +294,7 @@ class Pipeline:
         if not self.worker.strangers():
             record.forget_older()
         self.ran.append("pack")
-        assert record.report is not None
-        return record.report
+        return record.report or {}
 
 
 def store_folder(recipe: Path) -> Path:

@@ -19,15 +19,18 @@ from pi_compile.calibration.quantising import RoundingLoss, coarse
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.checkpoint import part_of
 from pi_compile.packing import PackSpec, part_formats
+from pi_compile.pipeline.division import divide
 from pi_compile.recipe import Recipe
 from pi_compile.results import QuantisedWeights
-from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
+from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS, Format
 from pi_runtime.artifact.layout import place_arrays
-from pi_runtime.artifact.sizes import ArraySpec, array_specs
+from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs
 from pi_runtime.console import Progress, size
 from pi_runtime.errors import NotMetError
 
 Tokens = npt.NDArray[np.integer]
+DIVIDED_BY = 2048
+"""Tokens that say what an error costs, where a division is proposed."""
 LEAVE_OUT = "[quality] rounding_increase = 0"
 
 
@@ -37,6 +40,8 @@ class RoundingCheck:
 
     checkpoint: Checkpoint
     recipe: Recipe
+    wanted: Mapping[str, str]
+    """Number format of every part, and of matrices that have another one."""
     notice: Callable[[str], None]
     progress: Callable[..., AbstractContextManager[Progress]]
 
@@ -47,13 +52,13 @@ class RoundingCheck:
     @property
     def formats(self) -> dict[str, str]:
         """Number format of every part of the artifact."""
-        return part_formats(self.checkpoint, PackSpec(formats=self.recipe.pack.model_dump()))
+        return part_formats(self.checkpoint, PackSpec(formats=self.wanted))
 
     @property
     def parts(self) -> list[str]:
         """The parts that are rounded coarsely, to fewer bits than the source has."""
-        formats, specs = self.formats, self._specs(self.formats)
-        parts = [part for part in self.checkpoint.formats() if coarse(FORMATS[formats[part]])]
+        specs = self._specs(self.formats)
+        parts = [part for part in self.checkpoint.formats() if any(map(coarse, _formats_of(part, specs)))]
         return [part for part in parts if _bits(specs, part) < self.checkpoint.bits(part)]
 
     def report(self, text: Callable[[], Tokens], quantised: QuantisedWeights | None) -> dict[str, Any]:
@@ -72,7 +77,7 @@ class RoundingCheck:
         d = self.checkpoint.decoder
         ids_NT = quantising.text_windows(d, tokens, self.recipe.profile.window)
         seconds = 2 * quantising.seconds_of_a_pass(d, *ids_NT.shape)
-        names = ", ".join(f"{part} in {self.formats[part]}" for part in self.parts)
+        names = self._named(self.formats)
         self.notice(
             f"measuring what {names} costs, on {ids_NT.numel():,} tokens: about {seconds:,.0f} s; "
             f"{LEAVE_OUT} leaves it out"
@@ -80,21 +85,26 @@ class RoundingCheck:
         source_N = self._losses("the source", ids_NT, quantising.source_values)
 
         def loss(formats: Mapping[str, str], rounded: QuantisedWeights | None) -> RoundingLoss:
-            title = ", ".join(f"{part} in {formats[part]}" for part in self.parts)
-            packed_N = self._losses(title, ids_NT, quantising.packed_values(d, formats, rounded))
+            packed_N = self._losses(self._named(formats), ids_NT, quantising.packed_values(d, formats, rounded))
             return RoundingLoss.between(packed_N, source_N, ids_NT.numel())
 
         found = loss(self.formats, quantised)
         if found.increase > self.limit:
-            raise self._refusal(found, lambda formats: loss(formats, None))
+            raise self._refusal(found, lambda formats: loss(formats, None), tokens)
         self.notice(f"rounding costs {_percent(found)} of perplexity; at most {self.limit:.2%} may be lost")
         return found
+
+    def _named(self, formats: Mapping[str, str]) -> str:
+        specs = self._specs(formats)
+        return ", ".join(f"{p} in {' and '.join(sorted({f.name for f in _formats_of(p, specs)}))}" for p in self.parts)
 
     def _losses(self, what: str, ids_NT: torch.Tensor, values: quantising.Values) -> npt.NDArray[np.float64]:
         with self.progress(f"measuring {what}", "layers") as progress:
             return quantising.text_losses(self.checkpoint, ids_NT, values, progress)
 
-    def _refusal(self, found: RoundingLoss, loss: Callable[[Mapping[str, str]], RoundingLoss]) -> NotMetError:
+    def _refusal(
+        self, found: RoundingLoss, loss: Callable[[Mapping[str, str]], RoundingLoss], tokens: Tokens
+    ) -> NotMetError:
         here = self._bytes(self.formats)
         kept = "none of the block formats keeps it"
         self.notice(f"perplexity rises by {_percent(found)}: finding a format that keeps {self.limit:.2%}")
@@ -105,6 +115,7 @@ class RoundingCheck:
                 much = f"{size(self._bytes(formats))} in place of {size(here)}"
                 kept = f"[pack] {keys} keeps it, at {_percent(tried)}: {much}"
                 break
+        kept += self._divided(tokens[:DIVIDED_BY])
         if not self.recipe.quantise.tokens:
             kept += "; `build` with [quantise] tokens = 65536 loses less at the same size"
         return NotMetError(
@@ -114,10 +125,32 @@ class RoundingCheck:
             remedy=f"{kept}; a larger rounding_increase accepts the loss, and 0 does not measure it",
         )
 
+    def _divided(self, tokens: Tokens) -> str:
+        """What a division of the bits is expected to take that keeps the limit."""
+        formats = {**{part: self.formats[part] for part in PARTS}, **dict.fromkeys(self.parts, "q8")}
+        window, kept = (
+            self.recipe.profile.window,
+            f"[bits] perplexity_increase = {self.limit:g}, with q8 there in [pack],",
+        )
+        try:
+            with self.progress("dividing the bits", "steps") as bar:
+                found = divide(
+                    self.checkpoint,
+                    tokens,
+                    formats=formats,
+                    perplexity_increase=self.limit,
+                    window=window,
+                    progress=bar,
+                )
+        except NotMetError:
+            return ""
+        return f"; {kept} takes about {size(found.nbytes)}"
+
     def _finer(self) -> list[dict[str, str]]:
         """The formats with all these parts in another block format that takes no fewer bytes, by rising bytes."""
         here, blocks = self._bytes(self.formats), [name for name in WEIGHT_FORMATS if FORMATS[name].quantised]
-        found = [self.formats | dict.fromkeys(self.parts, name) for name in blocks]
+        parts = {part: self.formats[part] for part in PARTS}
+        found = [parts | dict.fromkeys(self.parts, name) for name in blocks]
         larger = (formats for formats in found if formats != self.formats and self._bytes(formats) >= here)
         return sorted(larger, key=self._bytes)
 
@@ -127,6 +160,12 @@ class RoundingCheck:
     def _specs(self, formats: Mapping[str, str]) -> dict[str, ArraySpec]:
         d = self.checkpoint.decoder
         return array_specs(d, formats, [None] * d.n_layers, profiled=False)
+
+
+def _formats_of(part: str, specs: Mapping[str, ArraySpec]) -> list[Format]:
+    """The formats of a part's matrices; routers are always f32."""
+    own = [s for name, s in specs.items() if part_of(name) == part and not name.endswith("/router")]
+    return [FORMATS[spec.format] for spec in own if len(spec.shape) > 1 and spec.format in WEIGHT_FORMATS]
 
 
 def _bits(specs: Mapping[str, ArraySpec], part: str) -> float:

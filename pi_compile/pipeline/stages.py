@@ -269,7 +269,7 @@ def quantise(
     check_settings(profile={"window": window, "batch": batch, "threads": threads})
     resolved = _formats(checkpoint, formats)
     spec = QuantiseSpec(formats=resolved, window=window, batch=batch, threads=threads, device=device)
-    if spec.arrays():
+    if spec.rounds:
         needs = quantising.estimate(checkpoint.decoder, len(tokens), spec)
         notice(needs.announced("quantising", len(tokens), _workers(scratch)))
     else:
@@ -332,7 +332,7 @@ def _formats(
     checkpoint: Checkpoint, formats: Mapping[str, str], predictors: PredictorSet | None = None
 ) -> dict[str, str]:
     """Number format of each part of the artifact."""
-    check_settings(pack=formats)
+    check_settings(pack={name: fmt for name, fmt in formats.items() if not name.startswith("layers/")})
     resolved = part_formats(checkpoint, PackSpec(formats={**dict.fromkeys(PARTS, KEEP), **formats}))
     return resolved if predictors is None else {**resolved, "predictor": predictors.predictor_format}
 

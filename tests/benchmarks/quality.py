@@ -1,6 +1,8 @@
-"""What few bits cost: the error of candidate block formats per bit, and a model's perplexity with its weights in q4.
+"""What few bits cost: the error of candidate block formats per bit, a model's perplexity with its weights in q4, and
+files with budgets of bits beside those of llama.cpp's quantiser.
 
 python tests/benchmarks/quality.py [MODEL …] [--text FILE] [--fit N] [--tokens N] [--formats-only]
+    [--budgets MB …] [--kinds KIND …] [--on-text N] [--beside-only]
 
 MODEL is a folder or a GGUF file, by default the bundled demo model. Of the text the first tokens say how much each
 input counts and are what weights are rounded on, the last ones are what is reported. Everything is in torch, in
@@ -9,6 +11,7 @@ float32: what a format would lose, before any kernel reads it.
 
 import argparse
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -17,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 import torch
+from rounding.beside import Beside
 
 from pi_compile.calibration.quantising.compensation import importance
 from pi_compile.calibration.quantising.moments import FIRST, OUT, QKV, second_moments
@@ -207,28 +211,56 @@ def print_perplexity(model: Model) -> None:
         print(f"{kind:<20}{math.exp(loss):>11.3f}{divergence:>12.4f}{same:>17.1%}")
 
 
-def parsed(description: str | None, flag: str, *, fit: int, tokens: int) -> tuple[argparse.Namespace, str]:
-    """The command line of a study of models on a text, with one flag of its own, and the text."""
+def parsed(
+    description: str | None,
+    flag: str,
+    *,
+    fit: int,
+    tokens: int,
+    further: Callable[[argparse.ArgumentParser], None] = lambda _parser: None,
+) -> tuple[argparse.Namespace, str]:
+    """The command line of a study of models on a text, with a flag of its own and `further` options, and the text."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", type=Path, default=[ROOT / "recipes" / "demo"])
     parser.add_argument("--text", type=Path, help="the documentation of this project, unless told")
     parser.add_argument("--fit", type=int, default=fit)
     parser.add_argument("--tokens", type=int, default=tokens)
     parser.add_argument(flag, action="store_true")
+    further(parser)
     args = parser.parse_args()
     pages = [args.text] if args.text else sorted((ROOT / "docs").rglob("*.md"))
     return args, "\n".join(page.read_text(encoding="utf-8") for page in pages)
 
 
+def print_beside(model: Model, text: str, args: argparse.Namespace) -> None:
+    """A row for each file: its bytes, and how much higher the perplexity is than the source's, with an interval."""
+    budgets = args.budgets or [sum(w.numel() for w in model.globals.values()) * 4 / 1e6]
+    print(f"\n{'file':<34}{'MB':>9}{'perplexity':>10} (95 % interval), {model.report.numel():,} tokens")
+    with tempfile.TemporaryDirectory() as folder:
+        beside = Beside(model.checkpoint, text, model.fit, model.report.flatten().numpy(), Path(folder))
+        for row in beside.rows(budgets, args.kinds, args.on_text):
+            print(row, flush=True)
+
+
+def beside_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--budgets", type=float, nargs="*", default=[], help="megabytes of our files")
+    parser.add_argument("--kinds", nargs="*", default=["Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K"], help="llama.cpp's")
+    parser.add_argument("--on-text", type=int, default=0, help="tokens of the text that weights are rounded on")
+    parser.add_argument("--beside-only", action="store_true")
+
+
 def main() -> None:
-    args, text = parsed(__doc__, "--formats-only", fit=16_384, tokens=4_096)
+    args, text = parsed(__doc__, "--formats-only", fit=16_384, tokens=16_384, further=beside_options)
     for path in args.models:
         with torch.inference_mode():
             model = Model(path, text, args.fit, args.tokens)
             print(f"\n{path.name}: {model.d.n_layers} layers of {model.d.d_model}, {args.fit:,} tokens to round on")
-            print_errors(model)
-            if not args.formats_only:
+            if not args.beside_only:
+                print_errors(model)
+            if not (args.formats_only or args.beside_only):
                 print_perplexity(model)
+        if not args.formats_only:
+            print_beside(model, text, args)
 
 
 if __name__ == "__main__":

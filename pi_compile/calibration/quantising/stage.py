@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from pi_compile.calibration.quantising.compensation import importance, inverse_factor, round_along_inputs, round_inputs
-from pi_compile.calibration.quantising.moments import FIRST, OUT, QKV, down, neuron_ranges, second_moments, sizes
+from pi_compile.calibration.quantising.moments import FIRST, QKV, down, neuron_ranges, second_moments, sizes
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.files import read_arrays, write_arrays, write_text
 from pi_compile.results import QuantisedWeights, Stored, read_stored, stored_entries
@@ -42,6 +42,7 @@ from pi_compile.workers import WorkFolder
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.quantisation import dequantise, quantise
+from pi_runtime.artifact.sizes import MATRICES
 
 Tokens = npt.NDArray[np.integer]
 Progress = Callable[[int, int], None]
@@ -61,7 +62,7 @@ class QuantiseSpec:
     """How matrices are rounded."""
 
     formats: Mapping[str, str]
-    """Number format of each part of the artifact."""
+    """Number format of each part of the artifact, and of matrices that have another one."""
     window: int = 512
     """Tokens of one sequence; at most the model's context."""
     batch: int = 8
@@ -71,11 +72,16 @@ class QuantiseSpec:
     device: str = "cpu"
     """cpu or cuda:N."""
 
-    def arrays(self) -> dict[str, Format]:
+    def arrays(self, layer: int) -> dict[str, Format]:
         """The matrices of a layer that are rounded, with their formats."""
-        parts = {QKV: "attention", OUT: "attention", FIRST: "ffn", REST: "ffn"}
-        formats = {name: self.formats[part] for name, part in parts.items()}
-        return {name: FORMATS[fmt] for name, fmt in formats.items() if coarse(FORMATS[fmt])}
+        named = ((name, self.formats.get(f"layers/{layer}/{name}", self.formats[p])) for name, p in MATRICES.items())
+        return {name: FORMATS[fmt] for name, fmt in named if coarse(FORMATS[fmt])}
+
+    @property
+    def rounds(self) -> bool:
+        """Whether any matrix may be rounded."""
+        named = {name for name in self.formats if name.startswith("layers/")}
+        return any(coarse(FORMATS[self.formats[name]]) for name in named.union(MATRICES.values()))
 
 
 def memory_bytes(d: Decoder, spec: QuantiseSpec) -> int:
@@ -106,14 +112,14 @@ def quantise_weights(
     What an earlier, killed run with the same `inputs` left there is reused. Matrices are read from the folder when they
     are needed. Raises CorpusError for a text shorter than one window, CheckpointError for weights that are not finite.
     """
-    if not spec.arrays():
+    if not spec.rounds:
         return QuantisedWeights((), read=dict[str, Stored]().__getitem__, inputs=inputs)
     ids_NT = td.windows(tokens, min(spec.window, checkpoint.decoder.context_length))
     run = _Run(checkpoint, ids_NT, spec, work.path, ResidentLayers(checkpoint, spec.device))
     tasks = run.tasks()
     with torch.inference_mode(), computing_with(spec.threads):
         work.run(tasks, run.needs(), lambda done: progress(len(done.intersection(tasks)), len(tasks)))
-    names = tuple(f"layers/{n}/{name}" for n in run.layers for name in spec.arrays())
+    names = tuple(f"layers/{n}/{name}" for n in run.layers for name in spec.arrays(n))
 
     def read(name: str) -> Stored:
         _, layer, local = name.split("/", 2)
@@ -204,7 +210,7 @@ class _Run:
         """The weights of a layer as they will be stored."""
         (w,) = self.resident.weights(range(layer, layer + 1))
         found = dict(w)
-        for name, fmt in self.spec.arrays().items():
+        for name, fmt in self.spec.arrays(layer).items():
             values = dequantise(fmt, *read_stored(self.folder / self.rounded(layer), name), w[name].shape[-1])
             found[name] = torch.from_numpy(values).to(self.spec.device)
         return found
@@ -218,7 +224,7 @@ class _Run:
 
         values = self.checkpoint.layer_values(layer)
         found: dict[str, npt.NDArray[np.generic]] = {}
-        for name, fmt in self.spec.arrays().items():
+        for name, fmt in self.spec.arrays(layer).items():
             if name == QKV:
                 stored = quantise(fmt, values[name], importance(moment(name)))
             elif name == REST:

@@ -1,0 +1,136 @@
+"""Formats of matrices within a budget: the best there are, in the file that is packed, or refused."""
+
+import math
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from support import hf
+from support.small_project import no_progress, small_project, small_recipe
+
+from pi_compile.checkpoint import open_checkpoint
+from pi_compile.errors import RecipeError
+from pi_compile.pipeline.division import Option, _fewest_bytes, _least_divergence, divide
+from pi_compile.pipeline.packed import pack_plain
+from pi_compile.pipeline.pipeline import Pipeline, store_folder
+from pi_compile.recipe import default_recipe, read_recipe
+from pi_compile.results import Division
+from pi_runtime import load
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.errors import NotMetError
+
+WIDEST = {"embedding": "q8", "attention": "q8", "ffn": "q8", "head": "q8"}
+
+
+def test_divisions_are_the_best_of_all() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        options = {}
+        for key in "abcd":
+            sizes = np.sort(rng.choice(90, 3, replace=False)) + 1
+            costs = np.sort(rng.choice(10**6, 3, replace=False))[::-1]
+            options[key] = [Option(f"{key}{n}", int(sizes[n]), int(costs[n])) for n in range(3)]
+        every = [(sum(o.nbytes for o in chosen), sum(o.cost for o in chosen)) for chosen in product(*options.values())]
+        budget = int(rng.integers(min(n for n, _ in every), max(n for n, _ in every)))
+        taken = _least_divergence(options, budget).values()
+        assert sum(o.nbytes for o in taken) <= budget
+        assert sum(o.cost for o in taken) == min(cost for n, cost in every if n <= budget)
+        limit = int(rng.integers(min(c for _, c in every), max(c for _, c in every)))
+        taken = _fewest_bytes(options, limit).values()
+        assert sum(o.cost for o in taken) <= limit
+        assert sum(o.nbytes for o in taken) == min(n for n, cost in every if cost <= limit)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    small_project(tmp_path)
+    hf.random_llama(tmp_path / "model", hidden_size=192, intermediate_size=384, num_hidden_layers=2)
+    return tmp_path
+
+
+def limit(project: Path) -> float:
+    """A budget of perplexity that is half of what the narrowest formats cost."""
+    tokens = np.arange(64) % 90 + 3
+    found = divide(open_checkpoint(project / "model"), tokens, formats=WIDEST, perplexity_increase=1.0, window=32)
+    return math.expm1(found.divergence / 2)
+
+
+def write(project: Path, **bits: float) -> Path:
+    bits = {"file_mib": 0.0, "perplexity_increase": 0.0, "tokens": 64, **bits}
+    recipe = small_recipe(pack=WIDEST, quality={"rounding_increase": 1.0}, bits=bits)
+    (project / "r.toml").write_text(recipe.to_toml())
+    return project / "r.toml"
+
+
+def packed(project: Path, **bits: float) -> tuple[int, dict[str, str]]:
+    """Bytes of the file, and formats of its manifest."""
+    path = project / "a.pi"
+    pack_plain(write(project, **bits), path, progress=no_progress, notice=lambda _line: None)
+    with Artifact.open(path) as artifact:
+        named = dict(artifact.manifest.formats)
+    assert named.pop("predictor") == "q8"
+    return path.stat().st_size, named
+
+
+def test_a_file_has_at_most_the_bytes_of_the_budget(project: Path) -> None:
+    whole, formats = packed(project, file_mib=100.0)
+    assert formats == WIDEST
+    sizes = [whole]
+    for share in (0.9, 0.8):
+        budget = share * whole / 2**20
+        nbytes, formats = packed(project, file_mib=budget)
+        assert nbytes <= budget * 2**20
+        assert len(set(formats.values())) > 1
+        sizes.append(nbytes)
+    assert sizes == sorted(sizes, reverse=True)
+    with load(project / "a.pi") as model:
+        assert np.isfinite(model.logits([1, 2, 3])).all()
+
+
+def test_a_budget_of_perplexity_takes_fewer_bytes_the_larger_it_is(project: Path) -> None:
+    least, narrow = packed(project, perplexity_increase=1.0)
+    some, mixed = packed(project, perplexity_increase=limit(project))
+    assert least < some
+    assert "q8" not in (narrow["ffn"], narrow["embedding"])
+    assert len(set(mixed.values())) > 1
+
+
+def test_a_build_divides_once_and_rounds_by_matrix(project: Path) -> None:
+    path = write(project, perplexity_increase=limit(project))
+    path.write_text(path.read_text() + "\n[quantise]\ntokens = 128\n")
+    for ran in ({"divide", "quantise", "pack"}, set()):
+        pipeline = Pipeline(path, "cpu", lambda _line: None, no_progress)
+        pipeline.pack(project / "built.pi")
+        assert ran <= set(pipeline.ran)
+        assert bool(pipeline.ran) == bool(ran)
+    with Artifact.open(project / "built.pi") as artifact:
+        named = {name: fmt for name, fmt in artifact.manifest.formats.items() if "/" in name}
+        assert named
+        assert all(artifact.manifest.arrays[name].format == fmt for name, fmt in named.items())
+        assert "formats.matrices" in artifact.manifest.features
+    stored = Division.load(next(store_folder(path).glob("divide-*.npz")))
+    assert named == {name: fmt for name, fmt in stored.formats.items() if "/" in name}
+
+
+@pytest.mark.parametrize(
+    ("bits", "told"),
+    [({"file_mib": 0.001}, "a larger [bits] file_mib"), ({"perplexity_increase": 1e-9}, "wider formats in [pack]")],
+)
+def test_a_budget_that_cannot_be_kept_is_refused(project: Path, bits: dict[str, float], told: str) -> None:
+    with pytest.raises(NotMetError) as caught:
+        packed(project, **bits)
+    assert told in str(caught.value)
+
+
+def test_the_table_may_be_missing_and_has_one_budget(project: Path) -> None:
+    assert "[bits]" not in default_recipe("m").to_toml()
+    path = write(project, file_mib=1.0)
+    assert read_recipe(path).bits.file_mib == 1
+    path.write_text(path.read_text().replace("perplexity_increase = 0.0\n", "perplexity_increase = 0.5\n"))
+    with pytest.raises(RecipeError, match="one of file_mib and perplexity_increase"):
+        read_recipe(path)
