@@ -11,15 +11,16 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import pi_compile.cli.main
+import pi_runtime.commands.model_cache
 import pi_runtime.commands.run
 import pi_runtime.commands.serve
 
 LOG = logging.getLogger("mkdocs.hooks.docs")
 ROOT = Path(__file__).parents[1]
 APPS = {
-    "pi-compile": pi_compile.cli.main.app,
-    "pi-run": pi_runtime.commands.run.app,
-    "pi-serve": pi_runtime.commands.serve.app,
+    "pi-compile": (pi_compile.cli.main.app,),
+    "pi-run": (pi_runtime.commands.run.app, pi_runtime.commands.model_cache.app),
+    "pi-serve": (pi_runtime.commands.serve.app,),
 }
 API = {
     "Compiling": (
@@ -60,11 +61,11 @@ def on_post_page(output: str, page: Any, **_options: Any) -> str:
 def commands_page() -> str:
     """Every command with its arguments and flags, as `--help` has them."""
     lines = ["# Commands", "", "Made of the command lines themselves. `--help` prints the same."]
-    for program, app in APPS.items():
-        command: Any = typer.main.get_command(app)
-        commands = getattr(command, "commands", {"": command})
-        lines += ["", f"## {program}", "", command.help or ""]
-        for name, one in commands.items():
+    for program, apps in APPS.items():
+        commands: list[Any] = [typer.main.get_command(app) for app in apps]
+        lines += ["", f"## {program}", "", commands[0].help or ""]
+        named = [pair for command in commands for pair in getattr(command, "commands", {"": command}).items()]
+        for name, one in named:
             lines += ["", f"### {program} {name}", "", one.help] if name else []
             rows = [row(*parameter.get_help_record(typer.Context(one))) for parameter in one.params]
             lines += ["", "| argument or flag | meaning |", "| --- | --- |", *rows]
