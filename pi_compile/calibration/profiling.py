@@ -14,7 +14,7 @@ N windows of T tokens, D model width, F neurons of all experts, X experts.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from pi_compile.torch_model import (
     values_per_s,
 )
 from pi_compile.torch_model import decoder as td
-from pi_compile.workers import WorkFolder
+from pi_compile.workers import WorkFolder, work_folder
 from pi_runtime.artifact.decoder import Decoder
 
 Tokens = npt.NDArray[np.integer]
@@ -64,6 +64,11 @@ class ProfileSpec:
     """cpu or cuda:N."""
 
 
+SAMPLED_FROM_S = 60.0
+"""Seconds of profiling from which a sample first tells whether it will gain anything."""
+SAMPLE_S, SAMPLE_WINDOWS = 10.0, 4
+DENSE_FROM = 0.5
+"""The share of neurons that fire above which half of the FFN's rows and more are read whatever is predicted."""
 FFN_PASSES, STATE_PASSES = 6, 20
 """Element-wise passes over a layer's neuron values, and over its states."""
 
@@ -95,6 +100,29 @@ def estimate(d: Decoder, tokens: int, spec: ProfileSpec) -> Estimate:
         seconds=d.n_layers * tokens * (layer / products + passes / values),
         disk_bytes=spilled * d.d_model * 4,
         memory_bytes=memory_bytes(d, spec),
+    )
+
+
+def sampled_density(checkpoint: Checkpoint, tokens: Tokens, spec: ProfileSpec, seconds: float) -> str:
+    """How many neurons fire on the first few windows of a text that takes `seconds`: a line for the user.
+
+    About `SAMPLE_S` are taken; at least one window, and at most `SAMPLE_WINDOWS`.
+    """
+    window = min(spec.window, checkpoint.decoder.context_length)
+    windows = min(max(1, int(len(tokens) * SAMPLE_S / seconds / window)), SAMPLE_WINDOWS)
+    sample = tokens[: windows * window]
+    with work_folder(None) as work:
+        found = profile(
+            checkpoint, sample, replace(spec, cofiring_tokens=0), work=work, inputs="", progress=lambda *_: None
+        )
+    density = float(found.density().mean())
+    text = f"on {len(sample):,} tokens {density:.0%} of the neurons fire"
+    if density <= DENSE_FROM:
+        return text
+    return (
+        f"{text}: profile and train gain little or nothing. What does: `pi-compile pack --plain`, exact and at once; "
+        "`pi-compile init --sparsify`, which trains the model until it is sparse; a guess head, or a mixture of "
+        "experts. Ctrl-C stops here, and what is done is kept"
     )
 
 

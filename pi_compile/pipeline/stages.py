@@ -113,7 +113,10 @@ def profile(
     shard = batch * max(1, ProfileSpec.shard // batch)
     spec = ProfileSpec(**settings, layers_at_once=layers_at_once or None, shard=shard, device=device)
     estimate = profiling.estimate(checkpoint.decoder, len(tokens), spec)
-    notice(estimate.announced("profiling", len(tokens), _workers(scratch)))
+    notice(estimate.announced("profiling", len(tokens), _workers(scratch), "[corpus] fit_tokens"))
+    leads = not isinstance(scratch, WorkFolder) or scratch.worker.rank.leads
+    if leads and estimate.seconds > profiling.SAMPLED_FROM_S:
+        notice(profiling.sampled_density(checkpoint, tokens, spec, estimate.seconds))
     with work_folder(scratch) as work:
         return profiling.profile(checkpoint, tokens, spec, work=work, inputs=inputs, progress=progress)
 
@@ -167,7 +170,7 @@ def train(
     )  # fmt: skip
     texts = Texts(fit=corpus.fit[:tokens], tune=corpus.tune, report=corpus.report)
     work = training.training_work(checkpoint, profile, texts, spec)
-    notice(work.estimate(device).announced("training", len(texts.fit), _workers(scratch)))
+    notice(work.estimate(device).announced("training", len(texts.fit), _workers(scratch), "[train] tokens"))
     with work_folder(scratch) as folder:
         found = training.train_predictors(
             checkpoint, profile, texts, spec, work=folder, inputs=inputs, progress=progress
@@ -271,7 +274,7 @@ def quantise(
     spec = QuantiseSpec(formats=resolved, window=window, batch=batch, threads=threads, device=device)
     if spec.rounds:
         needs = quantising.estimate(checkpoint.decoder, len(tokens), spec)
-        notice(needs.announced("quantising", len(tokens), _workers(scratch)))
+        notice(needs.announced("quantising", len(tokens), _workers(scratch), "[quantise] tokens"))
     else:
         notice("nothing is rounded on text: neither attention nor FFN goes to q4")
     with work_folder(scratch) as work:

@@ -17,6 +17,10 @@ what the allocator keeps.
 """
 
 
+LONG_S = 600.0
+"""Nothing that takes longer begins without a word on how to have less."""
+
+
 @dataclass(frozen=True)
 class Estimate:
     """Time, disk and memory that a stage takes."""
@@ -25,12 +29,19 @@ class Estimate:
     disk_bytes: int
     memory_bytes: int
 
-    def announced(self, stage: str, tokens: int, workers: int) -> str:
-        """What a stage takes, as a sentence; its time is that of all workers who were started together."""
+    def announced(self, stage: str, tokens: int, workers: int, key: str = "") -> str:
+        """What a stage takes, as a sentence; its time is that of all workers who were started together.
+
+        Where it is more than ten minutes, it says how to have less: by fewer tokens too, whose `key` a recipe has.
+        """
         memory, disk = size(self.memory_bytes), size(self.disk_bytes)
         each = "" if workers == 1 else f" for each of {workers} workers"
-        seconds = f"about {self.seconds / workers:,.0f} s"
-        return f"{stage} on {tokens:,} tokens: {seconds}, {memory} of memory{each}, {disk} of disk"
+        taken = self.seconds / workers
+        text = f"{stage} on {tokens:,} tokens: about {taken:,.0f} s, {memory} of memory{each}, {disk} of disk"
+        if taken <= LONG_S:
+            return text
+        fewer = f"{key} = {int(tokens * LONG_S / taken):_} (about {LONG_S:,.0f} s), " if key else ""
+        return f"{text}; for less: {fewer}--workers, --device cuda:0, or none of it: `pi-compile pack --plain`"
 
 
 def flops_per_s(rows: int, columns: int, out: int, device: str) -> float:

@@ -85,10 +85,10 @@ def run_stage(stage: str, folder: Path) -> None:
     limit, passes, found = own_group(), Counter[str](), dict[str, Any]()
     announce, measure = Estimate.announced, MeasuredText._measure
 
-    def announced(e: Estimate, stage: str, tokens: int, workers: int) -> str:
+    def announced(e: Estimate, stage: str, tokens: int, workers: int, key: str = "") -> str:
         limit(int(ROOM * e.memory_bytes))
         found.update(began=time.perf_counter(), seconds=e.seconds, memory=e.memory_bytes, peak=0)
-        return announce(e, stage, tokens, workers)
+        return announce(e, stage, tokens, workers, key)
 
     def counted(self: MeasuredText, ffn_of: Any, batches: Any) -> None:
         passes[self.text.name] += 1

@@ -271,3 +271,16 @@ def test_a_gpu_counts_nearly_the_same(llama: Any, tmp_path: Path) -> None:
     cpu = run(llama[1], tmp_path / "cpu").counts.astype(int)
     gpu = run(llama[1], tmp_path / "gpu", device="cuda:0", layers_at_once=1).counts.astype(int)
     assert np.abs(cpu - gpu).sum() < 1e-3 * cpu.sum()
+
+
+@pytest.mark.parametrize(("dense_from", "says_so"), [(0.0, True), (1.0, False)])
+def test_a_sample_tells_whether_profiling_gains(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dense_from: float, says_so: bool
+) -> None:
+    monkeypatch.setattr(profiling, "DENSE_FROM", dense_from)
+    counted = run(llama[1], tmp_path, TOKENS[:64])
+    line = profiling.sampled_density(llama[1], TOKENS, SPEC, seconds=10.0)
+    assert line.startswith(f"on 64 tokens {counted.density().mean():.0%} of the neurons fire")
+    assert ("pi-compile pack --plain" in line) == says_so
+    # What takes long is sampled by one window.
+    assert profiling.sampled_density(llama[1], TOKENS, SPEC, seconds=1e6).startswith("on 16 tokens ")
