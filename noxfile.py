@@ -315,11 +315,13 @@ def bench(session: nox.Session) -> None:
     if not session.posargs or session.posargs[0] not in names:
         session.error(f"name one of: {', '.join(names)}")
     install_all(session)
-    if session.posargs[0] in ("cpu", "batch", "serve", "disk"):
-        # The peer, built for this processor: the library, or its server.
-        serves = session.posargs[0] == "serve"
-        session.install("gguf==0.19.0", *(["cmake==4.4.4"] if serves else []))
+    if session.posargs[0] in ("cpu", "batch", "serve", "disk", "quality"):
+        # The peer, built for this processor: the library, or programs of it.
+        programs = {"serve": ["llama-server"], "quality": ["llama-quantize", "llama-imatrix"]}.get(
+            session.posargs[0], []
+        )
+        session.install("gguf==0.19.0", *(["cmake==4.4.4"] if programs else []))
         build = ["tests/benchmarks/side_by_side/llama_cpp_build.py", "llama-cpp-python==0.3.36"]
-        session.run_install("python", *build, *(["--server"] if serves else []))
+        session.run_install("python", *build, *programs)
     paths = {"PYTHONPATH": os.pathsep.join(["tests", "recipes/demo"])}
     session.run("python", f"tests/benchmarks/{session.posargs[0]}.py", *session.posargs[1:], env=paths)

@@ -80,7 +80,7 @@ def _quantised_again(checkpoint: Checkpoint, text: TextFiles, notice: Callable[[
         q8, q4, f32 = (size(_artifact_bytes(checkpoint, text, dict.fromkeys(stored, to))) for to in ("q8", "q4", "f32"))
         parts = ", ".join(f'{part} = "q4"' for part in stored)
         much = f"{q4} in q4, which loses much more ([pack] {parts}), less so when rounded on text ([quantise])"
-        much += f"; {f32} in f32, which loses nothing"
+        much += f"; {f32} in f32, which loses nothing; in between, [bits] divides a budget by what errors cost"
         notice(f"the artifact takes about {q8} in q8; {much}")
     return dict.fromkeys(stored, AGAIN)
 

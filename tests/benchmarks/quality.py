@@ -30,6 +30,7 @@ from pi_compile.pipeline.stages import quantise
 from pi_compile.torch_model import decoder as td
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.quantisation import as_stored, dequantise
+from pi_runtime.artifact.sizes import parameters
 
 ROOT = Path(__file__).parents[2]
 WINDOW = 512
@@ -234,7 +235,8 @@ def parsed(
 
 def print_beside(model: Model, text: str, args: argparse.Namespace) -> None:
     """A row for each file: its bytes, and how much higher the perplexity is than the source's, with an interval."""
-    budgets = args.budgets or [sum(w.numel() for w in model.globals.values()) * 4 / 1e6]
+    text_nbytes = sum(map(len, model.checkpoint.text_files.files.values()))
+    budgets = args.budgets or [(parameters(model.d) * bits / 8 + text_nbytes) / 1e6 for bits in (5.5, 6.5, 8.5)]
     print(f"\n{'file':<34}{'MB':>9}{'perplexity':>10} (95 % interval), {model.report.numel():,} tokens")
     with tempfile.TemporaryDirectory() as folder:
         beside = Beside(model.checkpoint, text, model.fit, model.report.flatten().numpy(), Path(folder))

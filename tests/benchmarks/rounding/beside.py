@@ -6,6 +6,7 @@ one program: so rows differ in what the files hold, and in nothing else. Windows
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from pi_compile.calibration.quantising import RoundingLoss, Values, source_value
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.pipeline import stages
 from pi_compile.pipeline.division import divide
+from pi_runtime.errors import NotMetError
 from rounding import peer
 
 Tokens = npt.NDArray[np.integer]
@@ -57,15 +59,16 @@ class Beside:
 
         source_N = losses(self.checkpoint, source_values)
 
-        def row(name: str, path: Path, checkpoint: Checkpoint, values: Values) -> Row:
+        def row(name: str, path: Path, values: Values, checkpoint: Checkpoint = self.checkpoint) -> Row:
             loss = RoundingLoss.between(losses(checkpoint, values), source_N, ids_NT.numel())
             return Row(name, path.stat().st_size, loss)
 
-        for megabytes in budgets:
-            for on_text in (0, quantise_tokens) if quantise_tokens else (0,):
-                path, values = self._packed(megabytes, on_text)
-                name = f"ours, {megabytes:g} MB{', rounded on text' if on_text else ''}"
-                yield row(name, path, self.checkpoint, values)
+        for megabytes, on_text in product(budgets, sorted({0, quantise_tokens})):
+            name = f"ours, {megabytes:.4g} MB{', rounded on text' if on_text else ''}"
+            try:
+                yield row(name, *self._packed(megabytes, on_text))
+            except NotMetError as error:
+                yield f"{name}: {error}"
         if (why := peer.missing()) is not None:
             yield f"llama.cpp: {why}"
             return
@@ -75,7 +78,7 @@ class Beside:
             path = peer.quantised(source, kind, self.folder, importance)
             again = open_checkpoint(path, activation=self.checkpoint.decoder.activation)
             name = f"llama.cpp, {kind}" + ("" if importance else ", no importance matrix")
-            yield row(name, path, again, source_values)
+            yield row(name, path, source_values, again)
 
     def _packed(self, megabytes: float, on_text: int) -> tuple[Path, Values]:
         """The artifact of a budget, and the values of its arrays."""

