@@ -12,15 +12,17 @@ row of weights in a mapped array starts on a cache line. A vector is stored as i
     q4     scale · (q − 8), q in 0…15               uint8, two q in one, and scales beside it
     q5     scale · (q − 16), q in 0…31              uint8, two q's lower bits in one, then fifth bits; scales beside it
     q6     scale · (q − 32), q in 0…63              the same, with two upper bits
+    q4_1   scale · q + minimum, q in 0…15           as q4, and scales and minima beside it
+    q4z    scale · (q − zero), q and zero in 0…15   as q4, and scales and zeros beside it
     scale  binary16, one for 32 columns of a row    float16, rows padded to 8 bytes
     u32    unsigned integer                         uint32
     u64    unsigned integer                         uint64
 
 Those with a q are block formats: `BLOCK` consecutive columns of a row share a scale, and the scales of a matrix stand
-in an array of their own, `NAME_scales` (see `sizes`). Every eight blocks of a row form a group, in which fours of
-columns are interleaved: index 32 k + 4 b + j holds column 32 b + 4 k + j (b, k < 8, j < 4). So lane b of the k-th
-256-bit vector belongs to block b, and the sums of eight blocks are converted at once. Up to seven blocks left at the
-end of a row keep the order of their columns.
+in an array of their own, `NAME_scales` (see `sizes`); a row's minima or zeros, binary16 too, follow its scales there.
+Every eight blocks of a row form a group, in which fours of columns are interleaved: index 32 k + 4 b + j holds column
+32 b + 4 k + j (b, k < 8, j < 4). So lane b of the k-th 256-bit vector belongs to block b, and the sums of eight blocks
+are converted at once. Up to seven blocks left at the end of a row keep the order of their columns.
 
 Below 8 bits, the indices of a group, and those of every two blocks left over, form a run of L = 256 or 64 integers
 that are stored together. Byte i < L / 2 holds the lower four bits of index i in its lower and of index L / 2 + i in its
@@ -45,7 +47,7 @@ BLOCK = 32
 """Columns that share a scale in block formats."""
 RUN = 2 * BLOCK
 """Columns that are stored together behind the last whole group of a row."""
-WeightFormat = Literal["f32", "f16", "bf16", "q8", "q4", "q5", "q6"]
+WeightFormat = Literal["f32", "f16", "bf16", "q8", "q4", "q5", "q6", "q4_1", "q4z"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 """Formats that weights may be stored in, in the order of their codes."""
 
@@ -63,6 +65,8 @@ class Format:
     """Rows of a matrix are padded to a multiple of this many bytes."""
     block_bits: int = 0
     """Bits of an integer of a block format, whose scale is stored elsewhere; 0 for other formats."""
+    offset: Literal["", "minimum", "zero"] = ""
+    """What a block has beside its scale: what is added to scale · q, or what is subtracted from q."""
     overflows_from: float | None = None
     """Smallest magnitude that becomes infinite, or whose scale does: half a unit above the largest finite one, because
     the tie goes to even, upwards. None where every float32 number has a finite form."""
@@ -75,6 +79,11 @@ class Format:
     def quantised(self) -> bool:
         """Whether values are small integers in blocks that share a scale."""
         return self.block_bits > 0
+
+    @property
+    def zero(self) -> int:
+        """The stored unsigned integer that stands for 0; 0 where each block has its own."""
+        return 0 if self.offset else 1 << self.bits - 1
 
     @property
     def bits(self) -> int:
@@ -150,6 +159,8 @@ FORMATS = {
         Format("q4", 4, np.dtype("<u1"), block_bits=4, overflows_from=65520.0 * 8),
         Format("q5", 5, np.dtype("<u1"), block_bits=5, overflows_from=65520.0 * 16),
         Format("q6", 6, np.dtype("<u1"), block_bits=6, overflows_from=65520.0 * 32),
+        Format("q4_1", 7, np.dtype("<u1"), block_bits=4, offset="minimum", overflows_from=65520.0),
+        Format("q4z", 8, np.dtype("<u1"), block_bits=4, offset="zero", overflows_from=65520.0 * 7.5),
         Format("scale", 15, np.dtype("<f2"), row_align=8),
         Format("u32", 16, np.dtype("<u4")),
         Format("u64", 17, np.dtype("<u8")),

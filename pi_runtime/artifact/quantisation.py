@@ -7,12 +7,18 @@ scale s is rounded to binary16 before it is used:
     q4   s = −w* / m, then refitted        q = round(w / s) + 8 in 0…15        w ≈ ŵ = s (q − 8)
     q5   the same                          q = round(w / s) + 16 in 0…31       w ≈ ŵ = s (q − 16)
     q6   the same                          q = round(w / s) + 32 in 0…63       w ≈ ŵ = s (q − 32)
+    q4_1 s = (max w − min w) / m           q = round((w − b) / s) in 0…15      w ≈ ŵ = s q + b, rounded once
+    q4z  the same, the range with 0 in it  q = round(w / s) + z in 0…15        w ≈ ŵ = s (q − z)
 
-Let z be 8, 16 or 32. w* is the block's value of largest magnitude with its sign (of two equal ones, the negative). At
-m = z it becomes q − z = −z, the integer that has no counterpart above. m is the divisor z + d, d in `_DIVISORS`, with
-the least Σ (w − ŵ)². The refit is the least-squares scale Σ (q − z) w / Σ (q − z)² for the integers found; it is kept
-where its own error is smaller (in outline llama.cpp's make_qx_quants; docs/explanation/fidelity.md says what else was
-tried). Rounding is half to even.
+In the three with a constant z (8, 16 or 32) w* is the block's value of largest magnitude with its sign (of two equal
+ones, the negative). At m = z it becomes q − z = −z, the integer that has no counterpart above. m is the divisor z + d,
+d in `_DIVISORS`, with the least Σ (w − ŵ)². The refit is the least-squares scale Σ (q − z) w / Σ (q − z)² for the
+integers found; it is kept where its own error is smaller (in outline llama.cpp's make_qx_quants;
+docs/explanation/fidelity.md says what else was tried). Rounding is half to even.
+
+A block of q4_1 has a minimum b in binary16, one of q4z an integer zero z in 0…15. m is one of 15 + d;
+b = min w − s d / 2 and z = round((s d / 2 − min w) / s), so that the range lies in the middle of the grid. Then s, and
+b with it, are refitted by least squares, and kept where the error is smaller.
 All of this is elementwise float32 arithmetic in a fixed order, so the bytes are the same on every machine.
 
 Where the importance a of a column is given, as the mean square of what it is multiplied by (llama.cpp's importance
@@ -57,21 +63,25 @@ def quantise(fmt: Format, values: Array, importance: Array | None = None) -> tup
             a = np.tile(as_blocks(importance[None]), len(rows[piece]))
         stored[piece], scales[piece] = pack_blocks(fmt, *round_blocks(fmt, w, a), columns)
     leading = values.shape[:-1]
-    return stored.reshape(*leading, stored.shape[-1]), scales.reshape(*leading, scales.shape[-1])
+    return stored.reshape(*leading, *stored.shape[1:]), scales.reshape(*leading, *scales.shape[1:])
 
 
 def empty_stored(fmt: Format, shape: Sequence[int]) -> tuple[Array, Array]:
     """The stored arrays of a matrix (…, D), of `fmt` and of `scale`, all zero."""
     scale = FORMATS["scale"]
-    of_scales = scale.stored_shape((*shape[:-1], -(-shape[-1] // BLOCK)))
+    of_scales = scale.stored_shape((*shape[:-1], *((2,) if fmt.offset else ()), -(-shape[-1] // BLOCK)))
     return np.zeros(fmt.stored_shape(shape), fmt.stored), np.zeros(of_scales, scale.stored)
 
 
 def dequantise(fmt: Format, stored: Array, scales: Array, columns: int) -> Array:
-    """Convert stored arrays to float32 values (…, D): each the float32 product of scale and integer."""
-    blocks = -(-columns // BLOCK)
-    scale = np.repeat(scales[..., :blocks].astype(np.float32), BLOCK, axis=-1)[..., :columns]
-    return integers(fmt, stored, columns).astype(np.float32) * scale
+    """Convert stored arrays to float32 values (…, D): each the float32 product of scale and integer, which is exact,
+    and rounded once where a minimum is added."""
+    each = np.repeat(scales[..., : -(-columns // BLOCK)].astype(np.float32), BLOCK, axis=-1)[..., :columns]
+    q = integers(fmt, stored, columns).astype(np.float32)
+    if not fmt.offset:
+        return q * each
+    scale, offset = each[..., 0, :], each[..., 1, :]
+    return q * scale + offset if fmt.offset == "minimum" else (q - offset) * scale
 
 
 def as_stored(name: str, values: Array) -> Array:
@@ -83,13 +93,16 @@ def as_stored(name: str, values: Array) -> Array:
 
 
 def integers(fmt: Format, stored: Array, columns: int) -> Array:
-    """The signed integers (…, D) that multiply the scales, in the order of the columns: q of q8, q − z of others."""
+    """The signed integers (…, D) that multiply the scales, in the order of the columns: q of q8, q − z of others.
+
+    Where blocks have minima or zeros of their own, they are q.
+    """
     leading, blocks = stored.shape[:-1], -(-columns // BLOCK)
     grouped = blocks // GROUP * GROUP * BLOCK
     whole = fmt.row_nbytes(grouped)
     fours, rest = stored[..., :whole], stored[..., whole : fmt.row_nbytes(columns)]
     if fmt.bits < 8:
-        middle = np.uint8(1 << fmt.bits - 1)
+        middle = np.uint8(fmt.zero)
         runs = ((fours, GROUP * BLOCK), (rest, RUN))
         fours, rest = ((_split(part, run, fmt.bits) - middle).view(np.int8) for part, run in runs)
     q = fours.reshape(*leading, -1, BLOCK // FOUR, GROUP, FOUR).swapaxes(-3, -2).reshape(*leading, -1)
@@ -109,7 +122,12 @@ def as_blocks(rows: Array) -> Array:
 
 
 def round_blocks(fmt: Format, w: Array, importance: Array | None = None) -> tuple[Array, Array]:
-    """The signed integers (BLOCK, N) and scales (N,) of blocks; `importance` (BLOCK, N) weighs their squared errors."""
+    """The signed integers (BLOCK, N) and scales (N,) of blocks; `importance` (BLOCK, N) weighs their squared errors.
+
+    Where a block has a minimum or a zero, these and the scales are (2, N), and the integers are not below 0.
+    """
+    if fmt.offset:
+        return _with_offset(fmt, w, importance)
     return _q8(w) if fmt.bits == 8 else _symmetric(fmt, w, importance)
 
 
@@ -120,8 +138,8 @@ def nearest(fmt: Format, w: Array, scale: Array) -> Array:
 
 def bounds(fmt: Format) -> tuple[int, int]:
     """The least and the greatest integer that multiplies a scale."""
-    middle = 1 << fmt.bits - 1
-    return 1 - middle if fmt.bits == 8 else -middle, middle - 1
+    zero = fmt.zero
+    return 1 - zero if fmt.bits == 8 else -zero, (1 << fmt.bits) - 1 - zero
 
 
 def pack_blocks(fmt: Format, q: Array, scale: Array, columns: int) -> tuple[Array, Array]:
@@ -129,7 +147,9 @@ def pack_blocks(fmt: Format, q: Array, scale: Array, columns: int) -> tuple[Arra
     blocks = -(-columns // BLOCK)
     packed = _pack(fmt, q, blocks)
     stored, scales = empty_stored(fmt, (len(packed), columns))
-    stored[:, : packed.shape[-1]], scales[:, :blocks] = packed, scale.reshape(-1, blocks)
+    stored[:, : packed.shape[-1]] = packed
+    by_row = scale.reshape(2, -1, blocks).swapaxes(0, 1) if fmt.offset else scale.reshape(-1, blocks)
+    scales[..., :blocks] = by_row
     return stored, scales
 
 
@@ -157,6 +177,60 @@ def _symmetric(fmt: Format, w: Array, a: Array | None) -> tuple[Array, Array]:
     refitted = _quotient(w, fitted, lowest, highest)
     better = _squared_error(w, refitted, fitted, a) < least
     return np.where(better, refitted, q), np.where(better, fitted, scale)
+
+
+def _with_offset(fmt: Format, w: Array, a: Array | None) -> tuple[Array, Array]:
+    """The integers q, and the scales and minima or zeros."""
+    highest = np.float32(bounds(fmt)[1])
+    low, high = w.min(0), w.max(0)
+    if fmt.offset == "zero":
+        low, high = np.minimum(low, np.float32(0)), np.maximum(high, np.float32(0))
+    best, least = (np.zeros_like(w), np.zeros((2, w.shape[1]), np.float32)), np.full(w.shape[1], np.inf, np.float32)
+
+    def keep(scale: Array, offset: Array) -> None:
+        nonlocal best, least
+        q = _codes(fmt, w, scale, offset)
+        error = _squared_error(w, _raised(fmt, q, scale, offset), np.ones((), np.float32), a)
+        better = error < least
+        best = np.where(better, q, best[0]), np.where(better, np.stack([scale, offset]), best[1])
+        least = np.where(better, error, least)
+
+    for divisor in _DIVISORS:
+        scale = _rounded((high - low) / (highest + np.float32(divisor)))
+        shift = np.float32(divisor) / np.float32(2) * scale  # beyond the ends, or within them, on both sides alike
+        if fmt.offset == "minimum":
+            keep(scale, _rounded(low - shift))
+        else:
+            keep(scale, np.clip(np.rint((shift - low) / np.where(scale == 0, np.float32(np.inf), scale)), 0, highest))
+    keep(*_fitted(fmt, w, a, *best))
+    return best
+
+
+def _codes(fmt: Format, w: Array, scale: Array, offset: Array) -> Array:
+    """The integers that come nearest to values; 0, or the zero, where the scale is 0."""
+    inverse_of = np.where(scale == 0, np.float32(np.inf), scale)
+    q = (w - offset) / inverse_of if fmt.offset == "minimum" else np.rint(w / inverse_of) + offset
+    return np.clip(np.rint(q), *bounds(fmt))
+
+
+def _raised(fmt: Format, q: Array, scale: Array, offset: Array) -> Array:
+    """The values of integers."""
+    found: Array = q * scale + offset if fmt.offset == "minimum" else (q - offset) * scale
+    return found
+
+
+def _fitted(fmt: Format, w: Array, a: Array | None, q: Array, beside: Array) -> tuple[Array, Array]:
+    """The scale, and the minimum where there is one, with the least squares for the integers found."""
+    a = np.ones_like(w) if a is None else a
+    one = np.float32(1)
+    if fmt.offset == "zero":
+        q = q - beside[1]
+        norm = _sum(a * q * q)
+        return _rounded(_sum(a * q * w) / np.where(norm == 0, one, norm)), beside[1]
+    total, sum_q, sum_w = _sum(a), _sum(a * q), _sum(a * w)
+    norm = total * _sum(a * q * q) - sum_q * sum_q
+    scale = _rounded((total * _sum(a * q * w) - sum_q * sum_w) / np.where(norm == 0, one, norm))
+    return scale, _rounded((sum_w - scale * sum_q) / np.where(total == 0, one, total))
 
 
 def _rounded(scale: Array) -> Array:
@@ -192,7 +266,7 @@ def _pack(fmt: Format, q: Array, blocks: int) -> Array:
     """Pack integers (BLOCK, N) into stored rows without padding."""
     rows = q.astype(np.int8).T.reshape(-1, blocks * BLOCK)
     if fmt.bits < 8:
-        rows = (rows + np.int8(1 << fmt.bits - 1)).view(np.uint8)
+        rows = (rows + np.int8(fmt.zero)).view(np.uint8)
     grouped = blocks // GROUP * GROUP * BLOCK
     fours = rows[:, :grouped].reshape(len(rows), -1, GROUP, BLOCK // FOUR, FOUR).swapaxes(2, 3)
     head, rest = fours.reshape(len(rows), -1), rows[:, grouped:]

@@ -20,7 +20,7 @@ rows of `rest` a neuron, R predictor rank.
 
 `first` decides whether a neuron fires; `rest` is needed only when it does. Rows are neurons, expert by expert, and in
 each expert the hottest comes first; `down` has R rows an expert. Every matrix NAME […, D] of a block format is followed
-by NAME_scales […, ⌈D / 32⌉].
+by NAME_scales […, ⌈D / 32⌉], or […, 2, ⌈D / 32⌉] with its blocks' minima or zeros.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,7 +55,8 @@ class ArraySpec:
         """The array of scales beside this one, if its format has them."""
         if not FORMATS[self.format].quantised:
             return None
-        return ArraySpec("scale", (*self.shape[:-1], -(-self.shape[-1] // BLOCK)))
+        beside = (2,) if FORMATS[self.format].offset else ()
+        return ArraySpec("scale", (*self.shape[:-1], *beside, -(-self.shape[-1] // BLOCK)))
 
     @property
     def nbytes_with_scales(self) -> int:

@@ -56,7 +56,9 @@ class Stored:
         self.values = m.values
         # A copy starts where torch's memory does: at a multiple of 64 bytes.
         stored = torch.from_numpy(np.ascontiguousarray(m.stored)).view(DTYPES[fmt]).to(device, copy=True)
-        scales = None if m.scales is None else torch.from_numpy(m.scales).to(device, copy=True)
+        scales = (
+            None if m.scales is None else torch.from_numpy(m.scales.reshape(len(m.scales), -1)).to(device, copy=True)
+        )
         self.matrix = DeviceMatrix(fmt, stored, scales, values.shape[-1])
 
 

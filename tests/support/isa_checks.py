@@ -6,8 +6,6 @@ Prints that name. A process of its own, because the choice is made once; few ker
 import numpy as np
 
 from pi_runtime.artifact.footprint import BLOCK_SUM, input_nbytes, padded_width
-from pi_runtime.artifact.formats import FORMATS
-from pi_runtime.artifact.quantisation import bounds
 from pi_runtime.kernels import reference
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.data.matrix_view import RowList
@@ -16,7 +14,7 @@ from pi_runtime.kernels.ops import row_sums
 from pi_runtime.kernels.ops.block_sums import add_block_rows
 from pi_runtime.kernels.ops.linear import linear
 from support.rounding import product
-from support.stored import BLOCK_FORMATS, WEIGHT_FORMATS, StoredMatrix, ffn_layer, store, store_integers
+from support.stored import BLOCK_FORMATS, WEIGHT_FORMATS, StoredMatrix, ends, ffn_layer, store, store_integers
 from support.synthetic import small_decoder
 
 WIDTHS = (1, 33, 97, 225, 257, 700)
@@ -42,7 +40,7 @@ def check_products(fmt: str) -> None:
 
 def check_extremes(fmt: str) -> None:
     """The largest integers of either sign, where sums of pairs might saturate."""
-    for integer in bounds(FORMATS[fmt]):
+    for integer in ends(fmt):
         w, x_TD = store_integers(fmt, np.full((1, 300), integer), 1.0), np.full((2, 300), np.float32(127))
         x_TD[1] = -127
         wanted = integer * x_TD.sum(1, keepdims=True)

@@ -5,7 +5,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.formats import BLOCK
+from pi_runtime.artifact.formats import BLOCK, FORMATS
+from pi_runtime.artifact.quantisation import integers
 from support.stored import StoredMatrix
 
 F32 = npt.NDArray[np.float32]
@@ -54,7 +55,7 @@ def input_blocks(x_TD: F32) -> InputBlocks:
 
 
 def product(m: StoredMatrix, x_TD: F32) -> Exact:
-    """x Wᵀ (T, N). For q8 and q4, with x as bytes: Σ_b s_b t_b Σ_j w_j q_j.
+    """x Wᵀ (T, N). For block formats, with x as bytes: Σ_b s_b t_b Σ_j w_j q_j, and Σ_b m_b t_b Σ_j q_j for minima m.
 
     Kernels may keep the integer sums of four columns apart and add them as floats: each is one rounding of s t and one
     addition away from the total, through at most B + 20 additions.
@@ -65,13 +66,23 @@ def product(m: StoredMatrix, x_TD: F32) -> Exact:
     assert m.scales is not None
     q_TBJ, t_TB = input_blocks(x_TD)
     blocks = q_TBJ.shape[1]
-    s_NB = m.scales[:, :blocks].astype(np.float64)
+    f = FORMATS[m.format]
+    s_NB, offset_NB = m.beside(blocks)
     divisor = np.where(s_NB == 0, 1, s_NB)[..., None]
     w_NBJ = np.rint(blocks_of(m.values).astype(np.float64) / divisor).astype(np.int64)
+    if f.offset:
+        w_NBJ = blocks_of(integers(f, m.stored, m.values.shape[1])).astype(np.int64)
+        w_NBJ -= offset_NB[..., None].astype(np.int64) * (f.offset == "zero")
     fours = np.einsum("tbki,nbki->tnbk", q_TBJ.reshape(*q_TBJ.shape[:2], -1, 4), w_NBJ.reshape(*w_NBJ.shape[:2], -1, 4))
     scale_TNB = t_TB[:, None].astype(np.float64) * s_NB
     value = (scale_TNB * fours.sum(-1)).sum(-1)
     whole = np.abs(fours).sum(-1)
-    additions = blocks + 20
-    error = (additions + 2) * U * 1.01 * (np.abs(scale_TNB) * whole).sum(-1) + TINY * (whole.sum(-1) + additions)
+    additions, magnitude = blocks + 20, (np.abs(scale_TNB) * whole).sum(-1)
+    if f.offset == "minimum":
+        sums_TBK = q_TBJ.reshape(*q_TBJ.shape[:2], -1, 4).sum(-1)
+        minima_TNB = t_TB[:, None].astype(np.float64) * offset_NB
+        value += (minima_TNB * sums_TBK.sum(-1)[:, None]).sum(-1)
+        magnitude += (np.abs(minima_TNB) * np.abs(sums_TBK).sum(-1)[:, None]).sum(-1)
+        additions += blocks + 20
+    error = (additions + 2) * U * 1.01 * magnitude + TINY * (whole.sum(-1) + additions)
     return Exact(value, error)

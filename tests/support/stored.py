@@ -12,7 +12,7 @@ from pi_runtime.artifact.buffers import cpu_workspace
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import BLOCK_TOKENS, input_nbytes
 from pi_runtime.artifact.formats import BLOCK, FORMATS, WEIGHT_FORMATS
-from pi_runtime.artifact.quantisation import dequantise, quantise
+from pi_runtime.artifact.quantisation import bounds, dequantise, quantise
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.sizes import PARTS, array_specs, is_scales, without_scales
 from pi_runtime.kernels import reference
@@ -37,6 +37,7 @@ __all__ = [
     "Layer",
     "LayerWeights",
     "StoredMatrix",
+    "ends",
     "ffn_layer",
     "guarded_workspace",
     "packed_signs",
@@ -72,6 +73,12 @@ class StoredMatrix:
     def scales_address(self) -> int:
         return 0 if self.scales is None else int(self.scales.ctypes.data)
 
+    def beside(self, blocks: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """The scales of the blocks (N, B), and their minima or zeros, 0 where there are none."""
+        assert self.scales is not None
+        found = self.scales[..., :blocks].astype(np.float64)
+        return (found[:, 0], found[:, 1]) if FORMATS[self.format].offset else (found, np.zeros_like(found))
+
     @property
     def view(self) -> Any:
         """The matrix as kernels take it."""
@@ -88,29 +95,40 @@ def store(fmt: str, values: npt.ArrayLike) -> StoredMatrix:
     return StoredMatrix(fmt, stored, np.ascontiguousarray(f.decode(stored, values.shape[-1])))
 
 
+def ends(fmt: str) -> tuple[int, int]:
+    """The least and the greatest signed integer that `store_integers` takes."""
+    return (-8, 7) if FORMATS[fmt].offset else bounds(FORMATS[fmt])
+
+
 def store_integers(fmt: str, q_ND: npt.ArrayLike, scale: npt.ArrayLike) -> StoredMatrix:
-    """Put together a matrix of a block format byte by byte, from signed integers and scales."""
+    """Put together a matrix of a block format byte by byte, from signed integers and scales.
+
+    Zeros are 8, and minima −8 times the scales.
+    """
     q_ND = np.asarray(q_ND, np.int64)
     rows, columns = q_ND.shape
     f, blocks = FORMATS[fmt], -(-columns // BLOCK)
+    zero = 8 if f.offset else f.zero
     stored = np.zeros(f.stored_shape((rows, columns)), f.stored)
     if f.bits < 8 and columns % BLOCK:  # whole blocks are stored
         q_ND = np.pad(q_ND, ((0, 0), (0, -columns % BLOCK)))
-    scales = np.zeros(FORMATS["scale"].stored_shape((rows, blocks)), np.float16)
-    scales[:, :blocks] = scale
+    beside = np.zeros(FORMATS["scale"].stored_shape((rows, 2, blocks)), np.float16)
+    beside[:, 0, :blocks] = scale
+    if f.offset:
+        beside[:, 1, :blocks] = 8 if f.offset == "zero" else -8 * beside[:, 0, :blocks]
     for column, q_N in enumerate(q_ND.T):
         index, run = _stored_index(column, blocks)
         if fmt == "q8":
             stored[:, index] = q_N
             continue
-        code_N, inside = (q_N + (1 << f.bits - 1)).astype(np.uint8), index % run
+        code_N, inside = (q_N + zero).astype(np.uint8), index % run
         at = (index - inside) * f.bits // 8
         stored[:, at + inside % (run // 2)] |= (code_N & 15) << 4 * (inside // (run // 2))
         if f.bits > 4:
             upper, nbytes = f.bits - 4, run * (f.bits - 4) // 8
             stored[:, at + run // 2 + inside % nbytes] |= code_N >> 4 << upper * (inside // nbytes)
-    values = q_ND[:, :columns] * np.repeat(scales[:, :blocks].astype(np.float32), BLOCK, -1)[:, :columns]
-    return StoredMatrix(fmt, stored, values.astype(np.float32), scales)
+    values = q_ND[:, :columns] * np.repeat(beside[:, 0, :blocks].astype(np.float32), BLOCK, -1)[:, :columns]
+    return StoredMatrix(fmt, stored, values.astype(np.float32), beside if f.offset else beside[:, 0].copy())
 
 
 def _stored_index(column: int, blocks: int) -> tuple[int, int]:

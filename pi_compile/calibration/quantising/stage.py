@@ -9,8 +9,8 @@ Queries, keys and values are rounded by the mean squares of their inputs alone: 
 error of the key that all look at counts more than its part of the mean square. Errors of all other matrices are made
 good (`compensation`).
 
-Only `coarse` formats are rounded so; the embedding and the head are not, because the rows of one are inputs too,
-and the other is read whole for each token and is best kept in q8.
+Only formats below 8 bits without minima or zeros are rounded so; the embedding and the head are not, because the rows
+of one are inputs too, and the other is read whole for each token and is best kept in q8.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -53,8 +53,13 @@ REST = "ffn/rest"
 
 
 def coarse(fmt: Format) -> bool:
-    """Whether errors of this format are worth making good: a block format below 8 bits."""
+    """Whether errors of this format count: a block format below 8 bits."""
     return fmt.quantised and fmt.bits < 8
+
+
+def _made_good(fmt: Format) -> bool:
+    """Whether errors of this format are made good; a grid that is no multiple of one scale is not rounded to."""
+    return coarse(fmt) and not fmt.offset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +80,13 @@ class QuantiseSpec:
     def arrays(self, layer: int) -> dict[str, Format]:
         """The matrices of a layer that are rounded, with their formats."""
         named = ((name, self.formats.get(f"layers/{layer}/{name}", self.formats[p])) for name, p in MATRICES.items())
-        return {name: FORMATS[fmt] for name, fmt in named if coarse(FORMATS[fmt])}
+        return {name: FORMATS[fmt] for name, fmt in named if _made_good(FORMATS[fmt])}
 
     @property
     def rounds(self) -> bool:
         """Whether any matrix may be rounded."""
         named = {name for name in self.formats if name.startswith("layers/")}
-        return any(coarse(FORMATS[self.formats[name]]) for name in named.union(MATRICES.values()))
+        return any(_made_good(FORMATS[self.formats[name]]) for name in named.union(MATRICES.values()))
 
 
 def memory_bytes(d: Decoder, spec: QuantiseSpec) -> int:

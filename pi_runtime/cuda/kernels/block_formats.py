@@ -31,6 +31,8 @@ from pi_runtime.cuda.kernels.matrix import WORDS_PER_GROUP
 _Q4 = tl.constexpr(FORMATS["q4"].code)
 _WORDS_PER_GROUP = {FORMATS[name].code: words for name, words in WORDS_PER_GROUP.items()}
 _UPPER_BITS = {fmt.code: max(fmt.block_bits - 4, 0) if fmt.block_bits < 8 else 0 for fmt in FORMATS.values()}
+_ZEROS = {fmt.code: fmt.zero for fmt in FORMATS.values()}
+_OFFSETS = {fmt.code: fmt.offset for fmt in FORMATS.values()}
 _OWN = tl.constexpr(24.0)
 _BEYOND = tl.constexpr(24.0 + 0x4180 / 2**19 - 2**-12)
 _PART = tl.constexpr(2.0**-16)
@@ -46,6 +48,24 @@ def in_blocks(fmt):
 def upper_bits(fmt):
     """Bits of an integer that do not lie with its lower four."""
     return _UPPER_BITS[fmt]
+
+
+@triton.constexpr_function
+def zero_of(fmt):
+    """The stored integer that stands for 0, where blocks have no offsets of their own."""
+    return _ZEROS[fmt]
+
+
+@triton.constexpr_function
+def has_offsets(fmt):
+    """Whether blocks have minima or zeros of their own."""
+    return _OFFSETS[fmt] != ""
+
+
+@triton.constexpr_function
+def has_zeros(fmt):
+    """Whether blocks have zeros of their own."""
+    return _OFFSETS[fmt] == "zero"
 
 
 @triton.constexpr_function
@@ -120,6 +140,20 @@ def word_scales(m, row_R, word_W, mask_RW):
 
 
 @triton.jit
+def word_minima(m, row_R, word_W, mask_RW, scale_RW):
+    """[R, W] what the words' blocks have added to scale · integer; 0 where the format adds nothing."""
+    minima_RW = 0.0
+    if has_offsets(m.fmt):
+        PER: tl.constexpr = words_per_group(m.fmt)
+        block_W = tl.max_contiguous(word_W // PER * 8 + word_W % 8, 4)
+        at_R1 = (row_R.to(tl.int64) * m.scales_stride + m.offsets)[:, None]
+        minima_RW = tl.load(m.scales + at_R1 + block_W[None, :], mask=mask_RW, other=0.0).to(tl.float32)
+        if has_zeros(m.fmt):
+            minima_RW *= -scale_RW  # exact
+    return minima_RW
+
+
+@triton.jit
 def _byte(word, J: tl.constexpr):
     """Byte J of a word of q8 as a number."""
     return ((word << (24 - 8 * J)) >> 24).to(tl.float32)
@@ -127,12 +161,12 @@ def _byte(word, J: tl.constexpr):
 
 @triton.jit
 def _integer(m, word, upper, BIT: tl.constexpr):
-    """The number u − z whose lower bits are the nibble at bit BIT of a word, by itself."""
+    """The number u − z whose lower bits are the nibble at bit BIT of a word; u where blocks have offsets."""
     BITS: tl.constexpr = upper_bits(m.fmt)
     u = (word >> BIT) & 15
     if BITS:
         u += ((upper >> BIT) & (1 << BITS) - 1) << 4
-    return (u - (8 << BITS)).to(tl.float32)
+    return (u - zero_of(m.fmt)).to(tl.float32)
 
 
 @triton.jit
@@ -172,10 +206,11 @@ def _add_pair(low_sum_RW, high_sum_RW, h_RW, w_RW, BIT: tl.constexpr, nibble_mas
 
 
 @triton.jit
-def add_words(m, w_RW, upper_RW, h_RW, nibble_mask, h_sum_RW, sums_RW):
+def add_words(m, w_RW, upper_RW, h_RW, added_RW, nibble_mask, h_sum_RW, sums_RW):
     """Running sums of h times each number of a word: four for its first run, and four for its second.
 
-    `h_RW` includes the scales. The sums of q4 include what its numbers are raised by, until `added_words` subtracts it.
+    `h_RW` includes the scales, and `added_RW` is h times the minima. The sums of q4 include what its numbers are raised
+    by, and the others lack the minima, until `added_words` makes up for it.
     """
     s0_RW, s1_RW, s2_RW, s3_RW, s4_RW, s5_RW, s6_RW, s7_RW = sums_RW
     if m.fmt == _Q4:
@@ -185,6 +220,8 @@ def add_words(m, w_RW, upper_RW, h_RW, nibble_mask, h_sum_RW, sums_RW):
         s4_RW, s6_RW = _add_pair(s4_RW, s6_RW, h_RW, w_RW, 4, nibble_mask)
         s5_RW, s7_RW = _add_pair(s5_RW, s7_RW, h_RW, w_RW, 12, nibble_mask)
     else:
+        if has_offsets(m.fmt):
+            h_sum_RW += added_RW
         q0_RW, q1_RW, q2_RW, q3_RW = word_run(m, w_RW, upper_RW, 0)
         s0_RW += h_RW * q0_RW
         s1_RW += h_RW * q1_RW
@@ -207,13 +244,16 @@ def _pair_sums(low, high, h):
 
 @triton.jit
 def added_words(m, h_sum_RW, sums_RW):
-    """The sums of `add_words`, less the offset that q4's numbers have in them."""
+    """The sums of `add_words`, less what q4's numbers are raised by, and with the minima of others."""
     s0_RW, s1_RW, s2_RW, s3_RW, s4_RW, s5_RW, s6_RW, s7_RW = sums_RW
     if m.fmt == _Q4:
         s2_RW, s0_RW = _pair_sums(s0_RW, s2_RW, h_sum_RW)
         s3_RW, s1_RW = _pair_sums(s1_RW, s3_RW, h_sum_RW)
         s6_RW, s4_RW = _pair_sums(s4_RW, s6_RW, h_sum_RW)
         s7_RW, s5_RW = _pair_sums(s5_RW, s7_RW, h_sum_RW)
+    if has_offsets(m.fmt):
+        s0_RW, s1_RW, s2_RW, s3_RW = s0_RW + h_sum_RW, s1_RW + h_sum_RW, s2_RW + h_sum_RW, s3_RW + h_sum_RW
+        s4_RW, s5_RW, s6_RW, s7_RW = s4_RW + h_sum_RW, s5_RW + h_sum_RW, s6_RW + h_sum_RW, s7_RW + h_sum_RW
     return (s0_RW, s1_RW, s2_RW, s3_RW), (s4_RW, s5_RW, s6_RW, s7_RW)
 
 
@@ -276,4 +316,7 @@ def word_dots(m, row_R, mask_R, x, R: tl.constexpr, W: tl.constexpr):
                 x4_W, x5_W, x6_W, x7_W = _runs(x, first_Q + 16, limit, W)
                 sum_RW += _run_dots(m, w_RW, upper_RW, 1, x4_W, x5_W, x6_W, x7_W)
         sums_RW += sum_RW * scale_RW
+        if has_offsets(m.fmt):
+            x_W = ((x0_W + x1_W) + (x2_W + x3_W)) + ((x4_W + x5_W) + (x6_W + x7_W))
+            sums_RW += word_minima(m, row_R, word_W, mask_RW, scale_RW) * x_W[None, :]
     return tl.sum(sums_RW, 1)

@@ -8,9 +8,11 @@ import triton
 import triton.language as tl
 
 from pi_runtime.cuda.kernels.block_formats import (
+    has_offsets,
     runs_per_word,
     upper_tile,
     word_column,
+    word_minima,
     word_run,
     word_scales,
     word_tile,
@@ -66,11 +68,14 @@ def _dequantise_words(
     mask_RW = mask_R[:, None] & (word_W < words_of(m))[None, :]
     w_RW, upper_RW = word_tile(m, row_R, word_W, mask_RW), upper_tile(m, row_R, word_W, mask_RW)
     scale_RW = word_scales(m, row_R, word_W, mask_RW)
+    minima_RW = word_minima(m, row_R, word_W, mask_RW, scale_RW)
     at_R = token_R.to(tl.int64) * y_stride
     for run in tl.static_range(runs_per_word(m.fmt)):
         # Each word's run of four neighbouring columns.
         q0_RW, q1_RW, q2_RW, q3_RW = word_run(m, w_RW, upper_RW, run)
         w_RW4 = tl.join(tl.join(q0_RW * scale_RW, q2_RW * scale_RW), tl.join(q1_RW * scale_RW, q3_RW * scale_RW))
+        if has_offsets(m.fmt):
+            w_RW4 += minima_RW[:, :, None, None]
         column_W4 = (word_column(m, word_W) + 16 * run)[:, None] + tl.arange(0, 4)[None, :]
         at_RW4 = y + at_R[:, None, None] + column_W4[None, :, :]
         mask_RW4 = mask_RW[:, :, None] & (column_W4 < m.columns)[None, :, :]

@@ -17,6 +17,7 @@ from pi_runtime.cuda.kernels.block_formats import (
     runs_per_word,
     upper_tile,
     word_column,
+    word_minima,
     word_scales,
     word_tile,
     words_of,
@@ -103,9 +104,10 @@ def _gathered_axpy_words(
             row_R = list_entry(listed, token, n_R, mask_R)
             mask_RW = mask_R[:, None] & mask_W[None, :]
             w_RW, upper_RW = word_tile(m, row_R, word_W, mask_RW), upper_tile(m, row_R, word_W, mask_RW)
-            h_RW = word_scales(m, row_R, word_W, mask_RW)
-            h_RW *= tl.load(h + n_R, mask=mask_R, other=0.0)[:, None]
-            h_sum_RW, sums_RW = add_words(m, w_RW, upper_RW, h_RW, nibble_mask, h_sum_RW, sums_RW)
+            scale_RW = word_scales(m, row_R, word_W, mask_RW)
+            h_R1 = tl.load(h + n_R, mask=mask_R, other=0.0)[:, None]
+            h_RW, added_RW = scale_RW * h_R1, word_minima(m, row_R, word_W, mask_RW, scale_RW) * h_R1
+            h_sum_RW, sums_RW = add_words(m, w_RW, upper_RW, h_RW, added_RW, nibble_mask, h_sum_RW, sums_RW)
     first_RW, second_RW = added_words(m, h_sum_RW, sums_RW)
     out, column_W = sums + (token * SPLITS + tl.program_id(1)) * m.columns, word_column(m, word_W)
     if runs_per_word(m.fmt) == 2:

@@ -39,6 +39,8 @@ class StoredRows(NamedTuple):
     stride: int
     """Elements from one row to the next."""
     scales_stride: int
+    offsets: int
+    """Elements from a block's scale to its minimum or zero."""
     rows: int
     columns: int
     width: int
@@ -55,7 +57,7 @@ class DeviceMatrix:
     values: torch.Tensor
     """(rows, stored width); rows need not follow each other without a gap."""
     scales: torch.Tensor | None
-    """(rows, ⌈columns / 32⌉ and padding), float16; None where the format has none."""
+    """(rows, ⌈columns / 32⌉ and padding), float16, and as many minima or zeros; None where the format has none."""
     columns: int
 
     def __post_init__(self) -> None:
@@ -68,10 +70,9 @@ class DeviceMatrix:
     def stored(self) -> StoredRows:
         """The matrix as an argument of a kernel."""
         scales_stride = 0 if self.scales is None else self.scales.stride(0)
-        fmt = tl.constexpr(FORMATS[self.format].code)
-        return StoredRows(
-            self.values, self.scales, self.values.stride(0), scales_stride, self.rows, self.columns, self.width, fmt
-        )
+        offsets = 0 if self.scales is None else self.scales.shape[1] // 2
+        fmt, strides = tl.constexpr(FORMATS[self.format].code), (self.values.stride(0), scales_stride)
+        return StoredRows(self.values, self.scales, *strides, offsets, self.rows, self.columns, self.width, fmt)
 
     @property
     def rows(self) -> int:

@@ -8,7 +8,15 @@ import triton
 import triton.language as tl
 
 from pi_runtime.artifact.formats import FORMATS
-from pi_runtime.cuda.kernels.block_formats import groups_of, in_blocks, upper_bits, words_per_group
+from pi_runtime.cuda.kernels.block_formats import (
+    groups_of,
+    has_offsets,
+    has_zeros,
+    in_blocks,
+    upper_bits,
+    words_per_group,
+    zero_of,
+)
 from pi_runtime.cuda.kernels.matrix import VALUES_PER_ELEMENT
 
 _Q8 = tl.constexpr(FORMATS["q8"].code)
@@ -99,11 +107,18 @@ def element_weights(m, stored_RC, row_R, mask_R, element_C, column_C, VALUE: tl.
         integer_RC = (stored_RC & 15).to(tl.int32) if VALUE == 0 else (stored_RC >> 4).to(tl.int32)
         if upper_bits(m.fmt):
             integer_RC += _upper_tile(m, row_R, mask_R, element_C, VALUE)
-        weight_RC = (integer_RC - (8 << upper_bits(m.fmt))).to(tl.float32)
+        weight_RC = (integer_RC - zero_of(m.fmt)).to(tl.float32)
     else:
         weight_RC = stored_RC.to(tl.float32)
     if in_blocks(m.fmt):
         at_R1 = (row_R.to(tl.int64) * m.scales_stride)[:, None]
         mask_RC = mask_R[:, None] & (column_C < m.columns)[None, :]
-        weight_RC *= tl.load(m.scales + at_R1 + (column_C // 32)[None, :], mask=mask_RC, other=0.0).to(tl.float32)
+        at_RC = m.scales + at_R1 + (column_C // 32)[None, :]
+        if has_offsets(m.fmt):
+            offset_RC = tl.load(at_RC + m.offsets, mask=mask_RC, other=0.0).to(tl.float32)
+        if has_zeros(m.fmt):
+            weight_RC -= offset_RC
+        weight_RC *= tl.load(at_RC, mask=mask_RC, other=0.0).to(tl.float32)
+        if has_offsets(m.fmt) and not has_zeros(m.fmt):
+            weight_RC += offset_RC
     return weight_RC

@@ -71,9 +71,9 @@ class WeightStreamer:
         def matrix(name: str) -> DeviceMatrix:
             entry = manifest.arrays[f"layers/{layer}/ffn/{name}"]
             rows = count * prod(entry.shape[1:-1])
-            scales = buffer.arrays.get(scales_name(name))
-            values = buffer.arrays[name][:rows]
-            return DeviceMatrix(entry.format, values, None if scales is None else scales[:rows], entry.shape[-1])
+            whole, scales = buffer.arrays[name], buffer.arrays.get(scales_name(name))
+            by_row = None if scales is None else scales.view(len(whole), -1)[:rows]
+            return DeviceMatrix(entry.format, whole[:rows], by_row, entry.shape[-1])
 
         def bias(name: str) -> torch.Tensor | None:
             return buffer.arrays[name][:count] if name in buffer.arrays else None

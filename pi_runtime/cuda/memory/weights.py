@@ -28,9 +28,9 @@ class DeviceWeights:
     columns: dict[str, int]
 
     def matrix(self, name: str) -> DeviceMatrix:
-        return DeviceMatrix(
-            self.formats[name], self.arrays[name], self.arrays.get(scales_name(name)), self.columns[name]
-        )
+        values, scales = self.arrays[name], self.arrays.get(scales_name(name))
+        by_row = None if scales is None else scales.view(len(values), -1)
+        return DeviceMatrix(self.formats[name], values, by_row, self.columns[name])
 
     def vector(self, name: str) -> torch.Tensor | None:
         """float32 numbers; None if the model has no such array."""

@@ -27,6 +27,7 @@ Bytes = npt.NDArray[np.int8]
 
 F32, F16, BF16 = (FORMATS[name].code for name in ("f32", "f16", "bf16"))
 _WEIGHTS = [FORMATS[name] for name in WEIGHT_FORMATS]
+_WITH_OFFSETS = tuple(f.code for f in _WEIGHTS if f.offset)
 _QUANTISED = tuple(f.code for f in _WEIGHTS if f.quantised)
 _BITS_F = np.array([f.bits for f in _WEIGHTS])
 """Bits of a value, by the codes of the weight formats."""
@@ -107,6 +108,8 @@ class MatrixView(NamedTuple):
     scales_stride: int
     """From one row's scales to the next row's."""
     columns: int
+    offsets: int
+    """Bytes from a block's scale to its minimum or zero; 0 where the format has none."""
     slots: int
     """The address of an int64 for each row, which says where its values are: at that many strides. 0: rows lie in
     order. Scales always do."""
@@ -164,21 +167,25 @@ def row_stride(fmt: int, columns: int) -> int:
 
 
 @public
-def scales_stride(columns: int) -> int:
-    """Bytes from one row's scales to the next row's: two a block, padded to a multiple of eight."""
+def scales_nbytes(columns: int) -> int:
+    """Bytes of one row's scales, and of its minima or zeros: two a block, padded to a multiple of eight."""
     return (columns + 4 * BLOCK - 1) // (4 * BLOCK) * 8
 
 
 @public
 def matrix(fmt: int, values: int, scales: int, columns: int) -> MatrixView:
     """The view of a whole stored matrix."""
-    return MatrixView(fmt, values, scales, row_stride(fmt, columns), scales_stride(columns), columns, 0)
+    beside = scales_nbytes(columns)
+    offsets = beside if fmt in _WITH_OFFSETS else 0
+    return MatrixView(fmt, values, scales, row_stride(fmt, columns), beside + offsets, columns, offsets, 0)
 
 
 @public
 def in_slots(m: MatrixView, slots: int, stride: int) -> MatrixView:
     """The matrix with its rows in slots at this distance, or as it is where `slots` is 0."""
-    return MatrixView(m.fmt, m.values, m.scales, m.stride if slots == 0 else stride, m.scales_stride, m.columns, slots)
+    return MatrixView(
+        m.fmt, m.values, m.scales, m.stride if slots == 0 else stride, m.scales_stride, m.columns, m.offsets, slots
+    )
 
 
 @device
@@ -191,21 +198,21 @@ def values_of_row(m: MatrixView, row: int) -> int:
 def strided_rows(m: MatrixView, step: int, first: int) -> MatrixView:
     """The rows first, first + step, first + 2 · step, …; of rows in slots, each slot has `step` rows."""
     values, scales = m.values + first * m.stride, m.scales + first * m.scales_stride
-    return MatrixView(m.fmt, values, scales, step * m.stride, step * m.scales_stride, m.columns, m.slots)
+    return MatrixView(m.fmt, values, scales, step * m.stride, step * m.scales_stride, m.columns, m.offsets, m.slots)
 
 
 @public
 def rows_from(m: MatrixView, first: int) -> MatrixView:
     """The rows from `first` on, which lie in order."""
     values, scales = m.values + first * m.stride, m.scales + first * m.scales_stride
-    return MatrixView(m.fmt, values, scales, m.stride, m.scales_stride, m.columns, 0)
+    return MatrixView(m.fmt, values, scales, m.stride, m.scales_stride, m.columns, m.offsets, 0)
 
 
 @public
 def columns_from(m: MatrixView, first: int, columns: int) -> MatrixView:
     """So many columns from `first` on, which is a multiple of 256."""
     values, scales = m.values + first * _BITS_F[m.fmt] // 8, m.scales + first // BLOCK * 2
-    return MatrixView(m.fmt, values, scales, m.stride, m.scales_stride, columns, m.slots)
+    return MatrixView(m.fmt, values, scales, m.stride, m.scales_stride, columns, m.offsets, m.slots)
 
 
 @public

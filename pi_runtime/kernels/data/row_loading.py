@@ -31,6 +31,7 @@ from pi_runtime.kernels.data.weight_formats import (
     BLOCK_FORMATS,
     GROUP_COLUMNS,
     BlockFormat,
+    block_weight,
     float_weight,
     integer_weight,
 )
@@ -52,29 +53,47 @@ def load_row(m: MatrixView, row: int, first: int, out_D: Floats) -> None:
     """out ← the columns of one row from `first` on, as float32; `first` is a multiple of 256."""
     values = values_of_row(m, row)
     if is_quantised(m.fmt):
-        _load_blocks(m, values, m.scales + row * m.scales_stride, first // BLOCK, out_D)
+        _load_blocks(m, values, row, first // BLOCK, out_D)
     else:
         for j in range(out_D.shape[0]):
             out_D[j] = float_weight(m.fmt, values, first + j)
 
 
 @device
-def _load_blocks(m: MatrixView, values: int, scales: int, start: int, out_D: Floats) -> None:
+def scale_of(m: MatrixView, row: int, block: int) -> np.float32:
+    """The scale of a block."""
+    return half_to_float(carray(pointer_of(m.scales + row * m.scales_stride + 2 * block), (1,), np.uint16)[0])
+
+
+@device
+def offset_of(m: MatrixView, row: int, block: int) -> np.float32:
+    """The minimum or the zero of a block; 0 where it has none."""
+    if m.offsets == 0:
+        return np.float32(0)
+    at = m.scales + row * m.scales_stride + m.offsets + 2 * block
+    return half_to_float(carray(pointer_of(at), (1,), np.uint16)[0])
+
+
+@device
+def _load_blocks(m: MatrixView, values: int, row: int, start: int, out_D: Floats) -> None:
     """Load blocks from block `start` on, which begins a group."""
     n, blocks, done = out_D.shape[0], (m.columns + BLOCK - 1) // BLOCK, 0
-    scale_B = carray(pointer_of(scales), (blocks,), np.uint16)
+    scales = m.scales + row * m.scales_stride
     if _HAS_VECTORS:
         # The loop below takes a group that is wanted only in part.
         groups = min(n // GROUP_COLUMNS, blocks // 8 - start // 8)
-        _load_groups(m.fmt, values, scales, start // 8, groups, address_of(out_D))
+        _load_groups(m.fmt, values, scales, m.offsets, start // 8, groups, address_of(out_D))
         done = GROUP_COLUMNS * groups
     for j in range(done, n):
         column = start * BLOCK + j
         q = integer_weight(m.fmt, values, stored_index(column, blocks), blocks)
-        out_D[j] = half_to_float(scale_B[column // BLOCK]) * np.float32(q)
+        block = column // BLOCK
+        out_D[j] = block_weight(m.fmt, np.float32(q), scale_of(m, row, block), offset_of(m, row, block))
 
 
-def _emit_groups(f: BlockFormat, b: Any, row: Any, scales: Any, first: Any, groups: Any, out: Any) -> None:
+def _emit_groups(
+    f: BlockFormat, b: Any, row: Any, scales: Any, offsets: Any, first: Any, groups: Any, out: Any
+) -> None:
     """Emit the loop over groups for one format."""
     row, scales, out = (v.pointer(b, address) for address in (row, scales, out))
     with cgutils.for_range(b, groups) as loop:
@@ -83,17 +102,20 @@ def _emit_groups(f: BlockFormat, b: Any, row: Any, scales: Any, first: Any, grou
         read = [f.signed(b, run, k, 32) for k in range(0, GROUP_COLUMNS // f.per_byte, 32)]
         parts = zip(*read, strict=True)  # all of the first part come before all of the second
         fours = v.transpose(b, [b.bitcast(w_J, v.vec(v.I32, 8)) for part in parts for w_J in part])
-        s_B = f.scales(b, [scales], b.mul(group, v.offset(8)), 8)
+        beside = f.beside(b, [scales], offsets, b.mul(group, v.offset(8)), 8)
         for block, w_Q in enumerate(fours):
-            scale, w_J = v.shuffle(b, s_B, s_B, [block] * 8), b.bitcast(w_Q, v.vec(v.I8, 32))
+            scale, offset = (v.shuffle(b, s_B, s_B, [block] * 8) for s_B in beside)
+            w_J = b.bitcast(w_Q, v.vec(v.I8, 32))
             for k in range(0, BLOCK, 8):
                 eight = b.sext(v.shuffle(b, w_J, w_J, range(k, k + 8)), v.vec(v.I32, 8))
-                value = b.fmul(b.sitofp(eight, v.vec(v.F32, 8)), scale)
+                value = f.value(b, b.sitofp(eight, v.vec(v.F32, 8)), scale, offset)
                 v.store(b, value, out, b.add(at, v.offset(4 * (block * BLOCK + k))))
 
 
 @intrinsic
-def _load_groups(typing_context: Any, fmt: Any, row: Any, scales: Any, first: Any, groups: Any, out: Any) -> Any:
+def _load_groups(
+    typing_context: Any, fmt: Any, row: Any, scales: Any, offsets: Any, first: Any, groups: Any, out: Any
+) -> Any:
     """Load whole groups from group `first` on as float32, in the order of their columns."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
@@ -101,10 +123,10 @@ def _load_groups(typing_context: Any, fmt: Any, row: Any, scales: Any, first: An
         v.switch(b, fmt, {code: partial(_emit_groups, f, b, *values) for code, f in BLOCK_FORMATS.items()})
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 6), generate
+    return types.void(*[types.intp] * 7), generate
 
 
-def _emit_single(f: BlockFormat, b: Any, row: Any, block: Any, scale: Any, out: Any) -> None:
+def _emit_single(f: BlockFormat, b: Any, row: Any, block: Any, scale: Any, offset: Any, out: Any) -> None:
     """Emit the loading of one block outside the groups for one format."""
     # Groups have an even number of blocks, so that blocks share bytes in the same way here.
     which = b.urem(block, v.offset(f.per_byte))
@@ -113,11 +135,12 @@ def _emit_single(f: BlockFormat, b: Any, row: Any, block: Any, scale: Any, out: 
     for k, part in enumerate(parts[1:], 1):
         q_J = b.select(b.icmp_signed("==", which, v.offset(k)), part, q_J)
     floats = b.sitofp(b.sext(q_J, v.vec(v.I32, BLOCK)), v.vec(v.F32, BLOCK))
-    v.store(b, b.fmul(v.splat(b, scale, BLOCK), floats), v.pointer(b, out), v.offset(0))
+    value = f.value(b, floats, v.splat(b, scale, BLOCK), v.splat(b, offset, BLOCK))
+    v.store(b, value, v.pointer(b, out), v.offset(0))
 
 
 @intrinsic
-def load_single_block(typing_context: Any, fmt: Any, row: Any, block: Any, scale: Any, out: Any) -> Any:
+def load_single_block(typing_context: Any, fmt: Any, row: Any, block: Any, scale: Any, offset: Any, out: Any) -> Any:
     """Load a block outside the groups of a row as float32: its columns lie one after the other."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
@@ -125,4 +148,4 @@ def load_single_block(typing_context: Any, fmt: Any, row: Any, block: Any, scale
         v.switch(b, fmt, {code: partial(_emit_single, f, b, *values) for code, f in BLOCK_FORMATS.items()})
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.intp, types.float32, types.intp), generate
+    return types.void(*[types.intp] * 3, *[types.float32] * 2, types.intp), generate

@@ -15,9 +15,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pi_runtime.artifact.formats import BLOCK, FORMATS
+from pi_runtime.artifact.formats import BLOCK, FORMATS, Format
 from pi_runtime.kernels.codegen import float16
 from pi_runtime.kernels.codegen import simd as v
 from pi_runtime.kernels.codegen.isa import ISA
@@ -72,6 +73,9 @@ class Run(NamedTuple):
 class BlockFormat(ABC):
     """Integers in blocks of `BLOCK` columns that share a scale; a weight is scale · (stored integer − `zero`).
 
+    Where blocks have an `offset` of their own, `zero` is 0: a minimum is added to scale · integer, a zero is subtracted
+    from the integer.
+
     The integers of a run lie in `per_byte` parts: byte k holds index k of each part (see `artifact.formats`).
     """
 
@@ -83,6 +87,8 @@ class BlockFormat(ABC):
     """Whether `factors` are unsigned bytes, as `unpack` gives them, or signed ones."""
     per_byte: int
     """Weights that share a byte."""
+    offset = ""
+    """What blocks have beside their scales: nothing, a "minimum" or a "zero"."""
 
     @abstractmethod
     def unpack(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
@@ -130,6 +136,29 @@ class BlockFormat(ABC):
         found = v.join(b, [v.load(b, row, b.mul(block, v.offset(2)), v.vec(v.HALF, n)) for row in rows])
         return b.fpext(found, v.vec(v.F32, n * len(rows)))
 
+    def beside(self, b: Any, rows: Sequence[Any], offsets: Any, block: Any, n: int) -> tuple[Any, Any]:
+        """The scales of n blocks from `block` on, of some rows side by side, as float32; and their minima or zeros,
+        which lie `offsets` bytes behind them, or the scales again where they have none."""
+        scales = self.scales(b, rows, block, n)
+        if not self.offset:
+            return scales, scales
+        return scales, self.scales(b, [b.gep(row, [offsets]) for row in rows], block, n)
+
+    def value(self, b: Any, q: Any, scale: Any, offset: Any) -> Any:
+        """Signed integers, as float32, as weights."""
+        if self.offset == "zero":
+            q = b.fsub(q, offset)
+        product = b.fmul(q, scale)
+        return b.fadd(product, offset) if self.offset == "minimum" else product
+
+    def scaled(self, b: Any, total: Any, whole: Any, negative: Any, s: Any, t: Any, offset: Any) -> Any:
+        """`total` plus a block's sum of products: the integers of weights and of an input have the sum of products
+        `whole`, those of the input the negative sum `negative`; s and t are their scales. All are float32."""
+        if self.offset == "zero":
+            whole = v.fma(b, offset, negative, whole)  # exact
+        total = v.fma(b, whole, b.fmul(s, t), total)
+        return v.fma(b, b.fneg(offset), b.fmul(t, negative), total) if self.offset == "minimum" else total
+
     def start(self, b: Any, negative_sums: Any) -> Any:
         """What sums of `factors` times integers start at, whose negative sums are given: −zero times their sum."""
         return b.mul(negative_sums, v.const(v.I32, negative_sums.type.count, self.zero if self.unsigned else 0))
@@ -166,9 +195,9 @@ class _HalfBytes(BlockFormat):
 
     unsigned, per_byte = True, 2
 
-    def __init__(self, bits: int) -> None:
-        self.bits, self.zero = bits, 1 << bits - 1
-        self._upper = bits - 4
+    def __init__(self, fmt: Format) -> None:
+        self.bits, self.zero, self.offset = fmt.bits, fmt.zero, fmt.offset
+        self._upper = fmt.bits - 4
 
     def unpack(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
         stored = v.load(b, run.row, b.add(run.at, v.offset(k)), v.vec(v.I8, n))
@@ -240,7 +269,7 @@ FLOAT_FORMATS: dict[int, FloatFormat] = _by_code(
 )
 """By code."""
 BLOCK_FORMATS: dict[int, BlockFormat] = _by_code(
-    {"q8": _Bytes(), **{f"q{bits}": _HalfBytes(bits) for bits in (4, 5, 6)}}
+    {name: _Bytes() if f.bits == 8 else _HalfBytes(f) for name, f in FORMATS.items() if f.quantised}
 )
 """By code."""
 
@@ -255,6 +284,31 @@ def float_weight(typing_context: Any, fmt: Any, row: Any, column: Any) -> Any:
         return v.switch(b, fmt, cases)
 
     return types.float32(types.intp, types.intp, types.intp), generate
+
+
+@intrinsic
+def block_weight(typing_context: Any, fmt: Any, q: Any, scale: Any, offset: Any) -> Any:
+    """A signed integer of a block format, as float32, as a weight."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        fmt, *values = arguments
+        return v.switch(b, fmt, {code: partial(f.value, b, *values) for code, f in BLOCK_FORMATS.items()})
+
+    return types.float32(types.intp, *[types.float32] * 3), generate
+
+
+@intrinsic
+def block_product(typing_context: Any, fmt: Any, total: Any, sums: Any, scales: Any) -> Any:
+    """`BlockFormat.scaled` of one block: sums are (whole, negative), scales (s, t, offset)."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        values = arguments[1], *(value for some in arguments[2:] for value in cgutils.unpack_tuple(b, some))
+        ones = [v.splat(b, value, 1) for value in values]
+        cases = {code: partial(f.scaled, b, *ones) for code, f in BLOCK_FORMATS.items()}
+        return b.extract_element(v.switch(b, arguments[0], cases), v.I32(0))
+
+    floats = types.float32
+    return floats(types.intp, floats, types.UniTuple(floats, 2), types.UniTuple(floats, 3)), generate
 
 
 @intrinsic

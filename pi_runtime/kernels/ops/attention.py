@@ -277,7 +277,7 @@ def _attend_tile(
         if cache.fmt == Q8:
             _unpack_values(values, cache.stride, count, width, unpacked_BE.reshape(-1))
             values = address_of(unpacked_BE)
-        rows = MatrixView(fmt, values, 0, stride, 0, width, 0)
+        rows = MatrixView(fmt, values, 0, stride, 0, width, 0, 0)
         listed = rows_in_turn(0, count)
         row_sums(rows, listed, address_of(score_NB), 4 * POSITIONS, queries, address_of(sum_NE), 4 * width)
     for n in range(queries):

@@ -5,8 +5,10 @@ With s_k,b the scale of row k's block b, for at most `SUM_NEURONS` rows at a tim
     c_k,b = h_k s_k,b      g_b = max_k |c_k,b| / 32767      n_k,b = round(c_k,b / g_b)
     y_j += g_b Σ_k n_k,b q_k,j                              j in block b, two rows a multiplication
 
-So no weight is converted by itself, and each column is exact in any order of the rows. The rounding to 16 bits is off
-by at most half of 1 / 32767 of the largest term; it depends on the rows of this sum alone.
+Where a block has a zero z of its own, q − z is in place of q; where it has a minimum m, its columns get Σ_k h_k m_k,b
+first, in float32 and in the order of the rows. So no weight is converted by itself, and the integer sums are exact in
+any order of the rows. The rounding to 16 bits is off by at most half of 1 / 32767 of the largest term; it depends on
+the rows of this sum alone.
 
 One multiplication takes two rows: their 16-bit words are interleaved as they are stored, which gives pairs of one
 column. A word holds an even and an odd column of a four (below 8 bits: of two fours), so its bytes or nibbles are
@@ -20,13 +22,14 @@ Shape letters: K rows, B blocks of a strip of columns, J columns of one block, P
 # ruff: noqa: ARG001
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-from numba import carray, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -40,14 +43,12 @@ from pi_runtime.kernels.data.matrix_view import (
     MatrixView,
     address_of,
     columns_from,
-    half_to_float,
     integers,
     multiply_add,
-    pointer_of,
     values_of_row,
     vector,
 )
-from pi_runtime.kernels.data.row_loading import load_single_block, stored_index
+from pi_runtime.kernels.data.row_loading import load_single_block, offset_of, scale_of, stored_index
 from pi_runtime.kernels.data.weight_formats import BLOCK_FORMATS, GROUP_COLUMNS, BlockFormat, Run, integer_weight
 
 _LOW = [lane for k in (0, 8) for j in range(4) for lane in (k + j, 16 + k + j)]
@@ -60,6 +61,8 @@ _FOURS = [[0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]]
 _HAS_VECTORS = ISA.lanes > 0
 _BLOCKS = STRIP // BLOCK
 _TINY = 2.0**-126
+WITH_ZEROS = tuple(code for code, f in BLOCK_FORMATS.items() if f.offset == "zero")
+"""Codes of the formats whose blocks have zeros of their own."""
 
 
 @public
@@ -87,18 +90,14 @@ def _add_strip(m: MatrixView, index: int, count: int, known: int, h: int, y_P: F
         return
     row_K, later_K = scratch + BLOCK_SUM.rows, scratch + BLOCK_SUM.later
     blocks = (m.columns + 4 * BLOCK - 1) // (4 * BLOCK) * 4
-    _quantise_factors((m.values, m.stride, m.scales, m.scales_stride, m.slots, index, h, count, known, scratch, blocks))
+    matrix = m.values, m.stride, m.scales, m.scales_stride, m.offsets, m.slots
+    _quantise_factors(m.fmt, (*matrix, index, h, count, known, scratch, blocks))
     if count % 2:  # a last row without a partner is paired with itself, times zero
         for rows in (row_K, later_K):
             integers(rows, count + 1)[count] = integers(rows, count)[count - 1]
-    n_PB, g_B, sum_B = scratch + BLOCK_SUM.n, scratch + BLOCK_SUM.g, scratch + BLOCK_SUM.sums
-    pairs = (count + 1) // 2
-    _sum_groups(m.fmt, (row_K, pairs, n_PB, g_B, sum_B, _BLOCKS, groups, address_of(y_P), later_K))
-
-
-@device
-def _scale_of(m: MatrixView, row: int, block: int) -> np.float32:
-    return half_to_float(carray(pointer_of(m.scales + row * m.scales_stride + 2 * block), (1,), np.uint16)[0])
+    n_PB, g_B, start_B = scratch + BLOCK_SUM.n, scratch + BLOCK_SUM.g, scratch + BLOCK_SUM.sums
+    pairs, minimum_B = (count + 1) // 2, scratch + BLOCK_SUM.c
+    _sum_groups(m.fmt, (row_K, pairs, n_PB, g_B, start_B, minimum_B, _BLOCKS, groups, address_of(y_P), later_K))
 
 
 @device
@@ -108,8 +107,8 @@ def _add_singles(m: MatrixView, first: int, index: int, count: int, h: int, y_P:
     for block in range(first, (m.columns + BLOCK - 1) // BLOCK):
         y_J = y_P[block * BLOCK : (block + 1) * BLOCK]
         for k in range(count):
-            scale = _scale_of(m, index_K[k], block)
-            load_single_block(m.fmt, values_of_row(m, index_K[k]), block, scale, address_of(out_J))
+            scale, offset = scale_of(m, index_K[k], block), offset_of(m, index_K[k], block)
+            load_single_block(m.fmt, values_of_row(m, index_K[k]), block, scale, offset, address_of(out_J))
             for j in range(BLOCK):
                 y_J[j] = multiply_add(h_K[k], out_J[j], y_J[j])
 
@@ -119,8 +118,11 @@ def _add_block(m: MatrixView, block: int, index: int, count: int, h: int, y_J: F
     """Add one block inside a group in plain loops."""
     index_K, h_K, blocks = integers(index, count), vector(h, count), (m.columns + BLOCK - 1) // BLOCK
     n_K, largest, wrong = vector(scratch + BLOCK_SUM.c, count), np.float32(0), np.float32(0)
+    has_zeros, minima = m.fmt in WITH_ZEROS, np.float32(0)
     for k in range(count):
-        n_K[k] = h_K[k] * _scale_of(m, index_K[k], block)
+        n_K[k] = h_K[k] * scale_of(m, index_K[k], block)
+        if not has_zeros:
+            minima = multiply_add(h_K[k], offset_of(m, index_K[k], block), minima)
         largest = max(largest, abs(n_K[k]))
         wrong += h_K[k] * np.float32(0)
     unit = largest / np.float32(32767)
@@ -130,28 +132,32 @@ def _add_block(m: MatrixView, block: int, index: int, count: int, h: int, y_J: F
         total, at = np.int32(0), stored_index(block * BLOCK + j, blocks)
         for k in range(count):
             q = integer_weight(m.fmt, values_of_row(m, index_K[k]), at, blocks)
+            if has_zeros:
+                q -= np.int32(offset_of(m, index_K[k], block))
             total += np.int32(np.rint(n_K[k] * inverse)) * q
-        y_J[j] = multiply_add(np.float32(total), unit + wrong, y_J[j])
+        before = y_J[j] if m.offsets == 0 or has_zeros else y_J[j] + minima
+        y_J[j] = multiply_add(np.float32(total), unit + wrong, before)
 
 
 @dataclass
 class _Factors:
-    """Emits c, g, n and −Σ n of a strip for `lanes` of its blocks.
+    """Emits c, g, n, −Σ n z, and Σ h m, of a strip for `lanes` of its blocks.
 
     The values are those of `_quantise_factors`, and `first` is the first of the blocks.
     """
 
     b: Any
     lanes: int
+    fmt: Any
     arguments: Any
     first: Any
 
     def emit(self) -> None:
         b, lanes = self.b, self.lanes
-        values, stride, scales, scales_stride, slots, index, h, count, known, scratch, _ = self.arguments
+        values, stride, scales, scales_stride, _, slots, index, h, count, known, scratch, _ = self.arguments
         floats, ints = v.vec(v.F32, lanes), v.vec(v.I32, lanes)
         at = b.mul(self.first, v.offset(4))
-        c, n, g, sums, rows, later = (v.pointer(b, b.add(scratch, v.offset(at))) for at in BLOCK_SUM[:-1])
+        c, n, g, starts, rows, later = (v.pointer(b, b.add(scratch, v.offset(at))) for at in BLOCK_SUM[:-1])
         listed, factors = v.pointer(b, index), v.pointer(b, h)
         largest, wrong = (cgutils.alloca_once_value(b, v.const(v.F32, lanes, 0.0)) for _ in range(2))
         for place in (largest, wrong):
@@ -196,29 +202,63 @@ class _Factors:
             both = b.or_(b.shl(other, v.const(v.I32, lanes, 16)), b.and_(one, v.const(v.I32, lanes, 0xFFFF)))
             v.store(b, both, n, b.add(b.mul(k, v.offset(2 * _BLOCKS)), at))
             b.store(b.sub(b.load(total), b.add(one, other)), total)
-        v.store(b, b.load(total), sums, at)
+
+        cases = {code: partial(self._finish, f, b.load(total), rounded, starts, c) for code, f in BLOCK_FORMATS.items()}
+        v.switch(b, self.fmt, cases)
+
+    def _finish(self, f: BlockFormat, total: Any, rounded: Callable[[Any], Any], starts: Any, c: Any) -> None:
+        """Store −Σ n z, which for a constant z is z times the total −Σ n; and Σ h m in place of c."""
+        b, at = self.b, self.b.mul(self.first, v.offset(4))
+        start = b.mul(total, v.const(v.I32, self.lanes, f.zero))
+        if f.offset == "zero":
+            sums = cgutils.alloca_once_value(b, start)
+            b.store(start, sums)
+            with self._each_row() as (k, _, zeros):
+                each = b.mul(rounded(k), b.fptosi(zeros, start.type))
+                b.store(b.sub(b.load(sums), each), sums)
+            start = b.load(sums)
+        v.store(b, start, starts, at)
+        if f.offset == "minimum":
+            nothing = v.const(v.F32, self.lanes, 0.0)
+            added = cgutils.alloca_once_value(b, nothing)
+            b.store(nothing, added)
+            with self._each_row() as (_, h_L, minima):
+                b.store(v.fma(b, h_L, minima, b.load(added)), added)
+            v.store(b, b.load(added), c, at)
+
+    @contextmanager
+    def _each_row(self) -> Iterator[tuple[Any, Any, Any]]:
+        """A loop over the rows: their numbers in the list, factors, and minima or zeros."""
+        b = self.b
+        _, _, scales, scales_stride, offsets, _, index, h, count, *_ = self.arguments
+        with cgutils.for_range(b, count) as loop:
+            row = v.load(b, v.pointer(b, index), b.mul(loop.index, v.offset(8)), v.I64)
+            place = b.add(b.add(scales, b.mul(row, scales_stride)), b.add(offsets, b.mul(self.first, v.offset(2))))
+            found = v.load(b, v.pointer(b, place), v.offset(0), v.vec(v.HALF, self.lanes))
+            h_L = v.splat(b, v.load(b, v.pointer(b, h), b.mul(loop.index, v.offset(4)), v.F32), self.lanes)
+            yield loop.index, h_L, b.fpext(found, v.vec(v.F32, self.lanes))
 
 
 @intrinsic
-def _quantise_factors(typing_context: Any, arguments: Any) -> Any:
-    """Write c, g, n, −Σ n of a strip, and the addresses of its rows and of those to prefetch.
+def _quantise_factors(typing_context: Any, fmt: Any, arguments: Any) -> Any:
+    """Write c, g, n and −Σ n z of a strip, Σ h m in place of c, and the addresses of its rows and of those to prefetch.
 
-    The tuple: values, stride, scales, scales' stride, slots, list, factors, count, known, scratch, blocks of the strip
-    (padded to fours).
+    The tuple: values, stride, scales, scales' stride, offsets, slots, list, factors, count, known, scratch, blocks of
+    the strip (padded to fours).
     """
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        values = cgutils.unpack_tuple(b, arguments[0])
-        blocks = values[10]
+        values = cgutils.unpack_tuple(b, arguments[1])
+        blocks = values[-1]
 
         with b.if_else(b.icmp_signed("==", blocks, v.offset(_BLOCKS))) as (strip, part):
             with strip:
-                _Factors(b, _BLOCKS, values, v.offset(0)).emit()
+                _Factors(b, _BLOCKS, arguments[0], values, v.offset(0)).emit()
             with part, cgutils.for_range_slice(b, v.offset(0), blocks, v.offset(4)) as (first, _):
-                _Factors(b, 4, values, first).emit()
+                _Factors(b, 4, arguments[0], values, first).emit()
         return context.get_dummy_value()
 
-    return types.void(types.UniTuple(types.intp, 11)), generate
+    return types.void(types.intp, types.UniTuple(types.intp, 12)), generate
 
 
 def _parts(f: BlockFormat, b: Any, groups: list[Run], line: Any, half: int, n: Any) -> Iterator[tuple[Any, Any]]:
@@ -230,19 +270,22 @@ def _parts(f: BlockFormat, b: Any, groups: list[Run], line: Any, half: int, n: A
             yield part, factors
 
 
-def _add(f: BlockFormat, b: Any, sums: list[Any], scales: Any, y: Any, first: Any) -> None:
+def _add(f: BlockFormat, b: Any, sums: list[Any], scales: Any, minima: Any, y: Any, first: Any) -> None:
     """Add the finished sums of one vector to y; the first block's first four begins at column `first`."""
     for k, half in itertools.product(range(2), range(f.per_byte)):
         even, odd = (b.load(sums[(k * f.per_byte + half) * 2 + part]) for part in range(2))
         for which, lanes in enumerate(_FOURS):
             block = 2 * k + which  # in the lower lanes, and block + 4 in the upper ones
-            factors = v.shuffle(b, scales, scales, [block] * 4 + [block + 4] * 4)
+            owners = [block] * 4 + [block + 4] * 4
+            factors, minimum = v.shuffle(b, scales, scales, owners), v.shuffle(b, minima, minima, owners)
             value = b.sitofp(v.shuffle(b, even, odd, lanes), scales.type)
             for part in range(2):
                 column = b.add(first, v.offset((block + 4 * part) * BLOCK + BLOCK // f.per_byte * half))
                 at, four = b.mul(column, v.offset(4)), range(4 * part, 4 * part + 4)
-                sum_4, scale_4 = (v.shuffle(b, one, one, four) for one in (value, factors))
-                v.store(b, v.fma(b, sum_4, scale_4, v.load(b, y, at, sum_4.type)), y, at)
+                sum_4, scale_4, minimum_4 = (v.shuffle(b, one, one, four) for one in (value, factors, minimum))
+                before = v.load(b, y, at, sum_4.type)
+                before = b.fadd(before, minimum_4) if f.offset == "minimum" else before
+                v.store(b, v.fma(b, sum_4, scale_4, before), y, at)
 
 
 def _prefetch(f: BlockFormat, b: Any, group: Run, line: Any) -> None:
@@ -255,12 +298,12 @@ def _prefetch(f: BlockFormat, b: Any, group: Run, line: Any) -> None:
 def _emit_sum(f: BlockFormat, b: Any, arguments: Any) -> None:
     """Emit the sum for one format; `arguments` as those of `_sum_groups` without the format."""
     lines = GROUP_COLUMNS // f.per_byte // v.LINE
-    rows, n, g, sums, y, later = (v.pointer(b, arguments[k]) for k in (0, 2, 3, 4, 7, 8))
-    pairs, blocks, groups, ints = arguments[1], arguments[5], arguments[6], v.vec(v.I32, 8)
+    rows, n, g, starts_at, minima, y, later = (v.pointer(b, arguments[k]) for k in (0, 2, 3, 4, 5, 8, 9))
+    pairs, blocks, groups, ints = arguments[1], arguments[6], arguments[7], v.vec(v.I32, 8)
     with cgutils.for_range(b, b.mul(groups, v.offset(lines))) as loop:
         group, inside = b.udiv(loop.index, v.offset(lines)), b.urem(loop.index, v.offset(lines))
         eight = b.mul(group, v.offset(32))
-        start = b.mul(v.load(b, sums, eight, ints), v.const(v.I32, 8, f.zero))
+        start = v.load(b, starts_at, eight, ints)
         starts = [v.shuffle(b, start, start, owners) for owners in _OWNERS for _ in range(2 * f.per_byte)]
         found = [[cgutils.alloca_once_value(b, one) for one in starts] for _ in range(2)]
         for place, one in ((p, o) for vector in found for p, o in zip(vector, starts, strict=True)):
@@ -275,19 +318,19 @@ def _emit_sum(f: BlockFormat, b: Any, arguments: Any) -> None:
                 parts = _parts(f, b, two, inside, vector, factors)
                 for into, (part, owned) in zip(found[vector], parts, strict=True):
                     b.store(v.dot_words(b, b.load(into), part, owned), into)
-        scales = v.load(b, g, eight, v.vec(v.F32, 8))
+        scales, added = (v.load(b, place, eight, v.vec(v.F32, 8)) for place in (g, minima))
         for vector in range(2):
             four = b.add(b.mul(inside, v.offset(2)), v.offset(vector))
             first = b.add(b.mul(group, v.offset(GROUP_COLUMNS)), b.mul(four, v.offset(4)))
-            _add(f, b, found[vector], scales, y, first)
+            _add(f, b, found[vector], scales, added, y, first)
 
 
 @intrinsic
 def _sum_groups(typing_context: Any, fmt: Any, arguments: Any) -> Any:
     """y ← y + the sum over whole groups.
 
-    The tuple: address of the rows' addresses, two a pair; pairs; addresses of n [pairs, blocks, 2] in 16 bits, g and
-    −Σ n [blocks]; blocks; groups; y's address, and that of the addresses of rows to prefetch.
+    The tuple: address of the rows' addresses, two a pair; pairs; addresses of n [pairs, blocks, 2] in 16 bits, g,
+    −Σ n z and Σ h m [blocks]; blocks; groups; y's address, and that of the addresses of rows to prefetch.
     """
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
@@ -295,4 +338,4 @@ def _sum_groups(typing_context: Any, fmt: Any, arguments: Any) -> Any:
         v.switch(b, arguments[0], {code: partial(_emit_sum, f, b, values) for code, f in BLOCK_FORMATS.items()})
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.UniTuple(types.intp, 9)), generate
+    return types.void(types.intp, types.UniTuple(types.intp, 10)), generate

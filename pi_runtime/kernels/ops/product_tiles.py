@@ -30,6 +30,8 @@ class Rows:
     scales: list[Any]
     later: list[Any]
     later_scales: list[Any]
+    offsets: Any
+    """Bytes from a block's scale to its minimum or zero."""
 
     @property
     def a_register(self) -> int:
@@ -135,34 +137,40 @@ class BlockTile:
         signed = not self.f.unsigned
         return [v.dot_bytes(self.b, one, w_r[half], q_J, signed=signed) for one, w_r in zip(found, w, strict=True)]
 
-    def _add(self, found: list[list[Any]], s: list[Any], t: list[Any]) -> None:
-        """Add integer sums [T][registers of R] times the scales of their blocks: of each register, and of a vector."""
-        for found_t, t_8, into in zip(found, t, self.sums, strict=True):
-            t_L = v.join(self.b, [t_8] * self.rows.a_register)
-            for whole, s_L, total in zip(found_t, s, into, strict=True):
-                value = self.b.sitofp(whole, s_L.type)
-                self.b.store(v.fma(self.b, value, self.b.fmul(s_L, t_L), self.b.load(total)), total)
+    def _add(self, found: list[list[Any]], beside: list[tuple[Any, Any]], t: list[Any], negative: list[Any]) -> None:
+        """Add integer sums [T][registers of R] times the scales of their blocks: of each register, and of a vector.
+
+        `beside` are scales and offsets of each register, `negative` the negative sums of each vector's integers.
+        """
+        b = self.b
+        for found_t, t_8, negative_8, into in zip(found, t, negative, self.sums, strict=True):
+            t_L = v.join(b, [t_8] * self.rows.a_register)
+            negative_L = v.join(b, [b.sitofp(negative_8, t_8.type)] * self.rows.a_register)
+            for whole, (s_L, offset_L), total in zip(found_t, beside, into, strict=True):
+                value = b.sitofp(whole, s_L.type)
+                b.store(self.f.scaled(b, b.load(total), value, negative_L, s_L, t_L, offset_L), total)
 
     def _group(self, group: Any) -> None:
         b, size, part = self.b, 4 * REGISTER, GROUP_COLUMNS // self.f.per_byte
         block, runs = b.mul(group, v.offset(8)), [self.f.group(b, row, group) for row in self.rows.values]
         for line, row in product(range(0, self.f.group_nbytes, v.LINE), self.rows.later):
             v.prefetch(b, row, b.add(runs[0].at, v.offset(line)))
-        found = [[self._start(x, block)] * len(self.rows.values) for x in self.inputs]
+        at = b.mul(block, v.offset(4))
+        negative = [v.load(b, x.block_sums, at, v.vec(v.I32, LANES)) for x in self.inputs]
+        found = [[self._start(sums)] * len(self.rows.values) for sums in negative]
         for k in range(0, part, size):
             w = [self.f.factors(b, run, k, size) for run in runs]
             for half, (n, x) in product(range(len(w[0])), enumerate(self.inputs)):
                 at = b.add(b.mul(group, v.offset(GROUP_COLUMNS)), v.offset(k + half * part))
                 found[n] = self._multiply(found[n], w, half, x, at)
-        s = [self.f.scales(b, some, block, LANES) for some in self.scales]
+        beside = [self.f.beside(b, some, self.rows.offsets, block, LANES) for some in self.scales]
         t = [v.load(b, x.scales, b.mul(block, v.offset(4)), v.vec(v.F32, LANES)) for x in self.inputs]
-        self._add([self._whole(found_t) for found_t in found], s, t)
+        self._add([self._whole(found_t) for found_t in found], beside, t, negative)
 
-    def _start(self, x: _Input, block: Any) -> Any:
+    def _start(self, negative: Any) -> Any:
         """What the integer sums of a group start at, in the first of the lanes."""
-        b, zeros = self.b, v.const(v.I32, LANES, 0)
-        found = self.f.start(b, v.load(b, x.block_sums, b.mul(block, v.offset(4)), zeros.type))
-        return v.join(b, [found, *[zeros] * (REGISTER // LANES - 1)])
+        zeros = v.const(v.I32, LANES, 0)
+        return v.join(self.b, [self.f.start(self.b, negative), *[zeros] * (REGISTER // LANES - 1)])
 
     def _whole(self, found: list[Any]) -> list[Any]:
         """The rows' sums of whole blocks by register: in a wide one of a row, blocks lie in two halves."""
@@ -178,19 +186,21 @@ class BlockTile:
         b, at_once = self.b, self.f.per_byte
         w = [self.f.factors(b, self.f.single(b, row, block), 0, BLOCK) for row in self.rows.values]
         for half in range(at_once):
-            one, found = b.add(block, v.offset(half)), []
+            one, found, negative = b.add(block, v.offset(half)), [], []
             place = b.mul(one, v.offset(BLOCK))
             for x in self.inputs:
-                eight = self._multiply([self._start_of_fours(x, place)] * len(w), w, half, x, place)
+                negative.append(self._fours(x, place))
+                eight = self._multiply([self.f.start(b, negative[-1])] * len(w), w, half, x, place)
                 found.append([v.join(b, some) for some in by_register(self.rows, eight)])
             each = [0] * LANES
-            s = [self.f.scales(b, some, one, 1) for some in self.scales]
-            s = [v.shuffle(b, s_1, s_1, [row for row in range(self.rows.a_register) for _ in each]) for s_1 in s]
+            lanes = [row for row in range(self.rows.a_register) for _ in each]
+            beside = [self.f.beside(b, some, self.rows.offsets, one, 1) for some in self.scales]
+            beside = [(v.shuffle(b, s_1, s_1, lanes), v.shuffle(b, o_1, o_1, lanes)) for s_1, o_1 in beside]
             t = [v.load(b, x.scales, b.mul(one, v.offset(4)), v.vec(v.F32, 1)) for x in self.inputs]
-            self._add(found, s, [v.shuffle(b, t_1, t_1, each) for t_1 in t])
+            self._add(found, beside, [v.shuffle(b, t_1, t_1, each) for t_1 in t], negative)
 
-    def _start_of_fours(self, x: _Input, at: Any) -> Any:
-        """What the integer sums of the fours of one block start at."""
+    def _fours(self, x: _Input, at: Any) -> Any:
+        """The negative sums of the fours of one block's integers."""
         b, zeros, ones = self.b, v.const(v.I32, LANES, 0), v.const(v.I8, BLOCK, 1)
         q_J = v.load(b, x.bytes, at, ones.type)
-        return self.f.start(b, b.sub(zeros, v.dot_bytes(b, zeros, ones, q_J, signed=False)))
+        return b.sub(zeros, v.dot_bytes(b, zeros, ones, q_J, signed=False))

@@ -1,7 +1,8 @@
 """Products of stored rows with vectors: rows in turn or from a list, times one vector or many.
 
     row · x = Σ_j w_j x_j                                    f32, f16, bf16: float32 throughout
-    row · x = Σ_b s_b t_b Σ_{j in b} w_j q_j                 q8, q4: integer sums in blocks of 32, exact
+    row · x = Σ_b s_b t_b Σ_{j in b} w_j q_j                 block formats: integer sums in blocks of 32, exact
+    … + Σ_b m_b t_b Σ_{j in b} q_j                           where a block has a minimum m; a zero is part of w
 
 A row times a vector is summed in one order, however many rows and vectors share a call: each of some lanes adds up its
 columns from left to right, and the lanes are added in halves. There are 8 in the block formats and 16 in f32, on every
@@ -40,7 +41,6 @@ from pi_runtime.kernels.data.matrix_view import (
     MatrixView,
     RowList,
     Vectors,
-    half_to_float,
     integers,
     is_quantised,
     multiply_add,
@@ -49,12 +49,13 @@ from pi_runtime.kernels.data.matrix_view import (
     vector,
 )
 from pi_runtime.kernels.data.quantised_input import row_order_at, scales_at
-from pi_runtime.kernels.data.row_loading import stored_index
+from pi_runtime.kernels.data.row_loading import offset_of, scale_of, stored_index
 from pi_runtime.kernels.data.weight_formats import (
     BLOCK_FORMATS,
     FLOAT_FORMATS,
     FLOAT_LANES,
     REGISTER,
+    block_product,
     float_weight,
     integer_weight,
 )
@@ -81,6 +82,7 @@ class _ProductCall:
     stride: Any
     scales_stride: Any
     columns: Any
+    offsets: Any
     slots: Any
     first: Any
     index: Any
@@ -120,6 +122,7 @@ class _ProductCall:
             pointers(now, self.scales, self.scales_stride),
             values(later),
             pointers(later, self.scales, self.scales_stride),
+            self.offsets,
         )
 
     def _tile(self, tile: Callable[..., Any], lanes: int, rows: Rows, row: Any, t: Any, size: int) -> None:
@@ -189,13 +192,13 @@ def _emit_row_products(typing_context: Any, fmt: Any, call: Any) -> Any:
         v.switch(b, arguments[0], cases)
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.UniTuple(types.intp, 16)), generate
+    return types.void(types.intp, types.UniTuple(types.intp, 17)), generate
 
 
 @public
 def vector_row_products(m: MatrixView, rows: RowList, x: Vectors, out: int, out_stride: int) -> None:
     """`row_products` by vector instructions."""
-    matrix = m.values, m.scales, m.stride, m.scales_stride, m.columns, m.slots
+    matrix = m.values, m.scales, m.stride, m.scales_stride, m.columns, m.offsets, m.slots
     listed, vectors = (rows.first, rows.listed, rows.rows, rows.known), (x.inputs, x.stride, x.listed, x.tokens)
     _emit_row_products(m.fmt, (*matrix, *listed, *vectors, out, out_stride))
 
@@ -210,42 +213,42 @@ def _float_lane(fmt: int, row: int, input_at: int, columns: int, lane: int) -> n
 
 
 @device
-def _block_lane(fmt: int, row: int, scales: int, input_at: int, columns: int, lane: int) -> np.float32:
+def _block_lane(m: MatrixView, values: int, row: int, input_at: int, lane: int) -> np.float32:
     """What one of `LANES` lanes sums up: a block of each group, then a four of each block outside the groups."""
-    p, blocks, total = padded_width(columns), (columns + BLOCK - 1) // BLOCK, np.float32(0)
-    s_B = carray(pointer_of(scales), (blocks,), np.uint16)
+    p, blocks, total = padded_width(m.columns), (m.columns + BLOCK - 1) // BLOCK, np.float32(0)
     q_P = carray(pointer_of(row_order_at(input_at, p)), (p,), np.int8)
     t_B = carray(pointer_of(scales_at(input_at, p)), (blocks,), np.float32)
     grouped = blocks // LANES * LANES
-    for block in range(lane, grouped, LANES):
-        whole = _integer_product(fmt, row, q_P, block * BLOCK, BLOCK, blocks)
-        total = multiply_add(np.float32(whole), half_to_float(s_B[block]) * t_B[block], total)
-    for block in range(grouped, blocks):
-        whole = _integer_product(fmt, row, q_P, block * BLOCK + 4 * lane, 4, blocks)
-        total = multiply_add(np.float32(whole), half_to_float(s_B[block]) * t_B[block], total)
+    for n in range(grouped // LANES + blocks - grouped):
+        block = lane + LANES * n if LANES * n < grouped else grouped + n - grouped // LANES
+        first, count = (block * BLOCK, BLOCK) if block < grouped else (block * BLOCK + 4 * lane, 4)
+        sums = _integer_sums(m.fmt, values, q_P, first, count, blocks)
+        beside = scale_of(m, row, block), t_B[block], offset_of(m, row, block)
+        total = block_product(m.fmt, total, sums, beside)
     return total
 
 
 @device
-def _integer_product(fmt: int, row: int, q_P: Bytes, first: int, count: int, blocks: int) -> np.int32:
-    """The integer sum of some columns of one block."""
-    whole = np.int32(0)
+def _integer_sums(fmt: int, row: int, q_P: Bytes, first: int, count: int, blocks: int) -> tuple[np.float32, np.float32]:
+    """Of some columns of one block: the sum of products, and the negative sum of the input's integers."""
+    whole, negative = np.int32(0), np.int32(0)
     for column in range(first, first + count):
         at = stored_index(column, blocks)
         whole += integer_weight(fmt, row, at, blocks) * np.int32(q_P[at])
-    return whole
+        negative -= np.int32(q_P[at])
+    return np.float32(whole), np.float32(negative)
 
 
 @device
-def _row_product(m: MatrixView, row: int, scales: int, input_at: int, sum_L: Floats) -> np.float32:
+def _row_product(m: MatrixView, values: int, row: int, input_at: int, sum_L: Floats) -> np.float32:
     """The sum of all lanes: the upper half of them is added to the lower one until one is left."""
     # No recursion: numba leaves such a function's own name unresolved in what it loads from the kernel cache.
     lanes = LANES if is_quantised(m.fmt) else FLOAT_LANES if m.fmt == F32 else REGISTER
     for lane in range(lanes):
         if is_quantised(m.fmt):
-            sum_L[lane] = _block_lane(m.fmt, row, scales, input_at, m.columns, lane)
+            sum_L[lane] = _block_lane(m, values, row, input_at, lane)
         else:
-            sum_L[lane] = _float_lane(m.fmt, row, input_at, m.columns, lane)
+            sum_L[lane] = _float_lane(m.fmt, values, input_at, m.columns, lane)
     while lanes > 1:
         lanes //= 2
         for lane in range(lanes):
@@ -259,10 +262,10 @@ def portable_row_products(m: MatrixView, rows: RowList, x: Vectors, out: int, ou
     sum_L = np.empty(FLOAT_LANES, np.float32)
     for n in range(rows.rows):
         row = integers(rows.listed, rows.rows)[n] if rows.listed != 0 else rows.first + n
-        values, scales = values_of_row(m, row), m.scales + row * m.scales_stride
+        values = values_of_row(m, row)
         for t in range(x.tokens):
             at = x.inputs + (integers(x.listed, x.tokens)[t] if x.listed != 0 else t) * x.stride
-            vector(out + t * out_stride, rows.rows)[n] = _row_product(m, values, scales, at, sum_L)
+            vector(out + t * out_stride, rows.rows)[n] = _row_product(m, values, row, at, sum_L)
 
 
 @public

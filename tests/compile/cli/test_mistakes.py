@@ -73,7 +73,11 @@ def test_writing_a_lock_and_comparing_with_it(fails: Fails, recipe: Path) -> Non
         ("seed = 0", "seed = true", "train.seed: should be a valid integer (found True)"),
         ("batch = 8", 'batch = "8"', "profile.batch: should be a valid integer (found '8')"),
         ("batch = 8", "batch = 0", "profile.batch: should be greater than or equal to 1 (found 0)"),
-        ('ffn = "keep"', 'ffn = "q5"', "pack.ffn: should be 'keep', 'f32', 'f16', 'bf16', 'q8' or 'q4' (found 'q5')"),
+        (
+            'ffn = "keep"',
+            'ffn = "q3"',
+            "pack.ffn: should be 'keep', 'f32', 'f16', 'bf16', 'q8', 'q4', 'q5', 'q6', 'q4_1' or 'q4z' (found 'q3')",
+        ),
         ("vram_gib = []", "vram_gib = [8, nan]", "place.vram_gib.1: should be a finite number (found nan)"),
         ("vram_gib = []", "vram_gib = [1e300]", "place.vram_gib.0: should be less than 1048576 (found 1e+300)"),
         ("vram_gib = []", "vram_gib = [-8]", "place.vram_gib.0: should be greater than 0 (found -8)"),

@@ -23,7 +23,17 @@ DISK = Disk(name="d", sizes_kib=[4, 64], depths=[1, 16], read_mb_per_s=[[40.0, 2
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = {"f32": 8e9, "f16": 7e9, "bf16": 6.06e9, "q8": 5e9, "q4": 4e9, "q5": 3e9, "q6": 3.5e9}
+    rates = {
+        "f32": 8e9,
+        "f16": 7e9,
+        "bf16": 6.06e9,
+        "q8": 5e9,
+        "q4": 4e9,
+        "q5": 3e9,
+        "q6": 3.5e9,
+        "q4_1": 2e9,
+        "q4z": 2e9,
+    }
     monkeypatch.setattr(measurement, "most_threads", lambda: 6)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(12), raising=False)
     monkeypatch.setattr(measurement, "read_bandwidth", lambda _nbytes, threads: 20e9 - (threads - 4) ** 2 * 1e9)
@@ -52,6 +62,8 @@ def test_everything_is_measured_at_the_best_number_of_threads() -> None:
         "q4": 16.0,
         "q5": 12.0,
         "q6": 14.0,
+        "q4_1": 8.0,
+        "q4z": 8.0,
     }
     assert found.cpu.neurons_gb_per_s == {
         "f32": 25.6,
@@ -61,6 +73,8 @@ def test_everything_is_measured_at_the_best_number_of_threads() -> None:
         "q4": 12.8,
         "q5": 9.6,
         "q6": 11.2,
+        "q4_1": 6.4,
+        "q4z": 6.4,
     }
     assert found.cpu.predictor_gb_per_s == {
         "f32": 12.8,
@@ -70,6 +84,8 @@ def test_everything_is_measured_at_the_best_number_of_threads() -> None:
         "q4": 6.4,
         "q5": 4.8,
         "q6": 5.6,
+        "q4_1": 3.2,
+        "q4z": 3.2,
     }
     assert found.cpu.attention_gb_per_s == 24.0
     assert found.cpu.gather_gb_per_s == {
@@ -80,6 +96,8 @@ def test_everything_is_measured_at_the_best_number_of_threads() -> None:
         "q4": 8.0,
         "q5": 6.0,
         "q6": 7.0,
+        "q4_1": 4.0,
+        "q4z": 4.0,
     }
     assert "GB/s by threads 1: 11.0, 2: 16.0, 4: 20.0, 6: 16.0; products on 4 threads" in found.source
     assert found.cpu.ram_gib > 0.1

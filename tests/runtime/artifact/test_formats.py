@@ -114,6 +114,8 @@ def test_names_and_codes() -> None:
         "q4": ("q4", 4),
         "q5": ("q5", 5),
         "q6": ("q6", 6),
+        "q4_1": ("q4_1", 7),
+        "q4z": ("q4z", 8),
         "scale": ("scale", 15),
         "u32": ("u32", 16),
         "u64": ("u64", 17),
@@ -133,6 +135,6 @@ def test_rows_fill_whole_lines(name: str, rows: int, columns: int) -> None:
 
 def test_bits_per_weight() -> None:
     bits = {name: 8 * FORMATS[name].nbytes((1, 1024)) / 1024 for name in WEIGHT_FORMATS}
-    assert bits == {"f32": 32, "f16": 16, "bf16": 16, "q8": 8, "q4": 4, "q5": 5, "q6": 6}
+    assert bits == {"f32": 32, "f16": 16, "bf16": 16, "q8": 8, "q4": 4, "q5": 5, "q6": 6, "q4_1": 4, "q4z": 4}
     assert all(FORMATS[name].row_align == ROW_ALIGN for name in WEIGHT_FORMATS)
     assert 8 * FORMATS["scale"].nbytes((1, 1024 // BLOCK)) / 1024 == 0.5

@@ -323,6 +323,76 @@ def test_overflows_says_what_no_scale_can_hold(name: str, data: st.DataObject) -
         assert_slow(name, w)
 
 
+WITH_OFFSETS = ("q4_1", "q4z")
+
+
+def block_with_offset(name: str, w: Sequence[float]) -> tuple[list[int], float, float]:
+    low, high = (min(w), max(w)) if name == "q4_1" else (min(*w, 0.0), max(*w, 0.0))
+
+    def codes(s: float, o: float) -> list[int]:
+        if name == "q4_1":
+            return [min(max(round(f32(f32(x - o) / s)), 0), 15) if s else 0 for x in w]
+        return [min(max(round(f32(x / s)) + int(o), 0), 15) if s else int(o) for x in w]
+
+    def meant(q: Sequence[int], s: float, o: float) -> list[float]:
+        return [f32(k * s + o) if name == "q4_1" else f32((k - o) * s) for k in q]
+
+    def error(s: float, o: float) -> float:
+        e = [f32(x - y) for x, y in zip(w, meant(codes(s, o), s, o), strict=True)]
+        return halved([f32(x * x) for x in e])
+
+    tried = []
+    for d in DIVISORS:
+        s = f16(f32(f32(high - low) / (15 + d)))
+        shift = f32(d / 2 * s)
+        if name == "q4_1":
+            tried.append((s, f16(f32(low - shift)) + 0.0))
+        else:
+            tried.append((s, float(min(max(round(f32(f32(shift - low) / s)), 0), 15)) if s else 0.0))
+    s, o = min(tried, key=lambda so: error(*so))  # the first of equals
+    q = codes(s, o)
+    if name == "q4z":
+        k = [x - o for x in q]
+        norm = halved([x * x for x in k])
+        refitted = f16(f32(halved([f32(x * y) for x, y in zip(k, w, strict=True)]) / (norm or 1.0))), o
+    else:
+        sum_q, sum_w = halved([float(x) for x in q]), halved(list(w))
+        norm = f32(32 * halved([float(x * x) for x in q]) - f32(sum_q * sum_q))
+        product = f32(32 * halved([f32(x * y) for x, y in zip(q, w, strict=True)]))
+        s_new = f16(f32(f32(product - f32(sum_q * sum_w)) / (norm or 1.0)))
+        refitted = s_new, f16(f32(f32(sum_w - f32(s_new * sum_q)) / 32))
+    if error(*refitted) < error(s, o):
+        s, o = refitted
+    return codes(s, o), s, o
+
+
+@pytest.mark.parametrize("name", WITH_OFFSETS)
+@given(matrices())
+def test_offsets_are_those_of_the_slow_definition(name: str, w: Floats) -> None:
+    w = np.clip(w, -60000, 60000)
+    fmt, blocks = FORMATS[name], -(-w.shape[1] // 32)
+    stored, scales = quantise(fmt, w)
+    assert (stored.shape, scales.shape) == (fmt.stored_shape(w.shape), (len(w), 2, -(-blocks // 4) * 4))
+    found, values = integers(fmt, stored, 32 * blocks), dequantise(fmt, stored, scales, w.shape[1])
+    for r, row in enumerate(w.tolist()):
+        padded = [*row, *[0.0] * (-len(row) % 32)]
+        for n in range(blocks):
+            q, s, o = block_with_offset(name, padded[32 * n : 32 * n + 32])
+            assert (scales[r, 0, n], scales[r, 1, n]) == (np.float16(s), np.float16(o))
+            assert found[r, 32 * n : 32 * n + 32].tolist() == q
+            meant = [f32(k * s + o) if name == "q4_1" else f32((k - o) * s) for k in q]
+            assert values[r, 32 * n : 32 * n + 32].tolist() == meant[: w.shape[1] - 32 * n]
+        q4 = [8 + k for k in integers(FORMATS["q4"], stored[r : r + 1], 32 * blocks)[0].tolist()]
+        assert q4 == found[r].tolist(), "integers do not lie as those of q4"
+
+
+@pytest.mark.parametrize("name", WITH_OFFSETS)
+def test_offsets_lower_the_error_where_values_lie_on_one_side(name: str) -> None:
+    w = 1 + np.random.default_rng(1).standard_normal((64, 512), np.float32)
+    lost = {n: np.square(as_stored(n, w) - w).sum() / np.square(w).sum() for n in ("q4", name)}
+    assert lost[name] < 0.6 * lost["q4"]
+
+
 def test_float_formats_pass_through_as_stored() -> None:
     w = np.random.default_rng(0).standard_normal((5, 33), np.float32)
     for name in ("f32", "f16", "bf16"):

@@ -46,7 +46,7 @@ def test_products(
         assert (alone[0] == found[n]).all(), "other bits than alone"
 
 
-@pytest.mark.parametrize("fmt", ["q8", "q4"])
+@pytest.mark.parametrize("fmt", ["q8", "q4", "q5", "q6"])
 def test_products_do_not_suffer_from_what_integers_are_raised_by(device: torch.device, fmt: str) -> None:
     """q4 is added up as 16 + u: with a vector whose numbers are alike that sum is far above the product."""
     rng = np.random.default_rng(0)
@@ -117,7 +117,7 @@ def ffn_of(
     def put(name: str) -> DeviceMatrix:
         m = matrices[name]
         stored = np.ascontiguousarray(m.stored).reshape(-1, m.stored.shape[-1])
-        scales = None if m.scales is None else torch.from_numpy(m.scales.reshape(-1, m.scales.shape[-1])).to(device)
+        scales = None if m.scales is None else torch.from_numpy(m.scales.reshape(len(stored), -1)).to(device)
         return DeviceMatrix(fmt, torch.from_numpy(stored).view(DTYPES[fmt]).to(device), scales, d)
 
     def bias(name: str) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from pi_runtime.kernels.data.matrix_view import rows_from, strided_rows, vector
 @pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
 def test_rows_are_as_far_apart_as_the_format_says(fmt: str, columns: int) -> None:
     assert matrix_view.row_stride(FORMATS[fmt].code, columns) == FORMATS[fmt].nbytes((1, columns))
-    assert matrix_view.scales_stride(columns) == FORMATS["scale"].nbytes((1, -(-columns // 32)))
+    assert matrix_view.scales_nbytes(columns) == FORMATS["scale"].nbytes((1, -(-columns // 32)))
 
 
 @pytest.mark.parametrize("fmt", WEIGHT_FORMATS)

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rounding import product
-from support.stored import BLOCK_FORMATS, WEIGHT_FORMATS, StoredMatrix, quantised_inputs, store, store_integers
+from support.stored import BLOCK_FORMATS, WEIGHT_FORMATS, StoredMatrix, ends, quantised_inputs, store, store_integers
 
 from pi_runtime.artifact.formats import FORMATS
-from pi_runtime.artifact.quantisation import bounds
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.data.matrix_view import RowList, Vectors
 from pi_runtime.kernels.ops.row_products import portable_row_products, vector_row_products
@@ -86,7 +85,7 @@ def test_small_and_large_numbers(fmt: str, weights: float, inputs: float) -> Non
 def test_integer_sums_are_exact(fmt: str, columns: int) -> None:
     """With powers of two for scales all sums are whole multiples of one, below 2²⁴: nothing is rounded anywhere."""
     rng = np.random.default_rng(columns)
-    low, high = bounds(FORMATS[fmt])
+    low, high = ends(fmt)
     q_ND, q_D = rng.integers(low, high + 1, (3, columns)), rng.integers(-127, 128, columns)
     q_D[::32] = 127  # so that the scale of every block is the same
     w, wanted = store_integers(fmt, q_ND, 2.0**-3), q_ND @ q_D * 2.0**2
@@ -97,7 +96,7 @@ def test_integer_sums_are_exact(fmt: str, columns: int) -> None:
 
 @pytest.mark.parametrize("columns", [31, 64, 256, 700])
 @pytest.mark.parametrize("sign", [1, -1, 0], ids=["plus", "minus", "both"])
-@pytest.mark.parametrize(("fmt", "integer"), [(f, n) for f in BLOCK_FORMATS for n in (*bounds(FORMATS[f]), 0)])
+@pytest.mark.parametrize(("fmt", "integer"), [(f, n) for f in BLOCK_FORMATS for n in (*ends(f), 0)])
 def test_the_largest_integers_do_not_saturate(fmt: str, integer: int, sign: int, columns: int) -> None:
     """All weights and inputs at their ends: sums of pairs and of fours are as large as they can be."""
     signs_D = np.full(columns, sign) if sign else np.where(np.arange(columns) % 3 == 1, -1, 1)
