@@ -23,6 +23,7 @@ import typer
 
 from pi_runtime import console
 from pi_runtime.errors import PiError, UsageError
+from pi_runtime.errors.exit_codes import INTERRUPTED
 from pi_runtime.files import locked
 
 if TYPE_CHECKING:
@@ -115,8 +116,8 @@ def _pack(model: Path, target: Path) -> None:
     try:
         code = child.wait()
     except KeyboardInterrupt:
-        child.wait()  # Ctrl-C went to it too: it removes what it has begun
-        raise
+        child.wait()  # Ctrl-C went to it too: it removes what it has begun, and says so
+        raise SystemExit(INTERRUPTED) from None
     if code != 0:
         raise typer.Exit(code if code > 0 else 1)
     entry = Entry.read(target)
@@ -159,7 +160,8 @@ class Entry:
     @property
     def formats(self) -> str:
         """Number formats, and the parts in each."""
-        formats = self.manifest.formats if self.manifest else {}
+        named = self.manifest.formats if self.manifest else {}
+        formats = {part: name for part, name in named.items() if "/" not in part}  # single matrices are not told
         parts = {name: [part for part in formats if formats[part] == name] for name in dict.fromkeys(formats.values())}
         return ", ".join(f"{name} ({', '.join(of)})" if len(parts) > 1 else name for name, of in parts.items())
 

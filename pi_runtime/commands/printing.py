@@ -1,6 +1,7 @@
 """How `pi-run` shows answers and figures: text to stdout as it comes, everything else to stderr, or all as JSON."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -55,15 +56,14 @@ def _placement_line(device: str, taken: "Allocation") -> str:
     )
 
 
-def stream(answer: "Generation") -> str:
-    """Print the text of an answer as it comes; returns the whole of it."""
-    parts = []
+def stream(answer: "Generation", parts: list[str] | None = None) -> None:
+    """Print the text of an answer as it comes, and gather it in `parts`."""
     for part in answer:
-        parts.append(part)
+        if parts is not None:
+            parts.append(part)
         sys.stdout.write(part)
         sys.stdout.flush()
     sys.stdout.write("\n")
-    return "".join(parts)
 
 
 def report(model: "Model", load_s: float, disk: "DiskStats | None", answer: "Generation") -> dict[str, Any]:
@@ -94,7 +94,11 @@ def report(model: "Model", load_s: float, disk: "DiskStats | None", answer: "Gen
 def print_stats(model: "Model", report: Mapping[str, Any]) -> None:
     """Print the figures of an answer on stderr."""
     taken = {} if model.allocation is None else {"gpu_bytes": model.allocation.total}
-    print_figures({"mode": report["mode"], "seed": report["seed"], **taken, **report["stats"]})
+    mode = report["mode"]
+    if mode in ("auto", "predicted"):  # what it comes to, layer by layer
+        rungs = Counter(layer.rung for layer in model.manifest.layers)
+        mode += f" ({', '.join(f'{count} {rung}' for rung, count in rungs.most_common())})"
+    print_figures({"mode": mode, "seed": report["seed"], **taken, **report["stats"]})
 
 
 def print_figures(figures: Mapping[str, Any]) -> None:

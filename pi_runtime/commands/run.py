@@ -93,7 +93,7 @@ def run(
         if text is None:
             from pi_runtime.commands.chat import chat
 
-            chat(model, generate, task.system, report if stats else None)
+            chat(model, generate, task.system, report, stats)
         elif as_json:
             from pi_runtime.commands.printing import print_answer
 

@@ -1,7 +1,7 @@
 """`pi-run` as its user meets it: results, talk, variables and flags."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from support.paths import GOLDEN
 from support.scripted import saying, scripted_artifact
 from support.synthetic import END_ID, random_artifact, small_decoder
 
-from pi_runtime.commands import warm_up
+from pi_runtime.commands import chat, warm_up
 from pi_runtime.commands.run import app
 from pi_runtime.execution.kv_cache import KVCache
 
@@ -181,6 +181,49 @@ def test_chat(run: Run, alphabet: Path) -> None:
     assert run(alphabet, "--chat", "-n", 1, "--stats", stdin="a\n")[2].count("generated_tokens") == 1
 
 
+def test_commands_of_a_talk(run: Run, alphabet: Path, tmp_path: Path) -> None:
+    saved, odd = tmp_path / "talk.json", tmp_path / "odd.json"
+    odd.write_text('[{"role": 1}]')
+    typed = ["uv", f"/save {saved}", "/stats", "/help", "/frobnicate", f"/load {odd}", f"/load {tmp_path / 'none'}"]
+    code, out, err = run(alphabet, "--chat", "--system", "be", stdin="\n".join([*typed, "x", "/bye", "y"]))
+    assert (code, out) == (0, "wxyz\nyz\n")  # the talk goes on after every mistake, and ends with /bye
+    assert json.loads(saved.read_text()) == [
+        {"role": "system", "content": "be"}, {"role": "user", "content": "uv"}, {"role": "assistant", "content": "wxyz"}
+    ]  # fmt: skip
+    assert err.count("generated_tokens") == 1
+    assert err.count("/system TEXT") == 2
+    assert f"/load {odd}: not a saved talk" in err
+    assert f"/load {tmp_path / 'none'}: " in err
+    again = tmp_path / "again.json"
+    typed = [f"/load {saved}", "x", f"/save {again}", "/clear", "/system go", "y", f"/save {saved}"]
+    assert run(alphabet, "--chat", stdin="\n".join(typed))[0] == 0
+    assert [m["content"] for m in json.loads(again.read_text())] == ["be", "uv", "wxyz", "x", "yz"]
+    assert [m["content"] for m in json.loads(saved.read_text())] == ["go", "y", "z"]
+
+
+def test_a_message_of_several_lines(run: Run, alphabet: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    for text in ('"""a\n\nw\n"""\n', '"""a\n\nw"""\n'):
+        assert run(alphabet, "--chat", stdin=f"{text}/save {saved}\n")[:2] == (0, "xyz\n")
+        assert json.loads(saved.read_text())[0]["content"] == "a\n\nw"
+    assert run(alphabet, "--chat", stdin='"""a\nw')[:2] == (0, "xyz\n")
+
+
+def test_an_interrupt_stops_the_answer_and_not_the_talk(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(answer: Iterator[str], parts: list[str]) -> None:
+        parts += [next(answer), next(answer)]
+        raise KeyboardInterrupt
+
+    saved, path = tmp_path / "talk.json", tmp_path / "endless.pi"
+    scripted_artifact(path, saying("ab", then=ord("a")), files={"chat_template.jinja": b"{{ messages[-1].content }}"})
+    monkeypatch.setattr(chat, "stream", interrupted)
+    code, out, _ = run(path, "--chat", "--speculate", "off", stdin=f"b\na\n/save {saved}\n")
+    assert (code, out) == (0, "\n\n")
+    assert [m["content"] for m in json.loads(saved.read_text())] == ["b", "ab", "a", "ba"]
+
+
 def test_a_talk_is_remembered_and_not_computed_again(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     template = b"{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
     path = random_artifact(tmp_path / "a.pi", small_decoder(), files={"chat_template.jinja": template})
@@ -263,6 +306,7 @@ FLAGS = {
     "--seconds": (None, None),
     "--md": (None, None),
     "--chat": (None, None),
+    "--cache-limit": (None, "PI_CACHE_LIMIT"),
     "--system": (None, None),
     "--max-tokens": ("-n", None),
     "--min-tokens": (None, None),

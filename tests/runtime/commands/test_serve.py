@@ -28,6 +28,7 @@ FLAGS = {
     "--install-completion",
     "--kv-budget",
     "--log-requests",
+    "--cache-limit",
     "--mode",
     "--name",
     "--numa",
