@@ -14,14 +14,15 @@ from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, part_of
 from pi_compile.checkpoint.part_formats import KEEP, resolve_formats
 from pi_compile.errors import CheckpointError, ProfileError
 from pi_compile.files import file_digest
-from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights, Stored
+from pi_compile.results import ActivationProfile, GuessWeights, PredictorSet, QuantisedWeights, Stored
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, Format
-from pi_runtime.artifact.layout import place_arrays
+from pi_runtime.artifact.guess_head import PREFIX
+from pi_runtime.artifact.layout import manifest_specs, place_arrays
 from pi_runtime.artifact.quantisation import RoundingError, as_stored, dequantise
 from pi_runtime.artifact.rungs import exact_rung
 from pi_runtime.artifact.schema import Layer, Manifest, Plan, RowPlan
-from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs, is_scales
+from pi_runtime.artifact.sizes import PARTS, ArraySpec, is_scales
 from pi_runtime.artifact.writer import ArtifactWriter
 
 Array = npt.NDArray[Any]
@@ -35,6 +36,8 @@ class PackSpec:
     formats: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(PARTS, KEEP))
     """Number format of each of embedding, attention, ffn, head and predictor (`WEIGHT_FORMATS`), or `keep`; and of
     matrices that have fewer bytes."""
+    guess: GuessWeights | None = None
+    """A head that drafts tokens, to be stored beside the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,16 +76,15 @@ def pack(
     CheckpointError for values that are not finite or that a format cannot hold, and what `ArtifactWriter` raises.
     """
     _check_profile(profile, checkpoint)
-    text = checkpoint.text_files
-    formats, layers = part_formats(checkpoint, spec), _layers(checkpoint.decoder, predictor_set)
-    specs = array_specs(checkpoint.decoder, formats, [layer.predictor for layer in layers], profile is not None)
+    text, formats = checkpoint.text_files, part_formats(checkpoint, spec)
     manifest = Manifest(
         decoder=checkpoint.decoder,
         formats=formats,
-        layers=layers,
+        layers=_layers(checkpoint.decoder, predictor_set),
         profiled_tokens=0 if profile is None else profile.tokens,
         plans=tuple(plans),
         row_plans=tuple(row_plans),
+        guess=None if spec.guess is None else spec.guess.head,
         text=text.text,
         generation=text.generation,
         recipe=recipe,
@@ -90,9 +92,10 @@ def pack(
         arrays={},
         files={},
     )
+    specs = manifest_specs(manifest)
     expected = place_arrays(specs)[1] + sum(map(len, text.files.values()))
     with ArtifactWriter(output, expected_nbytes=expected) as writer:
-        values = _ArrayValues(checkpoint, profile, predictor_set, quantised, specs)
+        values = _ArrayValues(checkpoint, profile, predictor_set, quantised, specs, spec.guess)
         plain = {n: s for n, s in specs.items() if not is_scales(n)}  # scales are written with the array they belong to
         meter = _ProgressMeter(sum(s.nbytes_with_scales for s in plain.values()), progress)
         errors: dict[str, RoundingError] = {}
@@ -172,6 +175,7 @@ class _ArrayValues:
     predictor_set: PredictorSet | None
     quantised: QuantisedWeights | None
     specs: Mapping[str, ArraySpec]
+    guess: GuessWeights | None
 
     def rounded(self, name: str) -> Stored | None:
         """The stored form of a matrix that is rounded already, in the order of the artifact's rows."""
@@ -187,6 +191,9 @@ class _ArrayValues:
         return self.profile.order[int(layer)] if self.profile is not None and local in NEURON_ARRAYS else None
 
     def blocks(self, name: str, spec: ArraySpec) -> Iterable[Array]:
+        if name.startswith(PREFIX):
+            assert self.guess is not None
+            return [self.guess.arrays[name.removeprefix(PREFIX)]]
         layer, _, local = name.removeprefix("layers/").partition("/")
         if local == "predictor/signs":
             return self._signs(int(layer))

@@ -173,7 +173,7 @@ class PackSection(Section):
 
 
 class QuantiseSection(Section):
-    """How weights are rounded. The one table that may be missing, and is then not written."""
+    """How weights are rounded. It may be missing, and is then not written."""
 
     tokens: Annotated[int, Field(ge=0)]
     """Tokens of the fit text on which errors of matrices in q4 make each other good; 0: rounded to nearest."""
@@ -198,6 +198,18 @@ class BitsSection(Section):
         return self
 
 
+class GuessSection(Section):
+    """How a guess head is trained. It may be missing, and is then not written."""
+
+    tokens: Annotated[int, Field(ge=0)]
+    """Tokens of the model's own answers, prompts included, that it is trained on; 0: the artifact gets none."""
+    steps: Annotated[int, Field(ge=1)] = 2000
+    """Optimiser steps, each on eight answers."""
+    shortlist: Annotated[int, Field(ge=1)] = 8192
+    """Tokens that it can draft: the most frequent ones of the answers."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+
 class Recipe(RecipeFile):
     """One model on one machine."""
 
@@ -210,11 +222,14 @@ class Recipe(RecipeFile):
     pack: PackSection
     bits: BitsSection = BitsSection(tokens=0)
     quantise: QuantiseSection = QuantiseSection(tokens=0)
+    guess: GuessSection = GuessSection(tokens=0)
 
     @model_serializer(mode="wrap")
     def _without_default(self, serialised: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialised(self)
-        return {key: value for key, value in fields.items() if key not in ("bits", "quantise") or value["tokens"]}
+        return {
+            key: value for key, value in fields.items() if key not in ("bits", "quantise", "guess") or value["tokens"]
+        }
 
 
 def default_recipe(

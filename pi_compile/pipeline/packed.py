@@ -15,6 +15,7 @@ from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
 from pi_compile.pipeline.store import Store
 from pi_compile.pipeline.summary import pack_report
 from pi_compile.recipe import Recipe, default_recipe, read_recipe
+from pi_compile.workers import Worker
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.console import Progress
 
@@ -56,6 +57,14 @@ class PackRecord:
     def write(self, report: dict[str, Any]) -> None:
         """Keep the report."""
         write_text(self.path, json.dumps({"key": self.key, "report": report}))
+
+    def made_by(self, write: Callable[[], None], worker: Worker) -> dict[str, Any]:
+        """The report, once this worker or another one has packed."""
+        self.store.share("pack", self.key, lambda work: work.run({"artifact": write}), lambda: self.report is not None)
+        if not worker.strangers():
+            self.forget_older()
+        assert self.report is not None
+        return self.report
 
     def forget_older(self) -> None:
         """Remove the records of what the recipe was packed to before."""
@@ -110,6 +119,8 @@ def _packed(
         notice(line)
     if recipe.quantise.tokens:
         notice("without profiling weights are rounded to nearest: [quantise] has no effect")
+    if recipe.guess.tokens:
+        notice("without the other stages no guess head is trained: [guess] has no effect")
     return pack_report(result) | loss
 
 

@@ -22,6 +22,7 @@ from pi_compile.corpus import Streams, source_files
 from pi_compile.files import file_digest
 from pi_compile.machine import Machine, find_machine
 from pi_compile.pipeline import stages
+from pi_compile.pipeline.model_parts import GuessStage, ModelParts
 from pi_compile.pipeline.packed import PackRecord
 from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
 from pi_compile.pipeline.rounding_check import RoundingCheck
@@ -32,7 +33,7 @@ from pi_compile.pipeline.worker_memory import train_settings, worker_memory
 from pi_compile.placement import SECONDS, Placement
 from pi_compile.planning import profile_of_dense
 from pi_compile.recipe import Recipe, read_recipe
-from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights
+from pi_compile.results import ActivationProfile, GuessWeights, PredictorSet, QuantisedWeights
 from pi_compile.training import TrainSpec
 from pi_compile.training.candidates import searches_for
 from pi_compile.workers import HEARTBEAT, LONE, Rank, Worker, WorkFolder
@@ -200,6 +201,15 @@ class Pipeline:
         shown = self._stages.shown("quantising", "steps", rounding, key)
         return self._stages.get("quantise", key, QuantisedWeights, shown)
 
+    @cached_property
+    def guess(self) -> GuessWeights | None:
+        """A head that drafts tokens; None where the recipe wants none."""
+        if not self.recipe.guess.tokens:
+            return None
+        stage = GuessStage(self._parts, self.streams, self.rank.world)
+        shown = self._stages.shown("training a guess head", "tasks", stage, stage.key)
+        return self._stages.get("guess", stage.key, GuessWeights, shown)
+
     @property
     def memory_bytes(self) -> int:
         """About the memory of one worker in the stage that takes most."""
@@ -252,15 +262,18 @@ class Pipeline:
         """The placements as an artifact stores them."""
         return tuple(placement.plan for placement in self.placements)
 
+    @property
+    def _parts(self) -> ModelParts:
+        """What the artifact is made of, plans and guess head apart."""
+        profile, trained = (None, None) if self.only_dense else (self.profile, self.trained)
+        return ModelParts(self.checkpoint, self.recipe, profile, trained, self.quantised, self.formats)
+
     def pack(self, output: Path) -> dict[str, Any]:
         """Write the artifact, unless the file is up to date, and report on it."""
         recipe = self.recipe.model_dump()
-        profile, trained = (None, None) if self.only_dense else (self.profile, self.trained)
         key = key_of(
-            checkpoint=self.checkpoint.digest(),
-            profile=profile and profile.digest(),
-            trained=trained and trained.digest(),
-            quantised=None if self.quantised is None else self.quantised.inputs,
+            **self._parts.inputs,
+            **({} if self.guess is None else {"guess": self.guess.inputs}),
             plans=[asdict(p) for p in self.plans],
             formats=dict(self.formats),
             recipe=recipe,
@@ -275,26 +288,13 @@ class Pipeline:
             check = RoundingCheck(self.checkpoint, self.recipe, self.formats, self.notice, self.progress)
             loss = check.report(lambda: self.streams.report, self.quantised)
             with self.progress("packing") as progress:
-                result = stages.pack(
-                    self.checkpoint,
-                    output,
-                    profile=profile,
-                    predictors=trained,
-                    placements=self.placements,
-                    quantised=self.quantised,
-                    formats=self.formats,
-                    recipe=recipe,
-                    progress=progress,
-                )
+                result = self._parts.write(output, placements=self.placements, guess=self.guess, progress=progress)
             for line in result.notices:
                 self.notice(line)
             record.write(pack_report(result) | loss)
 
-        self.store.share("pack", key, lambda work: work.run({"artifact": write}), lambda: record.report is not None)
-        if not self.worker.strangers():
-            record.forget_older()
         self.ran.append("pack")
-        return record.report or {}
+        return record.made_by(write, self.worker)
 
 
 def store_folder(recipe: Path) -> Path:

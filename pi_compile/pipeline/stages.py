@@ -27,7 +27,7 @@ from pi_compile.packing import PackResult, PackSpec, part_formats
 from pi_compile.pipeline.recipe_placement import place_budgets
 from pi_compile.placement import SECONDS, Placement
 from pi_compile.recipe import check_settings
-from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights
+from pi_compile.results import ActivationProfile, GuessWeights, PredictorSet, QuantisedWeights
 from pi_compile.training import Texts, TrainSpec
 from pi_compile.workers import WorkFolder, work_folder
 from pi_runtime.artifact.sizes import PARTS
@@ -291,6 +291,7 @@ def pack(
     predictors: PredictorSet | None = None,
     placements: Sequence[Placement] = (),
     quantised: QuantisedWeights | None = None,
+    guess: GuessWeights | None = None,
     formats: Mapping[str, str] = KEPT,
     recipe: Mapping[str, Any] | None = None,
     progress: Progress = lambda _done, _total: None,
@@ -298,10 +299,10 @@ def pack(
     """Write the artifact of a checkpoint, which `pi_runtime.load` and `pi-run` run.
 
     `profile` orders the neurons, `predictors` give rungs and predictors, `placements` are stored as plans, `quantised`
-    has matrices that are rounded already. Each may be left out: the checkpoint alone gives an artifact that skips
-    nothing but what is exactly zero, and whose weights are rounded to nearest. `formats` are as for
-    `train`; predictors have the format that training chose. `recipe` is stored as it is. `progress` is called with the
-    bytes done and their total.
+    has matrices that are rounded already, `guess` is a head that drafts tokens. Each may be left out: the checkpoint
+    alone gives an artifact that skips nothing but what is exactly zero, and whose weights are rounded to nearest.
+    `formats` are as for `train`; predictors have the format that training chose. `recipe` is stored as it is.
+    `progress` is called with the bytes done and their total.
 
     Returns the path, the size in bytes, the sha256 and the rounding errors of parts that are quantised. The file is
     written whole or not at all, and the same arguments give the same bytes on every machine.
@@ -314,7 +315,7 @@ def pack(
     """
     return packing.pack(
         checkpoint,
-        PackSpec(formats=_formats(checkpoint, formats, predictors)),
+        PackSpec(formats=_formats(checkpoint, formats, predictors), guess=guess),
         Path(output),
         recipe=recipe or {},
         profile=None if profile is None else refined(profile, predictors),

@@ -9,7 +9,7 @@ from pi_compile.pipeline.store import WORKERS
 from pi_compile.recipe import read_recipe
 from pi_compile.workers import HEARTBEAT, PATIENCE, failures_in, silence, workers_in
 
-STAGES = ("corpus", "profile", "train", "divide", "quantise", "pack")
+STAGES = ("corpus", "profile", "train", "divide", "quantise", "guess", "pack")
 SLACK = 5.0
 """Seconds by which a file's time may be late on a network."""
 _SHOWN = ("name", "host", "pid", "rank", "launcher", "stage", "task", "task_seconds")
@@ -21,8 +21,8 @@ def build_status(recipe: Path) -> dict[str, Any]:
     A stage is `begun` while it has unfinished work, also after a build was killed. Raises RecipeError.
     """
     read = read_recipe(recipe)
-    left_out = {"divide": not read.bits.tokens, "quantise": not read.quantise.tokens}
-    stages = [stage for stage in STAGES if not left_out.get(stage)]
+    tokens = {"divide": read.bits.tokens, "quantise": read.quantise.tokens, "guess": read.guess.tokens}
+    stages = [stage for stage in STAGES if tokens.get(stage, 1)]
     folder = store_folder(recipe)
     begun = {path.name.partition("-")[0]: path for path in sorted(folder.glob("*.work"))}
     shown = [worker | {"silent_seconds": silence(folder / WORKERS, worker)} for worker in workers_in(folder / WORKERS)]
