@@ -21,7 +21,7 @@ import torch
 
 from pi_compile.results import Stored
 from pi_runtime.artifact.formats import BLOCK, Format
-from pi_runtime.artifact.quantisation import as_blocks, empty_stored, nearest, pack_blocks, round_blocks
+from pi_runtime.artifact.quantisation import dequantise, empty_stored, nearest, pack_blocks, quantise, round_blocks
 
 Array = npt.NDArray[np.float32]
 RoundRow = Callable[[int, Array], Array]
@@ -100,10 +100,10 @@ def round_inputs(fmt: Format, rows_KN: Array, moment_KK: torch.Tensor) -> Stored
     def begin(_first: int, _w_BN: Array) -> RoundRow:
         def round_row(k: int, w_N: Array) -> Array:
             row = int(order[k])
-            q, scale = round_blocks(fmt, as_blocks(w_N[None]))
-            stored, scales = pack_blocks(fmt, q, scale, len(w_N))
+            stored, scales = quantise(fmt, w_N[None])
             out[0][row], out[1][row] = stored[0], scales[0]
-            return np.ascontiguousarray((q * scale).T.reshape(-1)[: len(w_N)])
+            rounded: Array = dequantise(fmt, stored, scales, len(w_N))[0]
+            return rounded
 
         return round_row
 

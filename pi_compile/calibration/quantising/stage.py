@@ -7,10 +7,11 @@ same whoever does what.
 
 Queries, keys and values are rounded by the mean squares of their inputs alone: a softmax follows them, in which a small
 error of the key that all look at counts more than its part of the mean square. Errors of all other matrices are made
-good (`compensation`).
+good (`compensation`). In formats with minima or zeros those of `down` alone are, because the file's own grid, if it has
+one, is kept by the others, whose blocks lie as the file's do.
 
-Only formats below 8 bits without minima or zeros are rounded so; the embedding and the head are not, because the rows
-of one are inputs too, and the other is read whole for each token and is best kept in q8.
+Only `coarse` formats are rounded so; the embedding and the head are not, because the rows of one are inputs too, and
+the other is read whole for each token and is best kept in q8.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -57,11 +58,6 @@ def coarse(fmt: Format) -> bool:
     return fmt.quantised and fmt.bits < 8
 
 
-def _made_good(fmt: Format) -> bool:
-    """Whether errors of this format are made good; a grid that is no multiple of one scale is not rounded to."""
-    return coarse(fmt) and not fmt.offset
-
-
 @dataclass(frozen=True, kw_only=True)
 class QuantiseSpec:
     """How matrices are rounded."""
@@ -80,13 +76,13 @@ class QuantiseSpec:
     def arrays(self, layer: int) -> dict[str, Format]:
         """The matrices of a layer that are rounded, with their formats."""
         named = ((name, self.formats.get(f"layers/{layer}/{name}", self.formats[p])) for name, p in MATRICES.items())
-        return {name: FORMATS[fmt] for name, fmt in named if _made_good(FORMATS[fmt])}
+        return {name: FORMATS[fmt] for name, fmt in named if coarse(FORMATS[fmt])}
 
     @property
     def rounds(self) -> bool:
         """Whether any matrix may be rounded."""
         named = {name for name in self.formats if name.startswith("layers/")}
-        return any(_made_good(FORMATS[self.formats[name]]) for name in named.union(MATRICES.values()))
+        return any(coarse(FORMATS[self.formats[name]]) for name in named.union(MATRICES.values()))
 
 
 def memory_bytes(d: Decoder, spec: QuantiseSpec) -> int:
@@ -235,7 +231,7 @@ class _Run:
             elif name == REST:
                 stored = self._round_rest(fmt, values[name], moment)
             else:
-                stored = round_along_inputs(fmt, values[name], inverse_factor(moment(name)))
+                stored = _along_inputs(fmt, values[name], moment(name))
             found |= stored_entries(name, stored)
         write_arrays(self.folder / self.rounded(layer), found)
         for path in parts:
@@ -247,6 +243,14 @@ class _Run:
         each = [round_inputs(fmt, rest[part.start : part.stop, -1], moment(down(n))) for n, part in enumerate(ranges)]
         rounded = [tuple(np.concatenate(arrays) for arrays in zip(*each, strict=True))]
         if rest.shape[1] == 2:
-            rounded.insert(0, round_along_inputs(fmt, rest[:, 0], inverse_factor(moment(FIRST))))
+            rounded.insert(0, _along_inputs(fmt, rest[:, 0], moment(FIRST)))
         integers, scales = zip(*rounded, strict=True)
         return np.stack(integers, axis=1), np.stack(scales, axis=1)
+
+
+def _along_inputs(fmt: Format, rows: npt.NDArray[np.float32], moment: torch.Tensor) -> Stored:
+    """Round rows whose blocks lie along their inputs. With minima or zeros errors are weighed and not made good: so a
+    file's own grid stays."""
+    if fmt.offset:
+        return quantise(fmt, rows, importance(moment))
+    return round_along_inputs(fmt, rows, inverse_factor(moment))

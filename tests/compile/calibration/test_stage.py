@@ -58,15 +58,15 @@ def quantised(checkpoint: Checkpoint, scratch: Path, spec: QuantiseSpec = SPEC) 
 
 
 def weights(
-    checkpoint: Checkpoint, found: QuantisedWeights | None, names: Sequence[str] = NAMES
+    checkpoint: Checkpoint, found: QuantisedWeights | None, names: Sequence[str] = NAMES, fmt: str = "q4"
 ) -> list[dict[str, torch.Tensor]]:
     """The layers with some matrices as they are stored: as found, or rounded to nearest."""
     layers = []
     for n, w in enumerate(td.stored_layers(checkpoint, "cpu")):
         rounded = {
-            name: as_stored("q4", w[name].numpy())
+            name: as_stored(fmt, w[name].numpy())
             if found is None
-            else dequantise(FORMATS["q4"], *found[f"layers/{n}/{name}"], w[name].shape[-1])
+            else dequantise(FORMATS[fmt], *found[f"layers/{n}/{name}"], w[name].shape[-1])
             for name in names
         }
         layers.append({**w, **{name: torch.from_numpy(value) for name, value in rounded.items()}})
@@ -95,6 +95,16 @@ def test_the_states_change_less_than_rounded_to_nearest(
         others = [loss(checkpoint, weights(checkpoint, one, NAMES[1:])) for one in (found, None)]
     assert every[0] < every[1]
     assert others[0] < 0.9 * others[1]
+
+
+@pytest.mark.parametrize("fmt", ["q4_1", "q4z"])
+def test_with_an_offset_down_is_made_good_and_others_are_weighed(llama: Checkpoint, tmp_path: Path, fmt: str) -> None:
+    found = quantised(llama, tmp_path, replace(SPEC, formats={"attention": fmt, "ffn": fmt}))
+    with torch.inference_mode():
+        every = [loss(llama, weights(llama, one, fmt=fmt)) for one in (found, None)]
+        down = [loss(llama, weights(llama, one, NAMES[3:], fmt)) for one in (found, None)]
+    assert every[0] < every[1]
+    assert down[0] < down[1]
 
 
 def test_the_same_bytes_again_from_a_file_and_after_a_kill(llama: Checkpoint, tmp_path: Path) -> None:
