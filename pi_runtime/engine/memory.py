@@ -46,10 +46,10 @@ class EngineMemory:
         None where the live caches leave too few pages.
         """
         taken = {page for cache in live for page in cache.held_pages}
-        # The last page is copied if it is used in part: where there is no page for the copy, whole pages alone do.
-        for whole in (False, True):
-            cache = self._begin(tokens, selected, reusable, salt, whole=whole)
-            count, left = len(tokens) - cache.length, self.pool.nbytes(taken.union(cache.held_pages))
+        for _ in range(2):
+            stored, cache = self._tree.longest(tokens[:reusable], selected[:reusable], salt), self.new_cache(salt)
+            cache.adopt(stored.runs, tokens[: stored.length], selected[: stored.length])
+            count, left = len(tokens) - stored.length, self.pool.nbytes(taken.union(cache.held_pages))
             assert self.pool.capacity is not None
             if left + cache.lacking_nbytes(count, self._executor.block_tokens) <= self.pool.capacity:
                 try:
@@ -60,18 +60,9 @@ class EngineMemory:
                 assert fits
                 return cache
             cache.close()
+            # The last page is copied if it is used in part: where there is no page for the copy, whole pages alone do.
+            reusable = stored.length // PAGE_POSITIONS * PAGE_POSITIONS
         return None
-
-    def _begin(
-        self, tokens: Sequence[int], selected: Sequence[bool], reusable: int, salt: str, *, whole: bool
-    ) -> KVCache:
-        """A cache of the longest stored prefix of the first `reusable` tokens, or of its full pages alone."""
-        if whole:
-            length = self._tree.longest(tokens[:reusable], selected[:reusable], salt).length
-            reusable = length // PAGE_POSITIONS * PAGE_POSITIONS
-        stored, cache = self._tree.longest(tokens[:reusable], selected[:reusable], salt), self.new_cache(salt)
-        cache.adopt(stored.runs, tokens[: stored.length], selected[: stored.length])
-        return cache
 
     def new_cache(self, salt: str) -> KVCache:
         """An empty cache in the pages of this engine."""
@@ -102,13 +93,14 @@ class EngineMemory:
 
     def catch_up(self, cache: KVCache, tokens: Sequence[int], selected: Sequence[bool], reusable: int) -> None:
         """Let a cache with pages for these tokens go on from full pages that others have computed meanwhile."""
-        ahead = self._begin(tokens, selected, reusable, cache.salt, whole=True)
-        if ahead.length > cache.length:
+        stored = self._tree.longest(tokens[:reusable], selected[:reusable], cache.salt)
+        if (whole := stored.length // PAGE_POSITIONS * PAGE_POSITIONS) > cache.length:
+            stored = self._tree.longest(tokens[:whole], selected[:whole], cache.salt)
+        if min(whole, stored.length) > cache.length:
             cache.close()
-            cache.adopt(ahead.runs, ahead.tokens, ahead.selected)
+            cache.adopt(stored.runs, tokens[: stored.length], selected[: stored.length])
             # Of layers with a window it may need more pages now: where there are too few, the next step makes room.
             self.grow(cache, len(tokens) - cache.length)
-        ahead.close()
 
     def share(self, cache: KVCache) -> None:
         """Let later sequences begin with the full pages of a cache, which goes on with the last one."""
