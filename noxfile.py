@@ -103,6 +103,12 @@ def planning_only(session: nox.Session) -> None:
     session.run(*PYTEST, "tests/compile", "-m", "not slow", *session.posargs)
 
 
+@nox.session
+def arm64(session: nox.Session) -> None:
+    """Tests of kernels, execution and artifacts on arm64, which QEMU emulates. Needs root on Debian. Takes an hour."""
+    session.run("python", "tests/support/arm64.py", str(session.cache_dir / "arm64"), *session.posargs)
+
+
 @nox.session(python=PYTHONS)
 def placements(session: nox.Session) -> None:
     """Recompute the locked placements with the `place` extra alone: all small ones; `-- all` for the large too."""
