@@ -19,7 +19,8 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.guess_head import PREFIX
 from pi_runtime.artifact.layout import manifest_specs, place_arrays
-from pi_runtime.artifact.quantisation import RoundingError, as_stored, dequantise
+from pi_runtime.artifact.quantisation import as_stored, dequantise
+from pi_runtime.artifact.rounding_error import RoundingError
 from pi_runtime.artifact.rungs import exact_rung
 from pi_runtime.artifact.schema import Layer, Manifest, Plan, RowPlan
 from pi_runtime.artifact.sizes import PARTS, ArraySpec, is_scales
@@ -101,7 +102,7 @@ def pack(
         errors: dict[str, RoundingError] = {}
         for name, array_spec in plain.items():
             blocks = meter.watch(array_spec, values.blocks(name, array_spec))
-            error, part = _written(writer, name, array_spec, blocks, values.rounded(name)), part_of(name)
+            error, part = _written(writer, name, array_spec, blocks, values), part_of(name)
             if error is not None and part is not None:
                 errors[part] = errors.get(part, RoundingError()) + error
         for name, data in text.files.items():
@@ -131,11 +132,12 @@ def part_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
 
 
 def _written(
-    writer: ArtifactWriter, name: str, spec: ArraySpec, blocks: Iterable[Array], stored: Stored | None
+    writer: ArtifactWriter, name: str, spec: ArraySpec, blocks: Iterable[Array], values: "_ArrayValues"
 ) -> RoundingError | None:
-    """Write one array, from its values or as it is `stored` already; returns what rounding cost."""
+    """Write one array, from its values or as it is stored already; returns what rounding cost."""
+    stored = values.rounded(name)
     if stored is None:
-        return writer.add_array(name, spec, blocks)
+        return writer.add_array(name, spec, blocks, powers=values.checkpoint.source.powers)
     error = _rounding_error(FORMATS[spec.format], stored, blocks)
     writer.add_stored(name, spec, *stored)
     return error

@@ -65,7 +65,7 @@ class Checkpoint(ResolvedCheckpoint):
         """The number format that keeps the values of a part (embedding, attention, ffn, head).
 
         It is f32 where floats of several formats are mixed. Where nothing smaller keeps the values, it is the names of
-        their block types, which no number format has. Routers do not count: they are f32 in every artifact.
+        their block types, which no number format has. Routers and biases do not count: they are f32 in every artifact.
         """
         found = sorted({self.source.dtype(tensor) for tensor in self._matrices(part)})
         if len(found) == 1:
@@ -86,7 +86,9 @@ class Checkpoint(ResolvedCheckpoint):
     def _matrices(self, part: str) -> list[str]:
         """Names of the tensors that the matrices of a part are made of."""
         arrays = [n for n, shape in self.array_shapes.items() if len(shape) > 1 and part_of(n) == part]
-        return [tensor for n in arrays if not n.endswith("/router") for tensor in self.tensor_names(n)]
+        return [
+            tensor for n in arrays if not n.endswith(("/router", "/expert_bias")) for tensor in self.tensor_names(n)
+        ]
 
     def largest(self, tensor: str) -> float:
         """Largest magnitude of the values of a checkpoint tensor."""
@@ -195,6 +197,9 @@ class Checkpoint(ResolvedCheckpoint):
         """
         if tensor.rows is None and not tensor.transposed and not tensor.stacked:
             return self.source.rows(tensor.name)
+        if tensor.item is not None:
+            (matrix,) = self.source.rows(tensor.name)[tensor.item : tensor.item + 1]
+            return StoredRows(_rows_of(np.ascontiguousarray(matrix.mT) if tensor.transposed else matrix, tensor))
         if tensor.rows is not None and tensor.rows.start == tensor.rows.stop:
             columns = self.source.shape(tensor.name)[0 if tensor.transposed else 1]
             return StoredRows(np.zeros((tensor.padded, columns), np.float32))

@@ -16,7 +16,7 @@ from pi_compile.checkpoint.gguf.config import gguf_config
 from pi_compile.checkpoint.gguf.file import GgufFile, open_gguf
 from pi_compile.checkpoint.gguf.tensors import GgufTensors
 from pi_compile.checkpoint.json_file import read_json
-from pi_compile.checkpoint.quantised.scheme import KEY, read_scheme
+from pi_compile.checkpoint.quantised.scheme import KEY, Scheme, read_scheme
 from pi_compile.checkpoint.quantised.tensors import QuantisedTensors
 from pi_compile.checkpoint.tensors import FORMATS, FolderTensors, RowReader, TensorSource
 from pi_compile.errors import CheckpointError
@@ -66,8 +66,8 @@ def resolve_checkpoint(
             remedy=f"take the activation out of {'[model]' if in_recipe else 'the command'}",
         )
     config = gguf_config(file) if file else Config(location / CONFIG_FILE, read_json(location / CONFIG_FILE))
-    adapter = gguf_adapter(file, activation) if file else _adapter(config)
     scheme = read_scheme(config)
+    adapter = gguf_adapter(file, activation) if file else _adapter(config, scheme)
     ignored = check_keys(config, adapter.read_keys | {KEY}, adapter.neutral_keys, ignore_config, in_recipe=in_recipe)
     notices = ignored_notices(config, ignored)
     if config.get("auto_map"):
@@ -93,10 +93,7 @@ def resolve_checkpoint(
     if decoder.tied_head and _head(adapter) in source.names:
         decoder = _resolve_tied_head(decoder, adapter, prefix, source, notices)
     _check_tensors(decoder, adapter, prefix, source)
-    if _draft_tensors(decoder, adapter, prefix, source):
-        notices.append("layers behind the last, which draft further tokens, are left out")
-    for pattern, notice in adapter.unused_tensors.items():
-        notices += [notice] if any(re.search(pattern, name) for name in source.names) else []
+    notices += _unused(decoder, adapter, prefix, source)
     return ResolvedCheckpoint(
         location=location,
         adapter=adapter,
@@ -111,7 +108,16 @@ def resolve_checkpoint(
     )
 
 
-def _adapter(config: Config) -> Adapter:
+def _unused(decoder: Decoder, adapter: Adapter, prefix: str, source: TensorSource) -> Iterator[str]:
+    """Yield a line for the user about each kind of tensors that are not used."""
+    if _draft_tensors(decoder, adapter, prefix, source):
+        yield "layers behind the last, which draft further tokens, are left out"
+    for pattern, notice in adapter.unused_tensors.items():
+        if any(re.search(pattern, name) for name in source.names):
+            yield notice
+
+
+def _adapter(config: Config, scheme: Scheme | None) -> Adapter:
     adapter = find_adapter(config)
     if adapter.plan_only:
         raise CheckpointError(
@@ -123,6 +129,8 @@ def _adapter(config: Config) -> Adapter:
     wrong = not isinstance(architectures, list) or [a for a in architectures if a not in adapter.architectures]
     if wrong:
         raise config.error("architectures", architectures, expected=f"one of {', '.join(adapter.architectures)}")
+    if scheme is not None and scheme.method in adapter.quantised:
+        return replace(adapter, layer_tensors=adapter.quantised[scheme.method])
     return adapter
 
 
@@ -190,8 +198,8 @@ def _stored_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> tuple[int, ..
     if tensor.rows is not None:
         shape = (tensor.rows.groups * tensor.rows.size, *shape[1:])
     if tensor.stacked:
-        rows, columns = shape[0] // tensor.stacked, shape[1]
-        return (tensor.stacked, *((columns, rows) if tensor.transposed else (rows, columns)))
+        rows, *columns = shape[0] // (1 if tensor.item is not None else tensor.stacked), *shape[1:]
+        return (tensor.stacked, *((*columns, rows) if tensor.transposed else (rows, *columns)))
     return shape[::-1] if tensor.transposed else shape
 
 

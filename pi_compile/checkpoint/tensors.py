@@ -83,6 +83,8 @@ class TensorSource(Protocol):
     names: frozenset[str]
     block_types: frozenset[str]
     """Types of tensors that are dequantised, and that no number format but f32 keeps."""
+    powers: bool
+    """Whether there are values that a power of two as the scale keeps exactly; see `quantise`."""
     without_effect: frozenset[str]
     """Names of tensors that change nothing, whatever the model is."""
     notices: tuple[str, ...]
@@ -111,6 +113,7 @@ class FolderTensors:
 
     described_by = CONFIG_FILE
     block_types: frozenset[str] = frozenset()
+    powers = False
     without_effect: frozenset[str] = frozenset()
     notices: tuple[str, ...] = ()
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812  its usual name
 
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.errors import CorpusError
-from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.decoder import CLAMP, SWIGLU_SLOPE, Decoder
 
 Tensor = torch.Tensor
 NamedTensors = Mapping[str, Tensor]
@@ -99,10 +99,15 @@ def norm(d: Decoder, w: NamedTensors, name: str, x: Tensor) -> Tensor:
 def before_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | None = None) -> tuple[Tensor, Tensor]:
     """The first half of a block: the residual that the FFN's output is added to, and the FFN's input.
 
-    Where the router reads what enters the block, its values (…, X) stand behind the input's D numbers.
+    Where the router reads what enters the block, its values (…, X) stand behind the input's D numbers. Biases of the
+    experts that a token takes are in the residual already.
     """
     residual, inputs = _before_ffn(d, w, x_BTD, on_input)
-    return residual, torch.cat([inputs, F.linear(x_BTD, w["ffn/router"])], -1) if d.router_early else inputs
+    if d.router_early:
+        inputs = torch.cat([inputs, _router_values(w, x_BTD)], -1)
+    if "ffn/expert_bias" in w:
+        residual = residual + routing(d, w, inputs) @ w["ffn/expert_bias"]
+    return residual, inputs
 
 
 def input_width(d: Decoder) -> int:
@@ -150,7 +155,14 @@ def attention(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | No
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     group = d.n_heads // d.n_kv_heads
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    seen = _in_window(d, tokens, x_BTD.device) if d.window else None
+    seen = _in_window(d, tokens, x_BTD.device) if d.window or d.attention_sinks else None
+    if d.attention_sinks:  # a further position with this score, whose value is 0
+        assert seen is not None
+        seen = F.pad(
+            torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -torch.inf).repeat(d.n_heads, 1, 1), (0, 1)
+        )
+        seen[..., -1] = w["attention/sinks"][:, None]
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     attended = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None)
     attended = attended.transpose(1, 2).reshape(batch, tokens, -1)
     if on_input is not None:
@@ -162,7 +174,7 @@ def attention(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | No
 def _in_window(d: Decoder, tokens: int, device: Any) -> Tensor:
     """(T, T): whether a token sees a position."""
     seen = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
-    return seen & ~seen.tril(-d.window)
+    return seen & ~seen.tril(-d.window) if d.window else seen
 
 
 def _norm_heads(d: Decoder, weight: Tensor, x_BHTE: Tensor) -> Tensor:
@@ -183,6 +195,8 @@ def activate_(d: Decoder, z: Tensor, threshold: float = 0.0) -> Tensor:
             h = z.relu_().square_()
         case "silu":
             h = F.silu(z, inplace=True)
+        case "clamped_swiglu":
+            h = z.clamp_max_(CLAMP) * torch.sigmoid(SWIGLU_SLOPE * z)
         case gelu:
             h = F.gelu(z, approximate="tanh" if gelu == "gelu_tanh" else "none")
     limit = max(d.threshold, threshold)
@@ -223,6 +237,8 @@ def _expert_neurons(d: Decoder, w: NamedTensors, x: Tensor, threshold: float) ->
     h = activate_(d, F.linear(x, w["ffn/first"], w.get("ffn/first_bias")), threshold)
     if d.ffn == "gated":
         up = F.linear(x, w["ffn/rest"][:, 0], w.get("ffn/up_bias"))
+        if d.activation == "clamped_swiglu":
+            up = up.clamp_(-CLAMP, CLAMP).add_(1)
         h *= up.relu_() if d.activation == "drelu" else up
     return h
 
@@ -241,7 +257,7 @@ def _taken(d: Decoder, w: NamedTensors, x: Tensor) -> tuple[Tensor, Tensor]:
     always = torch.arange(d.n_experts - shared, d.n_experts, device=x.device).expand(*x.shape[:-1], shared)
     if "ffn/router" not in w:
         return always, torch.ones_like(always, dtype=x.dtype)
-    values = x[..., d.d_model :] if d.router_early else F.linear(x, w["ffn/router"])
+    values = x[..., d.d_model :] if d.router_early else _router_values(w, x)
     choices = values if not d.router_choice_bias else _choices(d, values.sigmoid() + w["ffn/router_choice_bias"])
     # A stable sort, unlike topk, takes the lower of two equal experts.
     best = choices.sort(dim=-1, descending=True, stable=True).indices[..., : d.experts_per_token - shared]
@@ -252,6 +268,10 @@ def _taken(d: Decoder, w: NamedTensors, x: Tensor) -> tuple[Tensor, Tensor]:
         weight = values.gather(-1, best).softmax(-1) if d.router_normalised else values.softmax(-1).gather(-1, best)
     weight = weight * d.router_scale if d.router_scale != 1 else weight
     return torch.cat([best, always], -1), torch.cat([weight, torch.ones_like(always, dtype=weight.dtype)], -1)
+
+
+def _router_values(w: NamedTensors, x: Tensor) -> Tensor:
+    return F.linear(x, w["ffn/router"], w.get("ffn/router_bias"))
 
 
 def _choices(d: Decoder, choices: Tensor) -> Tensor:

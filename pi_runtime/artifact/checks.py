@@ -6,7 +6,16 @@ from collections.abc import Iterator, Mapping
 from math import inf
 from typing import Any
 
-from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, FFNS, NORMS, POSITIONS, ROUTER_SCORES, Decoder
+from pi_runtime.artifact.decoder import (
+    ACTIVATIONS,
+    BLOCKS,
+    FFNS,
+    GATED_ACTIVATIONS,
+    NORMS,
+    POSITIONS,
+    ROUTER_SCORES,
+    Decoder,
+)
 from pi_runtime.artifact.features import feature_problems
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.layout import manifest_specs
@@ -65,8 +74,8 @@ def decoder_problems(d: Decoder) -> Iterator[str]:
         yield f"decoder.norm_eps: {d.norm_eps} is not above 0"
     if d.shared_norm and d.block != "parallel":
         yield f"decoder.shared_norm: true in a {d.block} block"
-    if d.activation == "drelu" and d.ffn != "gated":
-        yield f"decoder.activation: drelu with a {d.ffn} FFN"
+    if d.activation in GATED_ACTIVATIONS and d.ffn != "gated":
+        yield f"decoder.activation: {d.activation} with a {d.ffn} FFN"
     if not (d.threshold >= 0 and (d.sparse or d.threshold == 0)):
         yield f"decoder.threshold: {d.threshold} with activation {d.activation}"
     yield from _position_problems(d)
@@ -119,6 +128,10 @@ def _expert_problems(d: Decoder) -> Iterator[str]:
         yield f"decoder.dense_layers: {d.dense_layers} of {d.n_layers}, with dense_ff {d.dense_ff}"
     elif d.dense_layers and (d.dense_experts > d.experts_per_token or d.n_experts == 1 or d.router_early or d.ffn_bias):
         yield f"decoder.dense_ff: {d.dense_ff} neurons as {d.experts_per_token} of {d.n_experts} experts of {d.d_ff}"
+    if d.router_bias and d.n_experts == 1:
+        yield "decoder.router_bias: true without experts"
+    if d.expert_bias and (d.n_experts == 1 or not d.ffn_bias or d.block in ("reordered", "sandwich")):
+        yield f"decoder.expert_bias: true without experts or ffn_bias, or in a {d.block} block"
     if not 0 < d.router_scale < inf:
         yield f"decoder.router_scale: {d.router_scale} is not above 0"
     if d.router_choice_bias and (d.router_score != "sigmoid" or d.router_early):

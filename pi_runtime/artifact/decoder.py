@@ -32,10 +32,14 @@ BLOCKS = ("sequential", "parallel", "post-norm", "reordered", "sandwich")
 FFNS = ("plain", "gated")
 ROUTER_SCORES = ("softmax", "sigmoid")
 SPARSE_ACTIVATIONS = ("relu", "relu2", "drelu")
-ACTIVATIONS = (*SPARSE_ACTIVATIONS, "silu", "gelu", "gelu_tanh")
+GATED_ACTIVATIONS = ("drelu", "clamped_swiglu")
+"""Activations of gated FFNs only: they change up · x + c too."""
+ACTIVATIONS = (*SPARSE_ACTIVATIONS, "silu", "gelu", "gelu_tanh", "clamped_swiglu")
 """`relu` max(z, 0);  `relu2` max(z, 0)²;  `drelu` max(z, 0) with the gated FFN's up · x + c likewise cut off at 0
 (TurboSparse);  `silu` z / (1 + e⁻ᶻ);  `gelu` z Φ(z), Φ the normal distribution;  `gelu_tanh` its usual approximation
-z/2 (1 + tanh(√(2/π) (z + 0.044715 z³)))."""
+z/2 (1 + tanh(√(2/π) (z + 0.044715 z³)));  `clamped_swiglu` z̄ / (1 + e^(−1.702 z̄)) with z̄ = min(z, 7), and of a gated
+FFN's up · x + c, within −7 … 7, one more (gpt-oss)."""
+CLAMP, SWIGLU_SLOPE = 7.0, 1.702
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,8 @@ class Decoder:
     """What makes a router's values the weights of a token's experts."""
     router_scale: float = field(default=1.0, metadata=UNLESS_DEFAULT)
     """Factor of the weights of the experts that the router takes."""
+    router_bias: bool = field(default=False, metadata=UNLESS_DEFAULT)
+    """Whether the router's values have a bias."""
     router_choice_bias: bool = field(default=False, metadata=UNLESS_DEFAULT)
     """Whether experts are chosen by their sigmoid plus a bias of each expert, which does not change the weights."""
     router_groups: int = field(default=1, metadata=UNLESS_DEFAULT)
@@ -128,6 +134,10 @@ class Decoder:
     qkv_bias: bool
     out_bias: bool
     ffn_bias: bool
+    expert_bias: bool = field(default=False, metadata=UNLESS_DEFAULT)
+    """Whether the FFN's last bias is one of each expert, weighed as its result is; with `ffn_bias`."""
+    attention_sinks: bool = field(default=False, metadata=UNLESS_DEFAULT)
+    """Whether each head has a number whose exponential is added to the sum that a softmax of scores divides by."""
 
     def of_layer(self, layer: int) -> Self:
         """The decoder as one layer computes it: without angles, a window, or a router, where the layer has none."""

@@ -34,6 +34,7 @@ FEATURES: dict[str, Callable[[Manifest], bool]] = {
         if f.metadata == UNLESS_DEFAULT
     },
     "decoder.block.reordered": lambda m: m.decoder.block == "reordered",
+    "decoder.activation.clamped_swiglu": lambda m: m.decoder.activation == "clamped_swiglu",
     "decoder.block.sandwich": lambda m: m.decoder.block == "sandwich",
     "formats.matrices": lambda m: len(m.formats) > len(PARTS),
     **{f"formats.{name}": partial(_has_format, name=name) for name in WEIGHT_FORMATS[len(_FIRST_FORMATS) :]},

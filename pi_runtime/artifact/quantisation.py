@@ -19,6 +19,9 @@ docs/explanation/fidelity.md says what else was tried). Rounding is half to even
 A block of q4_1 has a minimum b in binary16, one of q4z an integer zero z in 0…15. m is one of 15 + d;
 b = min w − s d / 2 and z = round((s d / 2 − min w) / s), so that the range lies in the middle of the grid. Then s, and
 b with it, are refitted by least squares, and kept where the error is smaller.
+
+Where powers of two are asked for, a block without an offset that this rounds, and that s = 2^⌊log₂ max |w|⌋ / (z / 2)
+does not (z = 128 for q8), has that scale: so MXFP4 is kept exactly from 5 bits on.
 All of this is elementwise float32 arithmetic in a fixed order, so the bytes are the same on every machine.
 
 Where the importance a of a column is given, as the mean square of what it is multiplied by (llama.cpp's importance
@@ -29,8 +32,6 @@ Shape letters: D columns, N blocks side by side.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
@@ -43,14 +44,19 @@ _DIVISORS = (0.0, -1.0, -0.75, -0.5, -0.25, 0.25, 0.5, 0.75)
 """Divisors that are tried, less z. The first of equals wins, so that values which are s (q − z) already stay, where
 their largest |q − z| is z or z − 1."""
 _LARGEST_SCALE = np.float32(65504)
+_SMALLEST_POWER, _LARGEST_POWER = -24, 15
+"""Exponents of the powers of two that binary16 has."""
 _AT_ONCE = 2048
 """Blocks quantised at once, so that their temporaries stay in the cache."""
 
 
-def quantise(fmt: Format, values: Array, importance: Array | None = None) -> tuple[Array, Array]:
+def quantise(
+    fmt: Format, values: Array, importance: Array | None = None, *, powers: bool = False
+) -> tuple[Array, Array]:
     """Quantise values (…, D): returns the stored arrays of `fmt` and of `scale`, both padded with zeros.
 
     Values must be finite and representable (see `Format.overflows`). `importance` (D,) ≥ 0 weighs the columns.
+    `powers`: whether blocks may have a power of two as their scale, where that loses nothing.
     """
     columns = values.shape[-1]
     rows = values.reshape(-1, columns)
@@ -61,7 +67,9 @@ def quantise(fmt: Format, values: Array, importance: Array | None = None) -> tup
         w, a = as_blocks(rows[piece]), None
         if importance is not None:
             a = np.tile(as_blocks(importance[None]), len(rows[piece]))
-        stored[piece], scales[piece] = pack_blocks(fmt, *round_blocks(fmt, w, a), columns)
+        found = round_blocks(fmt, w, a)
+        found = _exactly(fmt, w, *found) if powers and not fmt.offset else found
+        stored[piece], scales[piece] = pack_blocks(fmt, *found, columns)
     leading = values.shape[:-1]
     return stored.reshape(*leading, *stored.shape[1:]), scales.reshape(*leading, *scales.shape[1:])
 
@@ -233,6 +241,15 @@ def _fitted(fmt: Format, w: Array, a: Array | None, q: Array, beside: Array) -> 
     return scale, _rounded((sum_w - scale * sum_q) / np.where(total == 0, one, total))
 
 
+def _exactly(fmt: Format, w: Array, q: Array, scale: Array) -> tuple[Array, Array]:
+    """The integers and scales, but a power of two as the scale of blocks that lose something, and nothing with it."""
+    exponent = np.frexp(np.abs(w).max(0))[1] - np.int32(fmt.bits - 1)
+    power = np.ldexp(np.float32(1), np.clip(exponent, _SMALLEST_POWER, _LARGEST_POWER))
+    found = nearest(fmt, w, power)
+    better = (found * power == w).all(0) & (q * scale != w).any(0)
+    return np.where(better, found, q), np.where(better, power, scale)
+
+
 def _rounded(scale: Array) -> Array:
     """The nearest binary16 numbers, as float32; no infinity and no −0."""
     bounded = np.clip(scale, -_LARGEST_SCALE, _LARGEST_SCALE)
@@ -309,32 +326,3 @@ def _upper_shape(run: int, bits: int) -> tuple[int, int]:
 def _upper_shifts(bits: int) -> Array:
     """Where in a byte the upper bits of each of its integers begin."""
     return np.arange(0, 8, bits - 4, dtype=np.uint8)[:, None]
-
-
-@dataclass(frozen=True)
-class RoundingError:
-    """The distance of stored values ŵ from the values w; errors of several arrays add up.
-
-    The last bits depend on the machine.
-    """
-
-    squares: float = 0.0
-    """Σ (w − ŵ)²."""
-    of: float = 0.0
-    """Σ w²."""
-    largest: float = 0.0
-    """max |w − ŵ|."""
-
-    @classmethod
-    def between(cls, values: Array, stored: Array) -> Self:
-        error = values - stored
-        squares, of = (float(np.square(x).sum(dtype=np.float64)) for x in (error, values))
-        return cls(squares, of, float(np.abs(error, out=error).max(initial=0)))
-
-    def __add__(self, other: "RoundingError") -> "RoundingError":
-        return RoundingError(self.squares + other.squares, self.of + other.of, max(self.largest, other.largest))
-
-    @property
-    def relative(self) -> float:
-        """√(Σ (w − ŵ)² / Σ w²), 0 where all values are 0."""
-        return float(np.sqrt(self.squares / self.of)) if self.of else 0.0

@@ -8,11 +8,12 @@ rows of `rest` a neuron, R predictor rank.
     embedding_norm/weight [D]   embedding_norm/bias [D]
     embedding_in [D, W]   embedding_out [W, D]   only where W is not D: x = in · e, and the head reads out · x
     layers/N/attention/norm/{weight,bias} [D]   …/qkv [(H+2G)·E, D]   …/qkv_bias   …/out [D, H·E]   …/out_bias [D]
+    layers/N/attention/sinks [H]
     layers/N/attention/{q_norm,k_norm} [E], or [H·E] and [G·E] where the norm is joint
     layers/N/attention/out_norm/{weight,bias} [D], layers/N/ffn/out_norm/{weight,bias} [D] of a sandwich block
     layers/N/ffn/norm/{weight,bias} [D]         …/first [F, D]        …/first_bias [F]
-    layers/N/ffn/rest [F, k, D]                 …/up_bias [F]         …/down_bias [D]
-    layers/N/ffn/router [X, D]   …/router_choice_bias [X]    of the experts that the router takes; not in dense layers
+    layers/N/ffn/rest [F, k, D]                 …/up_bias [F]         …/down_bias [D], or …/expert_bias [X, D]
+    layers/N/ffn/router [X, D]   …/{router_bias,router_choice_bias} [X]    where the router takes experts
     layers/N/ffn/order [F]    original index of each stored neuron
     layers/N/ffn/counts [F]   how often it fired while profiling
     layers/N/predictor/down [X·R, D]   …/up [F, R]   …/bias [F]
@@ -173,6 +174,8 @@ def _layer_specs(
         yield from _norm(d, "ffn/out_norm")
     if d.n_experts > 1 and d.experts_per_token > d.experts_shared:
         yield "ffn/router", ArraySpec("f32", (d.experts_routed, d.d_model))
+        if d.router_bias:
+            yield "ffn/router_bias", ArraySpec("f32", (d.experts_routed,))
         if d.router_choice_bias:
             yield "ffn/router_choice_bias", ArraySpec("f32", (d.experts_routed,))
     yield "ffn/first", ArraySpec(formats["ffn"], (d.neurons, d.d_model))
@@ -181,7 +184,10 @@ def _layer_specs(
         yield "ffn/first_bias", ArraySpec("f32", (d.neurons,))
         if d.ffn == "gated":
             yield "ffn/up_bias", ArraySpec("f32", (d.neurons,))
-        yield "ffn/down_bias", ArraySpec("f32", (d.d_model,))
+        if d.expert_bias:
+            yield "ffn/expert_bias", ArraySpec("f32", (d.n_experts, d.d_model))
+        else:
+            yield "ffn/down_bias", ArraySpec("f32", (d.d_model,))
     if profiled:
         yield "ffn/order", ArraySpec("u32", (d.neurons,))
         yield "ffn/counts", ArraySpec("u64", (d.neurons,))
@@ -203,6 +209,8 @@ def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
         queries, keys = (d.n_heads, d.n_kv_heads) if d.joint_qk_norm else (1, 1)
         yield "attention/q_norm", ArraySpec("f32", (queries * d.head_dim,))
         yield "attention/k_norm", ArraySpec("f32", (keys * d.head_dim,))
+    if d.attention_sinks:
+        yield "attention/sinks", ArraySpec("f32", (d.n_heads,))
     yield "attention/out", ArraySpec(fmt, (d.d_model, heads))
     if d.out_bias:
         yield "attention/out_bias", ArraySpec("f32", (d.d_model,))

@@ -35,8 +35,9 @@ from pi_runtime.artifact.layout import (
     trailer,
 )
 from pi_runtime.artifact.manifest_file import read_manifest
-from pi_runtime.artifact.quantisation import RoundingError, dequantise, quantise
+from pi_runtime.artifact.quantisation import dequantise, quantise
 from pi_runtime.artifact.records import LOCAL_CRC_OFFSET, EndRecord, Entry, central_record, local_header
+from pi_runtime.artifact.rounding_error import RoundingError
 from pi_runtime.artifact.schema import ArrayEntry, FileEntry, Manifest
 from pi_runtime.artifact.sizes import ArraySpec, scales_name
 from pi_runtime.errors import NO_ROOM, DoesNotFitError, InputError, UsageError, write_error
@@ -77,17 +78,19 @@ class ArtifactWriter:
     def __exit__(self, *_: object) -> None:
         self._resources.close()
 
-    def add_array(self, name: str, spec: ArraySpec, blocks: Iterable[Array]) -> RoundingError | None:
+    def add_array(
+        self, name: str, spec: ArraySpec, blocks: Iterable[Array], *, powers: bool = False
+    ) -> RoundingError | None:
         """Write one array from its logical values, given as consecutive blocks of rows (axis 0).
 
         Values are float32 for weight formats and integers for u32 and u64; finite and representable. Arrays come in the
         order of `array_specs`. Block formats write their scales, which follow from the values, along with the array.
-        Returns the error of quantising, None for other formats.
+        Returns the error of quantising, None for other formats. For `powers` see `quantise`.
         """
         if spec.scales is None:
             self._add_stored(name, spec, (FORMATS[spec.format].encode(piece) for piece in _pieces(blocks, spec)))
             return None
-        quantising = _Quantising(FORMATS[spec.format], spec.scales)
+        quantising = _Quantising(FORMATS[spec.format], spec.scales, powers)
         self._add_stored(name, spec, map(quantising.integers, _pieces(blocks, spec)))
         self._add_stored(scales_name(name), spec.scales, [quantising.scales])
         return quantising.error
@@ -210,15 +213,15 @@ class ArtifactWriter:
 class _Quantising:
     """Quantises one array piece by piece. Integers are handed on, scales kept (a sixteenth of q8, an eighth of q4)."""
 
-    def __init__(self, fmt: Format, scales: ArraySpec) -> None:
-        self._fmt, self._rows = fmt, 0
+    def __init__(self, fmt: Format, scales: ArraySpec, powers: bool) -> None:
+        self._fmt, self._rows, self._powers = fmt, 0, powers
         # One array from the start: small ones in between would keep the heap from shrinking after each piece.
         scale = FORMATS[scales.format]
         self.scales = np.zeros(scale.stored_shape(scales.shape), scale.stored)
         self.error = RoundingError()
 
     def integers(self, piece: Array) -> Array:
-        stored, scales = quantise(self._fmt, piece)
+        stored, scales = quantise(self._fmt, piece, powers=self._powers)
         self.scales[self._rows : self._rows + len(piece)] = scales
         self._rows += len(piece)
         self.error += RoundingError.between(piece, dequantise(self._fmt, stored, scales, piece.shape[-1]))

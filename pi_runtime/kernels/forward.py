@@ -96,7 +96,8 @@ def attention(
     x_TD: Floats,
     ws: Workspace,
 ) -> None:
-    """The block up to its FFN: adds attention to x, writes the FFN's input to `ws.normed_TD`, and chooses its experts.
+    """The block up to its FFN: adds attention to x, writes the FFN's input to `ws.normed_TD`, and chooses its experts,
+    whose biases it adds.
 
     sequential   x ← x + attention(n₁(x)),  input n₂(x)
     parallel     input n₂(x) or n₁(x),  x ← x + attention(n₁(x))
@@ -119,6 +120,8 @@ def attention(
     _enter_ffn(cfg, w, eps, x_TD, ws)
     if cfg.experts > 1 and cfg.router_early == 0:
         _route(cfg, w, normed_TD, ws)
+    if w.expert_bias != 0:
+        moe.add_expert_biases(w, ws, x_TD)
 
 
 @device
@@ -173,7 +176,7 @@ def _attend(
     if w.unrotated == 0:
         first = cos_SJ.shape[0] // 2 * w.second_angles
         rotate(cos_SJ[first:], sin_SJ[first:], at.position_T, cfg.heads + cfg.kv_heads, cfg.head_dim, qkv_TQ)
-    pages = w.page_layer, cfg.kv_heads, cfg.head_dim, w.window, w.page_class, cfg.page_classes
+    pages = w.page_layer, cfg.kv_heads, cfg.head_dim, w.window, w.page_class, cfg.page_classes, w.sinks
     cache = LayerCache(at.cache_format, at.row_nbytes, *pages)
     store_kv(cache, qkv_TQ, at.run_R4)
     attend(cache, qkv_TQ, at.run_R4, ws.unpacked_CBE, ws.attention_CX, mixed_TQ)

@@ -8,7 +8,7 @@ import numpy as np
 
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.jit import device, public
-from pi_runtime.kernels.data.matrix_view import F32, Floats, Ints, address_of, matrix, vector
+from pi_runtime.kernels.data.matrix_view import F32, Floats, Ints, address_of, matrix, values_of_row, vector
 from pi_runtime.kernels.data.weight_table import KernelConfig, LayerRecord, LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.ffn.experts import take_expert
@@ -31,7 +31,7 @@ def route(cfg: KernelConfig, w: LayerRecord, x_TD: Floats, ws: Workspace) -> Non
         router, routed = matrix(F32, w.router, 0, cfg.d_model), cfg.experts - w.experts_shared
         value_TX = _rows(ws.router_TX, 0, tokens, routed)
         choice_TX = value_TX if w.router_choice_bias == 0 else _rows(ws.router_TX, tokens * routed, tokens, routed)
-        linear(router, routed, 0, x_TD, address_of(ws.inputs), value_TX)
+        linear(router, routed, w.router_bias, x_TD, address_of(ws.inputs), value_TX)
         for t in range(tokens):
             expert_K, route_weight_K = ws.expert_TK[t, : w.experts_chosen], ws.route_weight_TK[t, : w.experts_chosen]
             if w.router_choice_bias != 0:
@@ -43,6 +43,19 @@ def route(cfg: KernelConfig, w: LayerRecord, x_TD: Floats, ws: Workspace) -> Non
         for k in range(expert_K.shape[0]):
             expert_K[k] = cfg.experts - w.experts_shared + k if k < w.experts_shared else -1
             route_weight_K[k] = np.float32(1)
+
+
+@public
+def add_expert_biases(w: LayerRecord, ws: Workspace, x_TD: Floats) -> None:
+    """x ← x + the biases of each token's experts, weighed as their results are."""
+    width = x_TD.shape[1]
+    bias = matrix(F32, w.expert_bias, 0, width)
+    for t in range(x_TD.shape[0]):
+        for k in range(ws.expert_TK.shape[1]):
+            if ws.expert_TK[t, k] >= 0:
+                bias_D = vector(values_of_row(bias, ws.expert_TK[t, k]), width)
+                for j in range(width):
+                    x_TD[t, j] += ws.route_weight_TK[t, k] * bias_D[j]
 
 
 @device

@@ -8,7 +8,6 @@ to float16 where the cache holds float16.
 """
 
 from collections.abc import Callable, Mapping
-from math import erf
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +18,7 @@ from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import DENSE, RUNGS, Selector
 from pi_runtime.artifact.schema import Layer
+from pi_runtime.kernels.reference_activations import ACTIVATIONS, UPS
 
 F32 = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
@@ -100,7 +100,7 @@ def rms(decoder: Decoder, x: F32) -> F32:
 def attention(decoder: Decoder, w: "WeightSource", x_TD: F32) -> F32:
     """softmax(q kᵀ / √E) v, causal, from position 0 on; H query heads share G heads of keys and values.
 
-    With a window of W, a token sees the W positions up to its own.
+    With a window of W, a token sees the W positions up to its own. A head's sink adds its exponential to the sum.
     """
     d, n_tokens = decoder, len(x_TD)
     qkv = w.product("attention/qkv", x_TD) + (w["attention/qkv_bias"] if d.qkv_bias else np.float32(0))
@@ -118,8 +118,12 @@ def attention(decoder: Decoder, w: "WeightSource", x_TD: F32) -> F32:
     if d.window:
         seen_TS &= ~np.tri(n_tokens, k=-d.window, dtype=bool)
     scores_HTS = np.where(seen_TS, scores_HTS, np.float32(-np.inf))
-    p_HTS = np.exp(scores_HTS - scores_HTS.max(-1, keepdims=True))
-    p_HTS /= p_HTS.sum(-1, keepdims=True)
+    largest_HT1 = scores_HTS.max(-1, keepdims=True)
+    p_HTS = np.exp(scores_HTS - largest_HT1)
+    total_HT1 = p_HTS.sum(-1, keepdims=True)
+    if d.attention_sinks:
+        total_HT1 = total_HT1 + np.exp(w["attention/sinks"][:, None, None] - largest_HT1)
+    p_HTS /= total_HT1
     mixed_THE = np.einsum("hts,she->the", p_HTS, v_SHE)
     y_TD = w.product("attention/out", mixed_THE.reshape(n_tokens, -1))
     return y_TD + w["attention/out_bias"] if d.out_bias else y_TD
@@ -152,40 +156,12 @@ def rotate(decoder: Decoder, x_THE: F32) -> F32:
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, others], axis=-1)
 
 
-def _silu(z: F32) -> F32:
-    with np.errstate(over="ignore"):  # exp(−z) = inf makes the right 0
-        return np.asarray(z / (np.float32(1) + np.exp(-z)), np.float32)
-
-
-def _gelu(z: F32) -> F32:
-    return np.asarray(z * (0.5 + 0.5 * np.vectorize(erf, otypes=[np.float64])(z / np.sqrt(2))), np.float32)
-
-
-def _gelu_tanh(z: F32) -> F32:
-    inner = np.float32(np.sqrt(2 / np.pi)) * (z + np.float32(0.044715) * z * z * z)
-    return np.asarray(np.float32(0.5) * z * (np.float32(1) + np.tanh(inner)), np.float32)
-
-
-def _relu(z: F32) -> F32:
-    return np.maximum(z, np.float32(0))
-
-
-_ACTIVATIONS: Mapping[str, Callable[[F32], F32]] = {
-    "relu": _relu,
-    "relu2": lambda z: _relu(z) * _relu(z),
-    "drelu": _relu,
-    "silu": _silu,
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-}
-
-
 def activate(decoder: Decoder, z: F32, threshold: float = 0.0) -> F32:
     """a(z), but 0 where its magnitude is at most the model's own threshold or a layer's.
 
     Thresholds of 0 change nothing.
     """
-    h = _ACTIVATIONS[decoder.activation](z)
+    h = ACTIVATIONS[decoder.activation](z)
     limit = np.float32(max(decoder.threshold, threshold))
     return np.where(np.abs(h) <= limit, np.float32(0), h)
 
@@ -240,7 +216,7 @@ def routing(d: Decoder, w: "WeightSource", x_TD: F32) -> F32:
     route_weight_TX[:, d.n_experts - max(d.experts_shared, d.n_experts == 1) :] = 1
     if d.n_experts == 1 or d.experts_per_token == d.experts_shared:
         return route_weight_TX
-    logit_TX = x_TD @ w["ffn/router"].T
+    logit_TX = x_TD @ w["ffn/router"].T + (w["ffn/router_bias"] if d.router_bias else np.float32(0))
     choice_TX = choices(d, sigmoid(logit_TX), w["ffn/router_choice_bias"]) if d.router_choice_bias else logit_TX
     expert_TK = np.argsort(-choice_TX, axis=1, kind="stable")[:, : d.experts_per_token - d.experts_shared]
     logit_TK = np.take_along_axis(logit_TX, expert_TK, 1)
@@ -279,13 +255,16 @@ def ffn(
     h_TF = activate(d, z_TF, threshold)
     if d.ffn == "gated":
         up_TF = w.product("ffn/rest", x_TD)[..., 0] + (w["ffn/up_bias"] if d.ffn_bias else np.float32(0))
-        h_TF = h_TF * (_relu(up_TF) if d.activation == "drelu" else up_TF)
+        h_TF = h_TF * (UPS[d.activation](up_TF) if d.activation in UPS else up_TF)
     if active_TF is not None:
         h_TF = np.where(active_TF, h_TF, np.float32(0))
+    read_TD = entered_TD if d.router_early and entered_TD is not None else x_TD
+    route_weight_TX = routing(d, w, read_TD)
     if d.n_experts > 1:
-        read_TD = entered_TD if d.router_early and entered_TD is not None else x_TD
-        h_TF = h_TF * np.repeat(routing(d, w, read_TD), d.d_ff, axis=1)
+        h_TF = h_TF * np.repeat(route_weight_TX, d.d_ff, axis=1)
     y_TD = h_TF @ w["ffn/rest"][:, -1]
+    if d.expert_bias:
+        return y_TD + route_weight_TX @ w["ffn/expert_bias"]
     return y_TD + w["ffn/down_bias"] if d.ffn_bias else y_TD
 
 

@@ -68,6 +68,15 @@ GLM = LLAMA | {
     "num_experts_per_tok": 2,
     "routed_scaling_factor": 1.7,
 }
+GPT_OSS = LLAMA | {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 7,
+    "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 100.0,
+        "truncate": False,
+    },
+}  # fmt: skip
 MIXTRAL = LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2}
 SCALED: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0},
@@ -187,6 +196,10 @@ CASES: dict[str, Case] = {
         | {"first_k_dense_replace": 0, "num_experts_per_tok": 3},
     ),
     "glm4-moe-unnormalised": Case("Glm4Moe", GLM | {"norm_topk_prob": False, "intermediate_size": 159}),
+    "gpt-oss": Case("GptOss", GPT_OSS),
+    "gpt-oss-listed": Case(
+        "GptOss", GPT_OSS | {"layer_types": ["full_attention", "sliding_attention"], "attention_bias": False}
+    ),
     "arcee": Case("Arcee", LLAMA),
     "arcee-biases": Case("Arcee", LLAMA | {"attention_bias": True, "mlp_bias": True}),
     "phi3": Case("Phi3", PHI3),

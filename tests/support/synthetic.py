@@ -71,6 +71,10 @@ FACTS: dict[str, dict[str, Any]] = {
         "n_experts": 5, "experts_per_token": 3, "experts_shared": 1, "dense_layers": (0,), "dense_ff": 90,
         "router_score": "sigmoid", "router_choice_bias": True, "router_groups": 2, "router_scale": 1.5,
     },
+    "sinks, a window, clamped experts with biases": {
+        "n_experts": 3, "experts_per_token": 2, "router_bias": True, "expert_bias": True, "ffn_bias": True,
+        "activation": "clamped_swiglu", "attention_sinks": True, "window": 11, "windowed_layers": (0,),
+    },
     "experts weighed among all": {"n_experts": 3, "experts_per_token": 2, "router_normalised": False},
 }  # fmt: skip
 """What a decoder of two layers or more may have beside the usual."""

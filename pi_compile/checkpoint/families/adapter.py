@@ -37,6 +37,8 @@ class SourceTensor:
     """A number that is added to every value: 1 where the model multiplies by 1 + weight."""
     stacked: int = 0
     """Number of matrices that are stored in one tensor [X, …, …], one under the other in the array; 0 for a matrix."""
+    item: int | None = None
+    """The one of these matrices that is taken; None for all."""
     padded: int = 0
     """Rows that it has with zeros behind its own; 0 for its own alone."""
 
@@ -74,6 +76,8 @@ class Adapter:
     """Patterns of tensors without effect, such as buffers that older versions saved."""
     unused_tensors: Mapping[str, str] = field(default_factory=dict)
     """Pattern of tensors that are not used → the notice that says so."""
+    quantised: Mapping[str, Callable[[Decoder], Table]] = field(default_factory=dict)
+    """Method by which a checkpoint is quantised → its `layer_tensors`, where these differ."""
     draft_layer: str = ""
     """Tensor by which a layer behind the last is known as one that drafts further tokens, and is not used."""
     plan_only: str = ""

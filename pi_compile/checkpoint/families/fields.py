@@ -4,7 +4,7 @@ A family says by which names it has the usual keys, what it takes for those that
 differs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +23,8 @@ ACTIVATIONS = {
     **dict.fromkeys(_GELU_TANH, "gelu_tanh"),
 }
 """transformers' name of an activation → ours."""
+KINDS = ("full_attention", "sliding_attention")
+"""Names of layers without and with a window."""
 FATRELU = "fatrelu"
 """The activation z where z is above a threshold, `hidden_act_param`, else 0 (ProSparse)."""
 DRELU = "drelu"
@@ -122,6 +124,16 @@ def layers_marked(config: Config, key: str, default: list[int]) -> list[int]:
     if not (isinstance(marks, list) and len(marks) >= layers and all(type(m) is int and m in (0, 1) for m in marks)):
         raise config.error(key, marks, expected=f"0 or 1 for each of {layers} layers")
     return marks[:layers]
+
+
+def windowed_layers(config: Config, default: Sequence[bool]) -> tuple[int, ...]:
+    """The layers with a window: by `layer_types`, else by `default`, which has a value for each layer."""
+    kinds = config.get("layer_types", [KINDS[has_window] for has_window in default])
+    if not (isinstance(kinds, list) and len(kinds) == len(default) and all(kind in KINDS for kind in kinds)):
+        raise config.error(
+            "layer_types", kinds, expected=f"one of {', '.join(KINDS)} for each of {len(default)} layers"
+        )
+    return tuple(n for n, kind in enumerate(kinds) if kind == KINDS[True])
 
 
 def softcap(config: Config, key: str, default: float) -> float:

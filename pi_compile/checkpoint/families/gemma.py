@@ -10,31 +10,20 @@ from typing import Any
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import llama, rope
 from pi_compile.checkpoint.families.adapter import SourceTensor, Table
-from pi_compile.checkpoint.families.fields import biases, softcap, usual_decoder
+from pi_compile.checkpoint.families.fields import KINDS, biases, softcap, usual_decoder, windowed_layers
 from pi_runtime.artifact.decoder import Decoder
-
-_KINDS = ("full_attention", "sliding_attention")
 
 
 def _angles_of(config: Config, kind: str, theta: str) -> Config:
     """The config with the rope parameters of one kind of layer alone; `theta` is the key that older configs have."""
     fields = dict(config.fields)
     nested = fields.get("rope_parameters")
-    if isinstance(nested, dict) and {*nested} <= {*_KINDS}:
+    if isinstance(nested, dict) and {*nested} <= {*KINDS}:
         fields["rope_parameters"] = nested.get(kind)
     fields["rope_theta"] = fields.get(theta)
     if kind == "sliding_attention":
         fields.pop("rope_scaling", None)
     return Config(config.path, {key: value for key, value in fields.items() if value is not None})
-
-
-def _windowed(config: Config) -> tuple[int, ...]:
-    """The layers with a window: by `layer_types`, else all but every n-th."""
-    layers, every = config.size("num_hidden_layers"), config.size("sliding_window_pattern", 6)
-    kinds = config.get("layer_types", [_KINDS[int((n + 1) % every != 0)] for n in range(layers)])
-    if not (isinstance(kinds, list) and len(kinds) == layers and all(kind in _KINDS for kind in kinds)):
-        raise config.error("layer_types", kinds, expected=f"one of {', '.join(_KINDS)} for each of {layers} layers")
-    return tuple(n for n, kind in enumerate(kinds) if kind != _KINDS[0])
 
 
 def _decoder(config: Config) -> Decoder:
@@ -54,7 +43,8 @@ def _decoder(config: Config) -> Decoder:
     )
     scores = (found.head_dim / config.number("query_pre_attn_scalar", 256.0)) ** 0.25
     found = replace(found, embedding_scale=found.d_model**0.5, rotary_scale=found.rotary_scale * scores)
-    windowed = _windowed(config)
+    every = config.size("sliding_window_pattern", 6)
+    windowed = windowed_layers(config, [(n + 1) % every != 0 for n in range(found.n_layers)])
     if not windowed or config.fields.get("sliding_window", 4096) is None:
         return found
     local = rope.rotary(_angles_of(config, "sliding_attention", "rope_local_base_freq"), found.head_dim)

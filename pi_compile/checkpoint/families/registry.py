@@ -20,6 +20,7 @@ BUILT_IN = (
     "pi_compile.checkpoint.families.gemma:ADAPTER",
     "pi_compile.checkpoint.families.glm:ADAPTER",
     "pi_compile.checkpoint.families.gpt2:ADAPTER",
+    "pi_compile.checkpoint.families.gpt_oss:ADAPTER",
     "pi_compile.checkpoint.families.granite:ADAPTER",
     "pi_compile.checkpoint.families.granite:GRANITEMOE",
     "pi_compile.checkpoint.families.llama:ADAPTER",

@@ -21,7 +21,7 @@ from pi_compile.checkpoint.families.fields import ACTIVATIONS as HF_ACTIVATIONS
 from pi_compile.checkpoint.families.fields import head_dim, usual_decoder
 from pi_compile.checkpoint.gguf.file import GgufFile
 from pi_compile.errors import CheckpointError
-from pi_runtime.artifact.decoder import ACTIVATIONS, Decoder
+from pi_runtime.artifact.decoder import ACTIVATIONS, GATED_ACTIVATIONS, Decoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ def _with_activation(decoder: Decoder, config: Config, file: GgufFile, declared:
         )
         return decoder
     activation = declared or HF_ACTIVATIONS.get(str(named), str(named))
-    allowed = [name for name in ACTIVATIONS if name != "drelu" or decoder.ffn == "gated"]
+    allowed = [name for name in ACTIVATIONS if name not in GATED_ACTIVATIONS or decoder.ffn == "gated"]
     if activation not in allowed:
         raise CheckpointError(
             f"{file.path}: activation {activation!r}, {'as declared' if declared else f'by {key}'}",

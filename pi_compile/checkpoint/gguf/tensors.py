@@ -63,6 +63,7 @@ class GgufTensors:
 
     described_by = "its metadata"
     block_types = frozenset(kind.name for kind in BLOCK_TYPES)
+    powers = False
     without_effect: frozenset[str] = frozenset()
     notices: tuple[str, ...] = ()
 

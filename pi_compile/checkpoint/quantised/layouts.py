@@ -33,6 +33,8 @@ from pi_compile.checkpoint.tensors import BF16, Array, Index, Values, as_float32
 WORD = 32
 _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """The place in its word of each of eight columns."""
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_UINT8 = np.dtype("<u1")
 _INT8, _INT32 = np.dtype("<i1"), np.dtype("<i4")
 _INTEGERS = (_INT32, np.dtype("<i2"), np.dtype("<i8"))
 _FLOATS = (np.dtype("<f2"), BF16, np.dtype("<f4"))
@@ -71,6 +73,39 @@ class QuantisedMatrix:
         return bool((np.diff(self.group_K) < 0).any())
 
 
+@dataclass(frozen=True, eq=False)
+class MxMatrices:
+    """Matrices [X, N, K] of MXFP4, of which some are read at a time, as float32: 32 numbers share an exponent.
+
+    A byte has two of them, the first in its lower half: sign, two bits of exponent, one of mantissa. They are blocks
+    [X, N, G, 16] and exponents [X, N, G] plus 127 (OCP Microscaling Formats 1.0).
+    """
+
+    blocks: Array
+    exponents: Array
+    bits = 4
+    is_permuted = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *leading, groups = self.exponents.shape
+        return *leading, groups * WORD
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.nbytes + self.exponents.nbytes
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: Index, /) -> Values:
+        blocks = self.blocks[index]
+        values = _FP4[np.stack([blocks & 15, blocks >> 4], -1)]
+        with np.errstate(over="ignore"):  # what is too large for a float32 becomes infinite, and is refused
+            np.ldexp(values, self.exponents[index].astype(np.int32)[..., None, None] - 127, out=values)
+        return values.reshape(*blocks.shape[:-2], -1)
+
+
 @dataclass(frozen=True)
 class Layout:
     """The tensors that make a quantised layer's weight, and how."""
@@ -80,8 +115,10 @@ class Layout:
     beside: tuple[str, ...]
     """Names of those that must be there too."""
     optional: tuple[str, ...]
-    open: Callable[[Tensors, Scheme], QuantisedMatrix]
+    open: Callable[[Tensors, Scheme], QuantisedMatrix | MxMatrices]
     """Raises ValueError for tensors that do not fit together; its text says what was expected."""
+    name: str = "weight"
+    """Name that its tensor would have, after the layer's."""
 
 
 def _gptq(tensors: Tensors, scheme: Scheme) -> QuantisedMatrix:
@@ -156,12 +193,21 @@ def _plain(tensors: Tensors, _: Scheme) -> QuantisedMatrix:
     )
 
 
+def _mx(tensors: Tensors, _: Scheme) -> MxMatrices:
+    (main, blocks), (beside, exponents) = tensors.items()
+    shape = tuple(_check(beside, exponents, (_UINT8,), 3).shape)
+    return MxMatrices(_check(main, blocks, (_UINT8,), (*shape, WORD // 2)), exponents)
+
+
 LAYOUTS: Mapping[str, tuple[Layout, ...]] = {
     "gptq": (Layout("qweight", ("qzeros", "scales"), ("g_idx",), _gptq),),
     "awq": (Layout("qweight", ("qzeros", "scales"), (), _awq),),
     "compressed-tensors": (
         Layout("weight_packed", ("weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx"), _packed),
         Layout("weight", ("weight_scale",), ("weight_zero_point", "weight_g_idx"), _plain),
+    ),
+    "mxfp4": tuple(
+        Layout(f"{part}_proj_blocks", (f"{part}_proj_scales",), (), _mx, f"{part}_proj") for part in ("gate_up", "down")
     ),
 }
 """Method → its layouts."""

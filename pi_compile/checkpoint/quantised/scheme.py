@@ -20,7 +20,7 @@ class Scheme:
     """How the quantised layers of a checkpoint are stored."""
 
     method: str
-    """gptq, awq or compressed-tensors."""
+    """gptq, awq, compressed-tensors or mxfp4."""
     bits: int = 0
     """Of a weight; 0 where each layer's tensors say it."""
     stored_zero: int = 0
@@ -91,10 +91,16 @@ def _compressed_tensors(config: Config, fields: Mapping[str, Any]) -> Scheme:
     return Scheme(method="compressed-tensors", notices=(line,) if rounded else ())
 
 
+def _mxfp4(config: Config, fields: Mapping[str, Any]) -> Scheme:
+    _check_keys(config, fields, ("quant_method", "modules_to_not_convert"))
+    return Scheme(method="mxfp4", bits=4)
+
+
 _READERS: Mapping[str, Callable[[Config, Mapping[str, Any]], Scheme]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
+    "mxfp4": _mxfp4,
 }
 
 # Keys about how the integers were found, not about what they mean, beside those that are read above.

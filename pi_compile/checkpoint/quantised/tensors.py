@@ -3,7 +3,7 @@
 from math import prod
 from pathlib import Path
 
-from pi_compile.checkpoint.quantised.layouts import LAYOUTS, Layout, QuantisedMatrix
+from pi_compile.checkpoint.quantised.layouts import LAYOUTS, Layout, MxMatrices, QuantisedMatrix
 from pi_compile.checkpoint.quantised.scheme import Scheme
 from pi_compile.checkpoint.tensors import Array, FolderTensors, RowReader
 from pi_compile.errors import CheckpointError
@@ -23,7 +23,7 @@ class QuantisedTensors:
         Raises CheckpointError for a layer whose tensors are incomplete or do not fit together.
         """
         self._stored, self._scheme = stored, scheme
-        self._matrices: dict[str, QuantisedMatrix] = {}
+        self._matrices: dict[str, QuantisedMatrix | MxMatrices] = {}
         self._main: dict[str, str] = {}
         self.location, self.files, names = stored.location, stored.files, set(stored.names)
         for layout in LAYOUTS[scheme.method]:
@@ -41,6 +41,7 @@ class QuantisedTensors:
                 remedy=f"{self.described_by} and weights are of different checkpoints",
             )
         self.names = frozenset(names | self._matrices.keys())
+        self.powers = scheme.method == "mxfp4"
         self.without_effect = frozenset(filter(self._is_zero_bias, names))
         self.block_types = frozenset(map(self.dtype, self._matrices))
         self.notices = self._notices()
@@ -65,7 +66,8 @@ class QuantisedTensors:
                 expected=error,
                 remedy=f"{self.described_by} and weights are of different checkpoints, or a file is damaged",
             ) from None
-        self._matrices[f"{layer}.weight"], self._main[f"{layer}.weight"] = matrix, names[layout.main]
+        name = f"{layer}.{layout.name}"
+        self._matrices[name], self._main[name] = matrix, names[layout.main]
         return set(found.values())
 
     def _is_zero_bias(self, name: str) -> bool:

@@ -5,8 +5,8 @@ import triton.language as tl
 
 from pi_runtime.artifact.decoder import ACTIVATIONS
 
-CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
-"""The number of each activation, which kernels branch on."""
+CODES = {name: code for code, name in enumerate(ACTIVATIONS) if name != "clamped_swiglu"}
+"""The number of each activation that a GPU computes, which kernels branch on."""
 _RELU2, _SILU = tl.constexpr(CODES["relu2"]), tl.constexpr(CODES["silu"])
 _GELU, _GELU_TANH = tl.constexpr(CODES["gelu"]), tl.constexpr(CODES["gelu_tanh"])
 DRELU = tl.constexpr(CODES["drelu"])

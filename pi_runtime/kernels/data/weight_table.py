@@ -35,6 +35,7 @@ class LayerRecord:
     out_bias: Annotated[int, "attention/out_bias"]
     attention_out_norm: Annotated[int, "attention/out_norm/weight"]
     attention_out_norm_bias: Annotated[int, "attention/out_norm/bias"]
+    sinks: Annotated[int, "attention/sinks"]
     q_norm: Annotated[int, "attention/q_norm"]
     k_norm: Annotated[int, "attention/k_norm"]
     ffn_norm: Annotated[int, "ffn/norm/weight"]
@@ -42,6 +43,7 @@ class LayerRecord:
     ffn_out_norm: Annotated[int, "ffn/out_norm/weight"]
     ffn_out_norm_bias: Annotated[int, "ffn/out_norm/bias"]
     router: Annotated[int, "ffn/router"]
+    router_bias: Annotated[int, "ffn/router_bias"]
     router_choice_bias: Annotated[int, "ffn/router_choice_bias"]
     first: Annotated[int, "ffn/first"]
     first_scales: Annotated[int, "ffn/first_scales"]
@@ -50,6 +52,7 @@ class LayerRecord:
     rest_scales: Annotated[int, "ffn/rest_scales"]
     up_bias: Annotated[int, "ffn/up_bias"]
     down_bias: Annotated[int, "ffn/down_bias"]
+    expert_bias: Annotated[int, "ffn/expert_bias"]
     predictor_down: Annotated[int, "predictor/down"]
     predictor_down_scales: Annotated[int, "predictor/down_scales"]
     predictor_up: Annotated[int, "predictor/up"]
@@ -97,7 +100,7 @@ EXPERT_ARRAYS = ("ffn/first", "ffn/rest", "ffn/up_bias", "predictor/")
 """Arrays of which each expert has its own rows."""
 SELECTOR_CODES: dict[str | None, int] = {name: n for n, name in enumerate((None, *SELECTORS))}
 SEQUENTIAL, PARALLEL, POST_NORM, REORDERED, SANDWICH = range(len(BLOCKS))
-RELU, RELU2, DRELU, SILU, GELU, GELU_TANH = range(len(ACTIVATIONS))
+RELU, RELU2, DRELU, SILU, GELU, GELU_TANH, CLAMPED_SWIGLU = range(len(ACTIVATIONS))
 
 
 class KernelConfig(NamedTuple):

@@ -60,7 +60,7 @@ def limit_of(f: Ffn, e: Batch, n: int) -> np.float32:
 @device
 def factor(f: Ffn, h: np.float32, up: np.float32) -> np.float32:
     """a(first · x) times up · x, where the FFN is gated."""
-    return times_up(f.activation == DRELU, h, up) if f.gated else h
+    return times_up(f.activation, h, up) if f.gated else h
 
 
 @device

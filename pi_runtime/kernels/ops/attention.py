@@ -1,6 +1,8 @@
 """Rotary positions and attention over the key-value cache.
 
-    out = Σ_s p_s v_s / Σ_s p_s        p_s = exp(q · k_s / √E − m), m the largest so far
+    out = Σ_s p_s v_s / (Σ_s p_s + exp(sink − m))        p_s = exp(q · k_s / √E − m), m the largest so far
+
+where each head has a sink, else without that summand.
 
 Positions are taken in blocks of `POSITIONS`, cut where their number says: with a larger maximum the sums so far are
 scaled down. So a token's bits depend on its position alone, not on how its prompt was cut, nor on other sequences.
@@ -63,6 +65,8 @@ class LayerCache(NamedTuple):
     """Number of its class."""
     classes: int = 1
     """How many classes of layers have pages."""
+    sinks: int = 0
+    """Address of a number for each query head, whose exponential is added to the sum of weights; 0 for none."""
 
 
 @public
@@ -282,6 +286,13 @@ def _attend_tile(
         row_sums(rows, listed, address_of(score_NB), 4 * POSITIONS, queries, address_of(sum_NE), 4 * width)
     for n in range(queries):
         head = group * shared + n % shared
+        total = total_N[n] + _sink(cache, head, largest_N[n])
         out_E = out_TQ[token + n // shared, head * width : (head + 1) * width]
         for j in range(width):
-            out_E[j] = sum_NE[n, j] / total_N[n]
+            out_E[j] = sum_NE[n, j] / total
+
+
+@device
+def _sink(cache: LayerCache, head: int, largest: np.float32) -> np.float32:
+    """What a head adds to the sum of weights."""
+    return np.float32(0) if cache.sinks == 0 else np.exp(vector(cache.sinks, head + 1)[head] - largest)

@@ -57,6 +57,9 @@ NAMES = {
         *("dense_ff", "dense_layers", "experts_shared", "router_choice_bias"),
         *("router_groups", "router_scale", "router_score"),
     ],
+    "sinks, a window, clamped experts with biases": [
+        *("activation.clamped_swiglu", "attention_sinks", "expert_bias", "router_bias", "window", "windowed_layers"),
+    ],
     "experts weighed among all": ["router_normalised"],
 }  # fmt: skip
 

@@ -25,5 +25,6 @@ def test_what_the_gpu_tier_lacks_is_refused_by_name() -> None:
     assert {*refused} == {
         "windows, experts by sigmoid of what enters",
         "norms before and after, two kinds of angles",
+        "sinks, a window, clamped experts with biases",
         "shared experts, dense layers, a bias for choosing in groups",
     }

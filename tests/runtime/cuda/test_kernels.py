@@ -11,7 +11,6 @@ from support.gpu_kernels import COLUMNS, FEW, FORMAT, TILING, TOKENS, Stored, as
 from support.stored import LayerWeights, packed_signs, store
 from support.synthetic import small_decoder
 
-from pi_runtime.artifact.decoder import ACTIVATIONS
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.cuda.kernels import attention, dequantise, ffn_neurons, residual, row_dot
 from pi_runtime.cuda.kernels.activations import CODES
@@ -137,7 +136,7 @@ class UnroundedWeights(LayerWeights):
 
 @FEW
 @given(
-    FORMAT, st.sampled_from([5, 33, 256, 300]), st.integers(1, 90), st.sampled_from(ACTIVATIONS),
+    FORMAT, st.sampled_from([5, 33, 256, 300]), st.integers(1, 90), st.sampled_from([*CODES]),
     st.sampled_from(["gated", "plain"]), st.booleans(), st.sampled_from(["dense", "gate", "predicted"]), TILING,
     st.sampled_from([0.0, 0.7]), st.integers(0, 9),
 )  # fmt: skip

@@ -15,7 +15,7 @@ from support.rounding import blocks_of
 from support.stored import WEIGHT_FORMATS, Layer, ffn_layer
 from support.synthetic import small_decoder
 
-from pi_runtime.artifact.decoder import ACTIVATIONS, SPARSE_ACTIVATIONS, Decoder
+from pi_runtime.artifact.decoder import ACTIVATIONS, GATED_ACTIVATIONS, SPARSE_ACTIVATIONS, Decoder
 from pi_runtime.artifact.footprint import BLOCK_TOKENS, CHUNKS, FEW_TOKENS, GROUP
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.rungs import RUNGS
@@ -89,7 +89,9 @@ def decoders() -> st.SearchStrategy[Decoder]:
         ),
         st.integers(1, 70),
         st.integers(1, 6 * GROUP + 5),
-        st.sampled_from([(a, f) for a in ACTIVATIONS for f in ("gated", "plain") if a != "drelu" or f == "gated"]),
+        st.sampled_from(
+            [(a, f) for a in ACTIVATIONS for f in ("gated", "plain") if a not in GATED_ACTIVATIONS or f == "gated"]
+        ),
         st.booleans(),
         st.sampled_from([0.0, 0.0, 0.2]),
     )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.stored import WEIGHT_FORMATS, Layer, ffn_layer
 from support.synthetic import small_decoder
 
-from pi_runtime.artifact.decoder import ACTIVATIONS, Decoder
+from pi_runtime.artifact.decoder import ACTIVATIONS, GATED_ACTIVATIONS, Decoder
 from pi_runtime.artifact.footprint import CHUNKS, FEW_TOKENS, GROUP, SUM_NEURONS
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.kernels import moe
@@ -19,7 +19,7 @@ from pi_runtime.kernels.split_ffn import NeuronLists, cold_sum, predict
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 MOST_TOKENS = FEW_TOKENS + 4
-KINDS = [(a, f) for a in ACTIVATIONS for f in ("gated", "plain") if a != "drelu" or f == "gated"]
+KINDS = [(a, f) for a in ACTIVATIONS for f in ("gated", "plain") if a not in GATED_ACTIVATIONS or f == "gated"]
 PLAIN = small_decoder(d_ff=700, d_model=300)
 
 

@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from pi_runtime.artifact.decoder import ACTIVATIONS
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.cuda.kernels import attention, ffn_neurons, moe, residual, row_dot
 from pi_runtime.cuda.kernels.activations import CODES
@@ -313,7 +312,7 @@ EDGES: dict[str, Callable[[], Iterator[Case]]] = {
     "lists of experts": _of_expert_lists,
     "compaction": _of_compaction,
     "signs": _of_signs,
-    **{name: partial(_of_activation, name) for name in ACTIVATIONS},
+    **{name: partial(_of_activation, name) for name in CODES},
     "sums": _of_sums,
     "storing": _of_storing,
     "long attention": _of_long_attention,

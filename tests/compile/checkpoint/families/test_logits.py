@@ -85,7 +85,17 @@ def test_whatever_the_sizes(case: str, tmp_path: Path, long: bool) -> None:
 
 
 END = LLAMA["eos_token_id"]
-SINGLE = {"glm4-moe", "granite", "granitemoe", "nanochat", "olmo2", "olmoe", "qwen3-moe-unnormalised", "smollm3"}
+SINGLE = {
+    "glm4-moe",
+    "gpt-oss",
+    "granite",
+    "granitemoe",
+    "nanochat",
+    "olmo2",
+    "olmoe",
+    "qwen3-moe-unnormalised",
+    "smollm3",
+}
 
 
 @pytest.mark.parametrize("case", sorted(SINGLE))
