@@ -1,6 +1,7 @@
 """`pi-compile`: make and examine artifacts."""
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -260,12 +261,17 @@ def build(options: BuildOptions, output: Output = None, as_json: Json = False, d
 
 def _build(options: BuildOptions, output: Path | None, as_json: bool) -> None:
     from pi_compile.files import artifact_path
+    from pi_compile.pipeline.summary import built_line
 
     path = artifact_path(options.recipe, output)
     with _pipeline(options, "pack", path) as pipeline:
         packed = pipeline.pack(path)
     if pipeline.rank.leads:
         show_artifact(packed, pipeline.ran, as_json)
+        if not as_json:
+            trained = None if pipeline.only_dense else pipeline.trained
+            built = built_line(trained, pipeline.recipe.quality.perplexity_increase)
+            console.say(f"{built}; next: pi-run {shlex.quote(str(path))} --prompt 'Once upon a time' --stats")
 
 
 @app.command()

@@ -24,7 +24,9 @@ def plan_text(found: Mapping[str, Any]) -> str:
 
 def _planned_lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     formats = sorted(set(found["formats"].values()))
-    yield "model", f"{found['model']}, {found['parameters'] / 1e9:.2f} B parameters in {', '.join(formats)}"
+    count = found["parameters"]
+    parameters = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
+    yield "model", f"{found['model']}, {parameters} parameters in {', '.join(formats)}"
     yield "machine", f"{found['machine']}; context {found['context']:,}"
     of_experts = " of its experts" if found["experts"] > 1 else ""
     yield "activation", f"{found['density']:.1%} of the neurons{of_experts} fire for a token"

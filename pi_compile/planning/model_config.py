@@ -10,7 +10,7 @@ from pi_compile.checkpoint.families.registry import decoder_of
 from pi_compile.checkpoint.gguf_magic import is_gguf
 from pi_compile.checkpoint.json_file import read_json
 from pi_compile.checkpoint.part_formats import AUTO, KEEP
-from pi_compile.errors import CheckpointError, ProfileError
+from pi_compile.errors import CheckpointError, ProfileError, nearest
 from pi_compile.files import bundled_folder, parse_toml
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.sizes import PARTS
@@ -75,10 +75,12 @@ def find_planned(
             remedy="name that of the model it was made from; `build` places this one too",
         )
     if not path.is_file():
+        near = nearest(name, bundled_models())
         raise CheckpointError(
             f"{name}: no config to plan from",
             expected=f"a {_CONFIG}, a folder with one, a recipe (.toml), or one of {', '.join(bundled_models())}",
-            remedy="fetch the model's config.json and name it: its weights are not needed",
+            remedy=(f"did you mean {near}? Else " if near else "")
+            + "fetch the model's config.json and name it: its weights are not needed",
         )
     config = Config(path, read_json(path))
     dtype = config.get("dtype", config.get("torch_dtype"))

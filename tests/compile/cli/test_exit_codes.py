@@ -49,6 +49,7 @@ BLOCK = """
     class Blocked:
         '''Hides packages as if they were not installed.'''
         def __init__(self, finder): self.finder = finder
+        def __getattr__(self, name): return getattr(self.finder, name)
         def find_spec(self, name, path=None, target=None):
             if name.partition(".")[0] not in {names}:
                 return self.finder.find_spec(name, path, target)
@@ -69,7 +70,8 @@ def test_a_missing_extra(recipe: Path, model: Path, names: set[str], command: st
     assert (process.returncode, out) == (USAGE, ""), err
     assert_a_message(err)
     assert "is not installed, and this command needs it" in err
-    assert "try: pip install 'pi-toolchain[compile]'" in err
+    extra = "compile" if command == "init" else "pack"
+    assert f"try: pip install 'pi-toolchain[{extra}]'" in err
 
 
 @pytest.mark.slow

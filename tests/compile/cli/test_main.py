@@ -220,10 +220,10 @@ def test_ignored_keys_are_known_from_the_first_command_to_the_last(run: Run, tmp
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
-        ("HuggingFaceTB--SmolLM2-135M", "0.13 B parameters in bf16"),
-        ("Qwen--Qwen2.5-0.5B", "0.49 B parameters in bf16"),
-        ("distilgpt2", "0.08 B parameters in f32"),
-        ("ngxson--stories15M_MOE", "0.04 B parameters in f32"),
+        ("HuggingFaceTB--SmolLM2-135M", "134.5 M parameters in bf16"),
+        ("Qwen--Qwen2.5-0.5B", "494.0 M parameters in bf16"),
+        ("distilgpt2", "81.9 M parameters in f32"),
+        ("ngxson--stories15M_MOE", "36.4 M parameters in f32"),
     ],
 )
 def test_published_configs_are_planned_for(run: Run, name: str, parameters: str) -> None:

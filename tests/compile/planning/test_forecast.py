@@ -225,6 +225,7 @@ def test_no_torch_is_needed(folder: Path) -> None:
 def test_mistakes(refused: Callable[..., str], folder: Path) -> None:
     model = ("config.json", "--machine", "m.toml")
     assert "no config to plan from" in refused(INPUT, "nothing/here", "--machine", "m.toml")
+    assert "did you mean facebook/opt-6.7b?" in refused(INPUT, "facebook/opt-6.7", "--machine", "m.toml")
     assert "facebook/opt-6.7b" in refused(INPUT, "facebook/opt-6.6b", "--machine", "m.toml")
     assert "error: pc-medium: no such machine profile" in refused(INPUT, "config.json", "--machine", "pc-medium")
     assert "no such recipe" in refused(INPUT, "r.toml")
