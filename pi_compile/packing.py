@@ -22,7 +22,7 @@ from pi_runtime.artifact.layout import manifest_specs, place_arrays
 from pi_runtime.artifact.quantisation import as_stored, dequantise
 from pi_runtime.artifact.rounding_error import RoundingError
 from pi_runtime.artifact.rungs import exact_rung
-from pi_runtime.artifact.schema import Layer, Manifest, Plan, RowPlan
+from pi_runtime.artifact.schema import ArrayEntry, Layer, Manifest, Plan, RowPlan
 from pi_runtime.artifact.sizes import PARTS, ArraySpec, is_scales
 from pi_runtime.artifact.writer import ArtifactWriter
 
@@ -176,7 +176,7 @@ class _ArrayValues:
     profile: ActivationProfile | None
     predictor_set: PredictorSet | None
     quantised: QuantisedWeights | None
-    specs: Mapping[str, ArraySpec]
+    specs: Mapping[str, ArraySpec] | Mapping[str, ArrayEntry]
     guess: GuessWeights | None
 
     def rounded(self, name: str) -> Stored | None:

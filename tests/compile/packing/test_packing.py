@@ -226,7 +226,7 @@ def test_matrices_that_are_rounded_already_are_stored_as_they_are(tmp_path: Path
             expected = dequantise(q4, *stored, checkpoint.decoder.d_model)[::-1]
             np.testing.assert_array_equal(artifact.values(name), expected)
         first = artifact.values("layers/1/ffn/first")
-    values = _ArrayValues(checkpoint, profile, None, quantised, "q4")
+    values = _ArrayValues(checkpoint, profile, None, quantised, artifact.manifest.arrays, None)
     (words,) = values.blocks("layers/1/predictor/signs", ArraySpec("u64", (83, -(-first.shape[1] // 64))))
     bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, : first.shape[1]]
     np.testing.assert_array_equal(bits.astype(bool), first < 0)
