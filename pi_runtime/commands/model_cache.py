@@ -28,6 +28,7 @@ from pi_runtime.files import locked
 
 if TYPE_CHECKING:
     from pi_runtime.artifact.schema import Manifest
+    from pi_runtime.commands.options import SourceOptions
 
 _GGUF = (b"GGUF", b"PWRI")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?")
@@ -37,6 +38,17 @@ _PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf")
 _HEAD = 1 << 20
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def checked_artifact(options: "SourceOptions") -> Path:
+    """The artifact that a command is to run, packed and verified as asked. Raises ArtifactError for a damaged one."""
+    path = artifact_of(options.artifact, options.cache_limit)
+    if options.verify:
+        from pi_runtime.artifact.verification import verify
+
+        with console.progress("verifying") as bar:
+            verify(path, bar)
+    return path
 
 
 def artifact_of(model: Path, limit: int | None) -> Path:

@@ -32,7 +32,9 @@ def _budget(name: str, help_text: str) -> Any:
 
 
 MODEL_FLAGS: Mapping[str, Any] = {
-    "context": typer.Option("--ctx-size", envvar="PI_CTX_SIZE", help="Positions to hold."),
+    "context": typer.Option(
+        "--ctx-size", envvar="PI_CTX_SIZE", help="Positions to hold. Default: the model's, 4096 at most."
+    ),
     "mode": typer.Option(envvar="PI_MODE", help="auto, dense, gate or predicted."),
     "device": typer.Option(envvar="PI_DEVICE", help="auto, cpu, stand-in or cuda:N."),
     "vram_budget": _budget("vram_budget", "GPU memory to use, like 8GiB: picks the placement."),
@@ -59,21 +61,27 @@ FILE_FLAGS: Mapping[str, Any] = {
 """The same options where only a file of prompts has a use for them."""
 
 
-ModelPath = Annotated[
-    Path,
-    typer.Argument(
-        help="An artifact of pi-compile; or a GGUF file, a checkpoint's folder or a hub name, to be packed once.",
-        show_default=False,
-    ),
-]
-CacheLimit = Annotated[int | None, _budget("cache_limit", "Most that packed models take, like 50GiB; older ones go.")]
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions:
+    """What is run, and how it comes to be an artifact that can be trusted."""
+
+    artifact: Annotated[
+        Path,
+        typer.Argument(
+            help="An artifact of pi-compile; or a GGUF file, a checkpoint's folder or a hub name, to be packed once.",
+            show_default=False,
+        ),
+    ]
+    cache_limit: Annotated[
+        int | None, _budget("cache_limit", "Most that packed models take, like 50GiB; older ones go.")
+    ] = None
+    verify: Annotated[bool, typer.Option("--verify", help="First check every byte against its digest.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskOptions:
+class TaskOptions(SourceOptions):
     """What `pi-run` does with an artifact."""
 
-    artifact: ModelPath
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue; - reads stdin.")] = None
     prompts: Annotated[
         Path | None, typer.Option(help="JSON Lines, a prompt each, answered together.", show_default=False)
@@ -84,7 +92,6 @@ class TaskOptions:
     bench: Annotated[bool, typer.Option("--bench", help="Measure speed, alone and in batches.")] = False
     chat: Annotated[bool, typer.Option("--chat", help="Talk, through the model's own chat template.")] = False
     system: Annotated[str | None, typer.Option(help="System message of a chat.")] = None
-    cache_limit: CacheLimit = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,9 +70,9 @@ def run(
 
     text = read_text(sys.stdin.read) if task.prompt == "-" else task.prompt
     grammar = _grammar(answer)
-    from pi_runtime.commands.model_cache import artifact_of
+    from pi_runtime.commands.model_cache import checked_artifact
 
-    task = replace(task, artifact=artifact_of(task.artifact, task.cache_limit))
+    task = replace(task, artifact=checked_artifact(task))
     if task.bench:
         _measure(task.artifact, model_options, bench, as_json=as_json)
         return

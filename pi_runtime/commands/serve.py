@@ -11,7 +11,7 @@ import typer
 
 from pi_runtime import console
 from pi_runtime.commands import access
-from pi_runtime.commands.options import ENGINE_FLAGS, MODEL_FLAGS, CacheLimit, ModelPath
+from pi_runtime.commands.options import ENGINE_FLAGS, MODEL_FLAGS, SourceOptions
 from pi_runtime.engine.options import EngineOptions, ModelOptions
 from pi_runtime.errors import TemplateError, UsageError
 from pi_runtime.errors.exit_codes import missing_extra
@@ -28,11 +28,9 @@ def main() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListenOptions:
+class ListenOptions(SourceOptions):
     """Where a server listens, who may use it, and what it takes on."""
 
-    artifact: ModelPath
-    cache_limit: CacheLimit = None
     host: Annotated[str, typer.Option(envvar="PI_HOST", help="Address; any but loopback needs a key.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(envvar="PI_PORT", help="0 takes a free one.", min=0, max=65535)] = 8080
     api_key_file: Annotated[
@@ -87,10 +85,10 @@ def serve(
         from pi_runtime.server.listening import Server, config
     except ModuleNotFoundError as error:
         raise (missing_extra(error.name or "") or error) from None
-    from pi_runtime.commands.model_cache import artifact_of
+    from pi_runtime.commands.model_cache import checked_artifact
 
     settings = _settings(listen, engine_options.slots)
-    listen = replace(listen, artifact=artifact_of(listen.artifact, listen.cache_limit))
+    listen = replace(listen, artifact=checked_artifact(listen))
     tls = access.checked_tls(listen.ssl_certfile, listen.ssl_keyfile)
     built = build_app(settings, _opening(listen.artifact, model_options, engine_options), console.say)
     service = built.state.service

@@ -173,6 +173,18 @@ def test_end_of_text_is_not_shown(run: Run, tmp_path: Path) -> None:
     assert run(path, "-p", "a") == (0, "b\n", "")
 
 
+def test_a_flipped_byte_is_found_where_it_is_asked_for(run: Run, alphabet: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.pi"
+    data = bytearray(alphabet.read_bytes())
+    data[data.index(b"{{ messages")] ^= 1
+    damaged.write_bytes(data)
+    assert run(damaged, "-p", "u", "-n", 2)[:2] == (0, "vw\n")
+    code, out, err = run(damaged, "-p", "u", "-n", 2, "--verify")
+    assert (code, out) == (3, "")
+    assert "damaged" in err
+    assert run(alphabet, "-p", "u", "-n", 2, "--verify") == (0, "vw\n", "")
+
+
 def test_chat(run: Run, alphabet: Path) -> None:
     code, out, err = run(alphabet, "--chat", stdin="uv\nx\n\nnever read\n")
     assert (code, out) == (0, "wxyz\nyz\n")
@@ -307,6 +319,7 @@ FLAGS = {
     "--md": (None, None),
     "--chat": (None, None),
     "--cache-limit": (None, "PI_CACHE_LIMIT"),
+    "--verify": (None, None),
     "--system": (None, None),
     "--max-tokens": ("-n", None),
     "--min-tokens": (None, None),

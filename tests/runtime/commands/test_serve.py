@@ -29,6 +29,7 @@ FLAGS = {
     "--kv-budget",
     "--log-requests",
     "--cache-limit",
+    "--verify",
     "--mode",
     "--name",
     "--numa",
