@@ -4,9 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.placeable import workload
+from support.placeable import machine, workload
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
+from pi_compile.cost_model import costs_of
 from pi_compile.cost_model.processors import CPU, GPU
 from pi_compile.placement import formulation
 from pi_compile.placement.formulation import Sizes, all_cpu
@@ -78,6 +79,19 @@ def test_buffers_and_cache_are_what_a_run_allocates(family: str, tmp_path: Path)
         cache = KVCache(PagePool(artifact.manifest), 96)
         cache.reserve(96)
         assert cache.pool.in_use * cache.pool.page_nbytes == sum(sizes.cache)
+
+
+def test_layers_with_a_window_count_what_they_see() -> None:
+    """Bytes of a whole context, of the steps of prompts in memory; and the time of what a token reads."""
+    shape = {"context_length": 4096, "window": 100, "windowed_layers": (1,)}
+    work = workload(np.ones((2, 200)), context=4096, **shape)
+    every, windowed = Sizes.of(work).cache
+    assert windowed == 8 * every // 128, "pages"
+    whole = Sizes.of(workload(np.ones((2, 200)), context=4096, context_length=4096))
+    assert whole.cache == (every, every)
+    assert whole.everything - Sizes.of(work).everything == every - windowed
+    first, second = costs_of(work, machine(gpu=None, link=None)).layers
+    assert first.attention[CPU] > second.attention[CPU]
 
 
 @pytest.mark.parametrize("share", [1, 64])
