@@ -134,12 +134,30 @@ def part_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
 def _written(
     writer: ArtifactWriter, name: str, spec: ArraySpec, blocks: Iterable[Array], values: "_ArrayValues"
 ) -> RoundingError | None:
-    """Write one array, from its values or as it is stored already; returns what rounding cost."""
-    stored = values.rounded(name)
+    """Write one array, from blocks of its values or as it is stored already; returns what rounding cost."""
+    stored, on_grid = values.rounded(name), values.on_grid(name)
+    if on_grid is not None:
+        return _written_on_grid(writer, name, spec, blocks, on_grid)
     if stored is None:
         return writer.add_array(name, spec, blocks, powers=values.checkpoint.source.powers)
     error = _rounding_error(FORMATS[spec.format], stored, blocks)
     writer.add_stored(name, spec, *stored)
+    return error
+
+
+def _written_on_grid(
+    writer: ArtifactWriter, name: str, spec: ArraySpec, blocks: Iterable[Array], stored: Iterable[Stored]
+) -> RoundingError:
+    """Write one array of which tensors are taken bit for bit; returns what rounding the others cost."""
+    error, fmt = RoundingError(), FORMATS[spec.format]
+
+    def checked() -> Iterator[Stored]:
+        nonlocal error
+        for block, (integers, scales) in zip(blocks, stored, strict=True):
+            error += RoundingError.between(block, dequantise(fmt, integers, scales, block.shape[-1]))
+            yield integers, scales
+
+    writer.add_stored_blocks(name, spec, checked())
     return error
 
 
@@ -187,6 +205,12 @@ class _ArrayValues:
         integers, scales = self.quantised[name]
         return (integers, scales) if order is None else (integers[order], scales[order])
 
+    def on_grid(self, name: str) -> Iterator[Stored] | None:
+        """The stored form of a matrix of which some tensors lie on its format's grid already, block by block."""
+        if name not in self.checkpoint.array_shapes or self.rounded(name) is not None:
+            return None
+        return self.checkpoint.stored_blocks(name, FORMATS[self.specs[name].format], self._order(name))
+
     def _order(self, name: str) -> Array | None:
         """The order of an array's neurons in the artifact; None where it stays, or there are none."""
         layer, _, local = name.removeprefix("layers/").partition("/")
@@ -221,6 +245,9 @@ class _ArrayValues:
         rounded, fmt = self.rounded(name), self.specs[name].format
         if rounded is not None:
             return [dequantise(FORMATS[fmt], *rounded, self.checkpoint.array_shapes[name][-1])]
+        on_grid = self.on_grid(name)
+        if on_grid is not None:
+            return (dequantise(FORMATS[fmt], *stored, self.checkpoint.array_shapes[name][-1]) for stored in on_grid)
         return (as_stored(fmt, b) for b in self.checkpoint.blocks(name, self._order(name)))
 
     def _predictor(self, layer: int, part: str) -> Array:

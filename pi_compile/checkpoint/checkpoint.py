@@ -5,7 +5,7 @@ Shape letters: D model width, F neurons. `ffn/rest` has one row for each neuron 
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +18,11 @@ import numpy.typing as npt
 from pi_compile.checkpoint.families.adapter import SourceTensor
 from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES, find_checkpoint
 from pi_compile.checkpoint.resolution import ResolvedCheckpoint, resolve_checkpoint
-from pi_compile.checkpoint.tensors import Array, RowReader, StoredRows, Values
+from pi_compile.checkpoint.tensors import Array, Index, RowReader, StoredRows, Values
 from pi_compile.errors import CheckpointError
 from pi_compile.files import file_digest, json_digest
-from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.formats import FORMATS, Format
+from pi_runtime.artifact.quantisation import pack_rows, quantise
 from pi_runtime.artifact.sizes import PARTS, array_specs
 
 if TYPE_CHECKING:
@@ -138,15 +139,22 @@ class Checkpoint(ResolvedCheckpoint):
         `order` permutes the neurons of each expert: stored row i is neuron order[i] of the checkpoint. Only
         `NEURON_ARRAYS` take it. Raises CheckpointError naming the tensor if a value is not finite.
         """
-        index = None if order is None else np.array(order, np.int64)
-        if index is not None:
-            assert array.split("/", 2)[-1] in NEURON_ARRAYS, array
-            assert np.array_equal(np.sort(index), np.arange(self.decoder.neurons)), "not a permutation"
-        rows_per_neuron = self.array_shapes[array][1] if array.endswith("ffn/rest") else None
-        tensors = self._source_tensors(array)
-        if not tensors:
+        if not self._source_tensors(array):
             return iter([np.ones(self.array_shapes[array], np.float32)])
-        return self._joined(tensors, rows_per_neuron, index)
+        return (values for (values,) in self._joined(array, order, lambda *rows: (self._read(*rows),)))
+
+    def stored_blocks(
+        self, array: str, fmt: Format, order: Order | None = None
+    ) -> Iterator[tuple[Array, Array]] | None:
+        """The same blocks in a block format, with their scales, where some tensor lies on its grid already.
+
+        Such tensors are taken bit for bit, the others are quantised. None where no tensor does.
+        """
+        tensors = [t for t in self._source_tensors(array) if not t.addend] if fmt.quantised else []
+        if all(self._matrix(tensor).on_grid(fmt, slice(0, 1)) is None for tensor in tensors if _is_whole(tensor)):
+            return None
+        found = self._joined(array, order, lambda *rows: self._stored(fmt, *rows))
+        return ((stored, scales) for stored, scales in found)
 
     def check_values(self) -> None:
         """Read all weights once, so that no long stage fails late at a damaged one.
@@ -169,12 +177,18 @@ class Checkpoint(ResolvedCheckpoint):
         return self.adapter.source_tensors(array, self.prefix, self.decoder)
 
     def _joined(
-        self, tensors: tuple[SourceTensor, ...], rows_per_neuron: int | None, index: npt.NDArray[np.int64] | None
-    ) -> Iterator[Values]:
-        """Blocks of the tensors, one tensor after the other.
+        self, array: str, order: Order | None, read: Callable[[SourceTensor, RowReader, Index], tuple[Array, ...]]
+    ) -> Iterator[tuple[Array, ...]]:
+        """What is read of blocks of an array's tensors, one tensor after the other.
 
-        Where `rows_per_neuron` is given, that many tensors [F, D] together make blocks [rows, rows_per_neuron, D].
+        In `ffn/rest` as many tensors [F, D] as a neuron has rows together make blocks [rows, rows of a neuron, D].
         """
+        index = None if order is None else np.array(order, np.int64)
+        if index is not None:
+            assert array.split("/", 2)[-1] in NEURON_ARRAYS, array
+            assert np.array_equal(np.sort(index), np.arange(self.decoder.neurons)), "not a permutation"
+        rows_per_neuron = self.array_shapes[array][1] if array.endswith("ffn/rest") else None
+        tensors = self._source_tensors(array)
         rows_before = 0
         for start in range(0, len(tensors), rows_per_neuron or 1):
             group = tensors[start : start + (rows_per_neuron or 1)]
@@ -187,15 +201,19 @@ class Checkpoint(ResolvedCheckpoint):
             step = _rows_per_block((len(matrices), *matrices[0].shape[1:]))
             for row in range(0, n_rows, step):
                 rows = slice(row, row + step)
-                values = [self._read(t, matrix, rows, own_index) for t, matrix in zip(group, matrices, strict=True)]
-                yield values[0] if rows_per_neuron is None else np.stack(values, axis=1)
+                own = rows if own_index is None else own_index[rows]
+                found = [read(tensor, matrix, own) for tensor, matrix in zip(group, matrices, strict=True)]
+                if rows_per_neuron is None:
+                    yield from found
+                else:
+                    yield tuple(np.stack(each, axis=1) for each in zip(*found, strict=True))
 
     def _matrix(self, tensor: SourceTensor) -> RowReader:
         """The mapped tensor; where it is transposed or only some rows are wanted, a copy.
 
         Making the copy reads the file once; without it, every block would read with strides.
         """
-        if tensor.rows is None and not tensor.transposed and not tensor.stacked:
+        if _is_whole(tensor):
             return self.source.rows(tensor.name)
         if tensor.item is not None:
             (matrix,) = self.source.rows(tensor.name)[tensor.item : tensor.item + 1]
@@ -210,10 +228,13 @@ class Checkpoint(ResolvedCheckpoint):
             values = values.reshape(-1, *values.shape[2:])
         return StoredRows(_rows_of(values, tensor))
 
-    def _read(
-        self, tensor: SourceTensor, matrix: RowReader, rows: slice, index: npt.NDArray[np.int64] | None
-    ) -> Values:
-        values = matrix[rows if index is None else index[rows]]
+    def _stored(self, fmt: Format, tensor: SourceTensor, matrix: RowReader, rows: Index) -> tuple[Array, Array]:
+        """Rows in a block format: as they are where they lie on its grid, else quantised."""
+        found = None if tensor.addend else matrix.on_grid(fmt, rows)
+        return quantise(fmt, self._read(tensor, matrix, rows)) if found is None else pack_rows(fmt, *found)
+
+    def _read(self, tensor: SourceTensor, matrix: RowReader, rows: Index) -> Values:
+        values = matrix[rows]
         self._check_finite(tensor.name, values)
         return values + np.float32(tensor.addend) if tensor.addend else values
 
@@ -250,6 +271,11 @@ def part_of(array: str) -> str | None:
     if array in _EMBEDDING_ARRAYS:
         return "embedding"
     return "head" if array == "head" else None
+
+
+def _is_whole(tensor: SourceTensor) -> bool:
+    """Whether an array, or a part of one, is a tensor as it is stored."""
+    return tensor.rows is None and not tensor.transposed and not tensor.stacked
 
 
 def _row_blocks(rows: RowReader) -> Iterator[Values]:

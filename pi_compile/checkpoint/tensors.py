@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from pi_compile.checkpoint.folder import CONFIG_FILE, PICKLES, SAFETENSORS
 from pi_compile.checkpoint.json_file import read_json, remedy_for
 from pi_compile.errors import CheckpointError
+from pi_runtime.artifact.formats import Format
 
 Array = npt.NDArray[Any]
 Values = npt.NDArray[np.float32]
@@ -40,6 +41,9 @@ class RowReader(Protocol):
     def shape(self) -> Sequence[int]: ...
     def __len__(self) -> int: ...
     def __getitem__(self, index: Index, /) -> Values: ...
+    def on_grid(self, fmt: Format, index: Index, /) -> tuple[Array, Array] | None:
+        """Some rows as they are stored, where a block format holds that exactly: the integers (R, D) that it has, and
+        scales (R, B), or scales and minima or zeros (R, 2, B), in binary16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +61,10 @@ class StoredRows:
 
     def __getitem__(self, index: Index, /) -> Values:
         return as_float32(self.stored[index])
+
+    def on_grid(self, _fmt: Format, _index: Index, /) -> tuple[Array, Array] | None:
+        """Floats lie on no grid."""
+        return None
 
 
 def as_float32(stored: Array) -> Values:

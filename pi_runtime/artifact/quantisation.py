@@ -161,6 +161,15 @@ def pack_blocks(fmt: Format, q: Array, scale: Array, columns: int) -> tuple[Arra
     return stored, scales
 
 
+def pack_rows(fmt: Format, q: Array, beside: Array) -> tuple[Array, Array]:
+    """Rows of integers (R, D) that lie on a format's grid already, as stored arrays; D is a multiple of 32.
+
+    `beside` are their scales (R, B), or scales and minima or zeros (R, 2, B), in binary16.
+    """
+    scale = beside.swapaxes(0, 1).reshape(2, -1) if fmt.offset else beside.reshape(-1)
+    return pack_blocks(fmt, as_blocks(q), scale, q.shape[1])
+
+
 def _q8(w: Array) -> tuple[Array, Array]:
     scale = _rounded(np.abs(w).max(0) / np.float32(127))
     return _quotient(w, scale, *bounds(FORMATS["q8"])), scale

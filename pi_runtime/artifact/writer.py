@@ -103,6 +103,19 @@ class ArtifactWriter:
         if spec.scales is not None and scales is not None:
             self._add_stored(scales_name(name), spec.scales, [scales])
 
+    def add_stored_blocks(self, name: str, spec: ArraySpec, blocks: Iterable[tuple[Array, Array]]) -> None:
+        """`add_stored` for a block format, from consecutive blocks of rows."""
+        assert spec.scales is not None, name
+        kept: list[Array] = []
+
+        def integers() -> Iterator[Array]:
+            for stored, scales in blocks:
+                kept.append(scales)
+                yield stored
+
+        self._add_stored(name, spec, integers())
+        self._add_stored(scales_name(name), spec.scales, kept)
+
     def _add_stored(self, name: str, spec: ArraySpec, pieces: Iterable[Array]) -> None:
         assert name not in self._arrays, name
         entry = place_array(name, spec, self._offset)

@@ -200,7 +200,7 @@ def _filled(rows: int, row: Array) -> Array:
     """So many equal rows, aligned like an artifact's arrays: vector loads across cache lines would be slower."""
     room = np.empty(rows * row.nbytes + ALIGN_LARGE, np.uint8)
     start = -room.ctypes.data % ALIGN_LARGE
-    values = room[start : start + rows * row.nbytes].view(row.dtype).reshape(rows, row.shape[1])
+    values = room[start : start + rows * row.nbytes].view(row.dtype).reshape(rows, *row.shape[1:])
     values[:] = row
     return values
 

@@ -179,6 +179,7 @@ def write_parts(path: Path, folder: Path, tensors_a_part: int) -> list[Path]:
 _SCALES: dict[Type, dict[int, float]] = {
     **{t: {0: 1.0} for t in (Type.Q5_0, Type.IQ4_NL, Type.IQ4_XS, Type.IQ1_S, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S)},
     **{t: {0: 1.0} for t in (Type.IQ3_XXS, Type.IQ3_S)},
+    Type.Q4_0: {0: 1},
     Type.Q4_1: {0: 1.0, 2: -7.5},
     Type.Q5_1: {0: 1.0, 2: -15.5},
     Type.Q2_K: {80: 1.0, 82: 1.5},

@@ -88,7 +88,7 @@ def quantise(folder: Path, name: str, *, zero_biases: bool = False, seed: int = 
         rows, columns = tensors[weight].shape
         if columns % max(1, form.groups) and not form.permuted:
             raise AssertionError(f"{columns} columns in {form.groups} groups")
-        parts, meant[weight] = _layer(form, rng, rows, columns)
+        parts, meant[weight] = layer_tensors(form, rng, rows, columns)
         del stored[weight]
         stored |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
         if zero_biases and f"{layer}.bias" not in tensors:
@@ -98,7 +98,7 @@ def quantise(folder: Path, name: str, *, zero_biases: bool = False, seed: int = 
     return meant
 
 
-def _layer(
+def layer_tensors(
     form: Form, rng: np.random.Generator, rows: int, columns: int
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Random tensors of a layer, and the weight [rows, columns] that they mean."""

@@ -14,7 +14,10 @@ from pi_compile.checkpoint.gguf.architectures import ROPE_DIVISORS, architecture
 from pi_compile.checkpoint.gguf.file import BLOCK_TYPES, GgufFile
 from pi_compile.checkpoint.tensors import BF16, Array, Index, Values, as_float32
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.formats import Format
 
+_GRIDS = {Type.Q4_0: "q4", Type.Q4_1: "q4_1", Type.Q5_0: "q5"}
+"""Tensor type → the block format in which its blocks can be stored as they are."""
 _EXPERTS = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))_exps(\.weight)")
 _FUSED = re.compile(r"(blk\.\d+\.attn_)qkv(\.(?:weight|bias))")
 _ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)")
@@ -53,6 +56,20 @@ class _GgufRows:
         if self.tensor_type == Type.BF16:
             return data.view(BF16)
         return data if self.tensor_type in (Type.F32, Type.F16) else gguf.dequantize(data, self.tensor_type)
+
+    def on_grid(self, fmt: Format, index: Index) -> tuple[Array, Array] | None:
+        """Blocks of 32 that a format holds: 2 bytes of scale, 2 of a minimum, 4 of fifth bits, 16 of nibbles."""
+        if _GRIDS.get(self.tensor_type) != fmt.name:
+            return None
+        data = np.ascontiguousarray(self.data[index if self.order is None else self.order[index]])
+        head, upper = 4 if fmt.offset else 2, 4 * (fmt.bits - 4)
+        blocks = data.view(np.uint8).reshape(len(data), -1, head + upper + 16)
+        beside = np.ascontiguousarray(blocks[..., :head]).view("<f2").swapaxes(1, 2)
+        nibbles = blocks[..., head + upper :]
+        q = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1)
+        if upper:
+            q |= np.unpackbits(blocks[..., head : head + upper], axis=-1, bitorder="little") << np.uint8(4)
+        return q.reshape(len(data), -1).astype(np.int8) - np.int8(fmt.zero), beside if fmt.offset else beside[:, 0]
 
 
 class GgufTensors:

@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from pi_compile.checkpoint.quantised.scheme import BITS, Scheme
 from pi_compile.checkpoint.tensors import BF16, Array, Index, Values, as_float32, type_name
+from pi_runtime.artifact.formats import BLOCK, Format
 
 WORD = 32
 _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
@@ -56,6 +57,8 @@ class QuantisedMatrix:
     """The group of each column."""
     nbytes: int
     """Stored bytes of all its tensors."""
+    start: int = 0
+    """What integers and zeros are raised by where they are not below 0: 8 for −8 … 7."""
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -66,6 +69,22 @@ class QuantisedMatrix:
             values -= self.zeros(rows).astype(np.float32)[:, self.group_K]
         values *= as_float32(self.scale_NG[rows])[:, self.group_K]
         return values
+
+    def on_grid(self, fmt: Format, rows: Index, /) -> tuple[Array, Array] | None:
+        """Integers of 4 bits, scales and zeros for blocks of 32, if each lies in one group and q4z or q4 holds them."""
+        group_BJ = self.group_K.reshape(-1, BLOCK) if self.shape[1] % BLOCK == 0 else np.zeros((0, BLOCK), np.int64)
+        in_groups = len(group_BJ) > 0 and bool((group_BJ == group_BJ[:, :1]).all())
+        scale_RB = as_float32(self.scale_NG[rows])[:, group_BJ[:, 0]]
+        half_RB = np.clip(scale_RB, -65504, 65504).astype(np.float16)
+        if fmt.name not in ("q4", "q4z") or self.bits != 4 or not in_groups or (half_RB != scale_RB).any():
+            return None
+        q = self.integers(rows).astype(np.int8)
+        zero_RB = np.full(half_RB.shape, self.start, np.int64)
+        if self.zeros is not None:
+            zero_RB += self.zeros(rows)[:, group_BJ[:, 0]]
+        if fmt.offset:
+            return q + np.int8(self.start), np.stack([half_RB, zero_RB.astype(np.float16)], axis=1)
+        return (q + np.int8(self.start - fmt.zero), half_RB) if (zero_RB == fmt.zero).all() else None
 
     @property
     def is_permuted(self) -> bool:
@@ -104,6 +123,10 @@ class MxMatrices:
         with np.errstate(over="ignore"):  # what is too large for a float32 becomes infinite, and is refused
             np.ldexp(values, self.exponents[index].astype(np.int32)[..., None, None] - 127, out=values)
         return values.reshape(*blocks.shape[:-2], -1)
+
+    def on_grid(self, _fmt: Format, _index: Index, /) -> tuple[Array, Array] | None:
+        """Quantising finds these powers of two again (see `quantise`)."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -175,6 +198,7 @@ def _packed(tensors: Tensors, _: Scheme) -> QuantisedMatrix:
         zeros,
         _groups(tensors.get("weight_g_idx"), columns, groups),
         _nbytes(tensors),
+        start,
     )
 
 
