@@ -1,5 +1,7 @@
 """Hub models: what fetching one takes is said before, and a GGUF file is chosen by how its name ends."""
 
+import io
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +11,12 @@ import pytest
 pytest.importorskip("transformers")
 
 import huggingface_hub
+import typer
 
 from pi_compile.checkpoint.folder import fetch_offer, names_model
+from pi_compile.cli import main
 from pi_compile.errors import CheckpointError
+from pi_runtime.errors import UsageError
 
 FILES = {
     "README.md": 1 << 30,
@@ -74,3 +79,18 @@ def test_what_names_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(map(names_model, names))
     assert not any(map(names_model, ("a.toml", "missing.toml", "folder/name", "owner/recipe.toml")))
     assert fetch_offer("folder") is None
+
+
+def test_nothing_is_fetched_where_nobody_can_answer_or_somebody_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer = "owner/name: 5.0 MiB, licence apache-2.0"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    with pytest.raises(UsageError, match="nobody can be asked") as caught:
+        main._agree(offer)
+    assert "`hf download owner/name`" in str(caught.value)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    main._agree(offer)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("n\n"))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    with pytest.raises(typer.Abort):
+        main._agree(offer)
+    main._agree(None)
