@@ -202,7 +202,9 @@ class GuessSection(Section):
     """How a guess head is trained. It may be missing, and is then not written."""
 
     tokens: Annotated[int, Field(ge=0)]
-    """Tokens of the model's own answers, prompts included, that it is trained on; 0: the artifact gets none."""
+    """Tokens of the model's own answers, prompts included, that it is trained on; 0: none is trained."""
+    head: str = ""
+    """Folder of a published EAGLE-3 head for the model, instead of training one. It may be missing."""
     steps: Annotated[int, Field(ge=1)] = 2000
     """Optimiser steps, each on eight answers."""
     shortlist: Annotated[int, Field(ge=1)] = 8192
@@ -228,7 +230,9 @@ class Recipe(RecipeFile):
     def _without_default(self, serialised: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = serialised(self)
         return {
-            key: value for key, value in fields.items() if key not in ("bits", "quantise", "guess") or value["tokens"]
+            key: value
+            for key, value in fields.items()
+            if key not in ("bits", "quantise", "guess") or value["tokens"] or value.get("head")
         }
 
 

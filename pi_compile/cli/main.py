@@ -157,7 +157,8 @@ def guess(options: BuildOptions, as_json: Json = False, debug: Debug = False) ->
     from pi_compile.pipeline import summary
     from pi_compile.recipe import read_recipe
 
-    if not read_recipe(options.recipe).guess.tokens:
+    section = read_recipe(options.recipe).guess
+    if not (section.tokens or section.head):
         remedy = "add a table to the recipe: [guess] tokens = 200000"
         raise UsageError(f"{options.recipe}: the recipe wants no guess head", remedy=remedy)
     with _pipeline(options, "guess") as pipeline:

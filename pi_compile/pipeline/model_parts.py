@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pi_compile.checkpoint import Checkpoint
+from pi_compile.checkpoint.eagle3 import read_head
 from pi_compile.corpus import Streams
 from pi_compile.packing import PackResult
 from pi_compile.pipeline import stages
@@ -53,6 +54,14 @@ class ModelParts:
             recipe=self.recipe.model_dump(),
             **others,
         )
+
+
+def published_head(checkpoint: Checkpoint, path: str, folder: Path) -> GuessWeights | None:
+    """A published guess head, for an artifact of its model; None without a path, which is relative to `folder`."""
+    if not path:
+        return None
+    head, arrays, digest = read_head(folder / path, checkpoint.decoder, GuessSpec.format)
+    return GuessWeights(head, arrays, inputs=digest)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from pi_compile.corpus import Streams, source_files
 from pi_compile.files import file_digest
 from pi_compile.machine import Machine, find_machine
 from pi_compile.pipeline import stages
-from pi_compile.pipeline.model_parts import GuessStage, ModelParts
+from pi_compile.pipeline.model_parts import GuessStage, ModelParts, published_head
 from pi_compile.pipeline.packed import PackRecord
 from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
 from pi_compile.pipeline.rounding_check import RoundingCheck
@@ -204,8 +204,8 @@ class Pipeline:
     @cached_property
     def guess(self) -> GuessWeights | None:
         """A head that drafts tokens; None where the recipe wants none."""
-        if not self.recipe.guess.tokens:
-            return None
+        if self.recipe.guess.head or not self.recipe.guess.tokens:
+            return published_head(self.checkpoint, self.recipe.guess.head, self.folder)
         stage = GuessStage(self._parts, self.streams, self.rank.world)
         shown = self._stages.shown("training a guess head", "tasks", stage, stage.key)
         return self._stages.get("guess", stage.key, GuessWeights, shown)

@@ -24,7 +24,7 @@ def guess_spec(recipe: Recipe, d: Decoder) -> GuessSpec:
     """How a recipe trains a guess head."""
     length = min(GuessSpec.length, d.context_length)
     return GuessSpec(
-        **recipe.guess.model_dump(),
+        **recipe.guess.model_dump(exclude={"head"}),
         threads=recipe.profile.threads,
         length=length,
         prompt=min(GuessSpec.prompt, length // 4),
