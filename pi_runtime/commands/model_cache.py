@@ -57,7 +57,7 @@ def artifact_of(model: Path, limit: int | None) -> Path:
     With a `limit` in bytes, what was used longest ago is removed after packing. Ends the command where packing fails,
     which has said why.
     """
-    parts = _key_parts(model)
+    parts = None if model.suffix == ".pi" else _key_parts(model)
     if parts is None:
         return model
     key = hashlib.sha256("\0".join([version("pi-toolchain"), *parts]).encode()).hexdigest()[:16]
@@ -96,7 +96,7 @@ def _key_parts(model: Path) -> list[str] | None:
                 return None
         part = _PART.fullmatch(model.name)
         return list(map(_file_key, sorted(model.parent.glob(f"{part[1]}-*.gguf")) if part else [model]))
-    is_hub_name = _HUB_NAME.fullmatch(model.as_posix()) and model.suffix != ".pi" and not model.parent.exists()
+    is_hub_name = _HUB_NAME.fullmatch(model.as_posix()) and not model.parent.exists()
     return [model.as_posix()] if is_hub_name else None
 
 

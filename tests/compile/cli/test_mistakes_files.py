@@ -142,7 +142,7 @@ def test_not_an_artifact(fails: Fails, tmp_path: Path, command: str, content: by
 
 
 def test_a_checkpoint_instead_of_an_artifact(fails: Fails, model: Path) -> None:
-    message = fails(INPUT, model, "--prompt", "x", app=pi_run)
+    message = fails(INPUT, "inspect", model)
     assert "this looks like a checkpoint: pi-compile init " in message
 
 
