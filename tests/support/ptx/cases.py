@@ -85,8 +85,10 @@ def _size(*tensors: torch.Tensor | np.ndarray) -> int:
 
 def _row_bytes(m: Stored) -> int:
     """What a row holds, without padding."""
-    scales = 0 if m.matrix.scales is None else -(-m.matrix.columns // 32) * 2
-    return m.matrix.width * m.matrix.values.itemsize + scales
+    f, blocks = FORMATS[m.matrix.format], -(-m.matrix.columns // 32)
+    scales = 0 if m.matrix.scales is None else blocks * (4 if f.offset else 2)
+    values = f.row_nbytes(m.matrix.columns) if f.bits in (5, 6) else m.matrix.width * m.matrix.values.itemsize
+    return values + scales
 
 
 def of_rows(
