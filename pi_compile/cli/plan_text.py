@@ -22,11 +22,16 @@ def plan_text(found: Mapping[str, Any]) -> str:
     )
 
 
+def _in_words(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
+
+
 def _planned_lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     formats = sorted(set(found["formats"].values()))
-    count = found["parameters"]
-    parameters = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
-    yield "model", f"{found['model']}, {parameters} parameters in {', '.join(formats)}"
+    count, active = (_in_words(found[key]) for key in ("parameters", "active_parameters"))
+    yield "model", f"{found['model']}, {count} parameters in {', '.join(formats)}"
+    if found["experts"] > 1:
+        yield "", f"{active} of them are active for a token"
     yield "machine", f"{found['machine']}; context {found['context']:,}"
     of_experts = " of its experts" if found["experts"] > 1 else ""
     yield "activation", f"{found['density']:.1%} of the neurons{of_experts} fire for a token"

@@ -20,7 +20,7 @@ from pi_compile.results import ActivationProfile, Counts
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.rows import PROCESS_NBYTES
 from pi_runtime.artifact.rungs import RUNGS
-from pi_runtime.artifact.sizes import parameters
+from pi_runtime.artifact.sizes import active_parameters, parameters
 from pi_runtime.errors import DoesNotFitError, Setting, UsageError
 
 AROUND = (-25, 0, 25)
@@ -61,6 +61,7 @@ def plan(spec: PlanSpec) -> dict[str, Any]:
     return {
         "model": spec.model.name,
         "parameters": parameters(decoder),
+        "active_parameters": active_parameters(decoder),
         "neurons": decoder.neurons,
         "machine": spec.machine.name,
         "formats": dict(spec.formats),

@@ -227,6 +227,12 @@ def _norm(d: Decoder, name: str) -> list[tuple[str, ArraySpec]]:
     return [(f"{name}/{part}", ArraySpec("f32", (d.d_model,))) for part in parts]
 
 
+def active_parameters(d: Decoder) -> int:
+    """Number of weights that a token meets: those of other experts are left out."""
+    idle = (d.n_experts - d.experts_per_token) * d.d_ff * d.d_model * (3 if d.ffn == "gated" else 2)
+    return parameters(d) - (d.n_layers - len(d.dense_layers)) * idle
+
+
 def parameters(d: Decoder) -> int:
     """Number of weights of a model, norms and biases included, and without the zeros of dense layers."""
     specs = array_specs(d, dict.fromkeys(PARTS, "f32"), [None] * d.n_layers, profiled=False)

@@ -196,7 +196,7 @@ CASES: dict[str, Case] = {
         | {"first_k_dense_replace": 0, "num_experts_per_tok": 3},
     ),
     "glm4-moe-unnormalised": Case("Glm4Moe", GLM | {"norm_topk_prob": False, "intermediate_size": 159}),
-    "gpt-oss": Case("GptOss", GPT_OSS),
+    "gpt-oss": Case("GptOss", GPT_OSS, {"layer_types": None}),
     "gpt-oss-listed": Case(
         "GptOss", GPT_OSS | {"layer_types": ["full_attention", "sliding_attention"], "attention_bias": False}
     ),

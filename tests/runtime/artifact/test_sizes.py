@@ -3,7 +3,16 @@
 import pytest
 from support.synthetic import small_decoder
 
-from pi_runtime.artifact.sizes import PARTS, ArraySpec, FfnBytes, array_specs, is_scales, scales_name
+from pi_runtime.artifact.sizes import (
+    PARTS,
+    ArraySpec,
+    FfnBytes,
+    active_parameters,
+    array_specs,
+    is_scales,
+    parameters,
+    scales_name,
+)
 
 F16 = dict.fromkeys(PARTS, "f16")
 
@@ -26,6 +35,18 @@ def test_gated_untied_with_predictor() -> None:
         "final_norm/weight": ArraySpec("f32", (32,)),
         "head": ArraySpec("bf16", (257, 32)),
     }
+
+
+def test_zeros_of_dense_layers_and_experts_that_a_token_does_not_take_are_no_parameters_of_it() -> None:
+    experts = {"n_experts": 7, "experts_per_token": 3, "experts_shared": 1, "router_score": "sigmoid"}
+    dense = {"dense_layers": (0,), "dense_ff": 100}
+    one = small_decoder(n_layers=1)
+    around = parameters(one) - 3 * 40 * 32
+    both = small_decoder(n_layers=2, **experts, **dense)
+    attention = parameters(small_decoder(n_layers=2)) - parameters(one) - 3 * 40 * 32
+    assert parameters(both) == around + attention + 3 * 32 * (100 + 7 * 40) + 6 * 32
+    assert active_parameters(both) == around + attention + 3 * 32 * (100 + 3 * 40) + 6 * 32
+    assert active_parameters(one) == parameters(one)
 
 
 def test_plain_tied_with_biases() -> None:

@@ -104,7 +104,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "sinks-and-biases-of-clamped-experts": {
         **ODD,
         "n_kv_heads": 1,
-        "n_experts": 5,
+        "n_experts": 2,
         "experts_per_token": 2,
         "d_ff": 23,
         "activation": "clamped_swiglu",
