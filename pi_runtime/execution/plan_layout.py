@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.gpu_buffers import is_neuron_array
+from pi_runtime.artifact.guess_head import PREFIX
 from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.artifact.sizes import without_scales
 
@@ -71,6 +72,8 @@ def placed_arrays(manifest: Manifest, plan: Plan) -> Iterator[PlacedArray]:
 
 def _on_gpu(name: str, plan: Plan, *, tied: bool) -> bool:
     """Whether an array that no cut divides is on the GPU."""
+    if name.startswith(PREFIX):  # a guess head drafts on the CPU alone
+        return False
     if not name.startswith("layers/"):
         with_embedding = name.startswith(("embedding", "positions")) and name != "embedding_out"
         shared = tied and name == "embedding"

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Text
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import SequenceStep
+from pi_runtime.execution.plan_layout import placed_arrays
 from pi_runtime.sequence.drafts import NO_DRAFT, Acceptance, Draft, PromptLookup
 from pi_runtime.sequence.head_draft import MAX_WAITING, Floats, HeadDraft
 from pi_runtime.sequence.speculation import LEAST_DRAFTINGS, STALE_STEPS, Speculation, StepTimes
@@ -97,6 +99,14 @@ def test_the_stand_in_has_the_same_states(tmp_path: Path) -> None:
             np.testing.assert_allclose(
                 states_of(one, tokens, select)[0], states_of(other, tokens, select)[0], rtol=1e-4, atol=1e-5
             )
+
+
+def test_no_plan_puts_the_head_on_a_gpu(tmp_path: Path) -> None:
+    with Artifact.open(artifact(tmp_path / "a.pi")) as file:
+        plan = replace(file.manifest.plans[0], head="gpu", embedding="gpu", attention=("gpu",) * 3)
+        names = [array.name for array in placed_arrays(file.manifest, plan)]
+    assert "head" in names
+    assert not [name for name in names if name.startswith(PREFIX)]
 
 
 def test_the_disk_tier_drafts_without_the_head(tmp_path: Path) -> None:
