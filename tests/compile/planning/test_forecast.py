@@ -236,7 +236,7 @@ def test_mistakes(refused: Callable[..., str], folder: Path) -> None:
     assert "--density much" in refused(USAGE, *model, "--curve", "opt-30b", "--density", "much")
     assert "--curve opt-30b" in refused(USAGE, *model, "--curve", "opt30b", "--density", "0.1")
     assert "nothing is known of how its neurons fire" in refused(USAGE, *model)
-    assert "--format q5" in refused(USAGE, *model, *FIRES, "--format", "q5")
+    assert "--format q3" in refused(USAGE, *model, *FIRES, "--format", "q3")
     assert "at most 128" in refused(USAGE, *model, *FIRES, "--ctx-size", "129")
     assert "has no GPU" in refused(USAGE, "config.json", "--machine", "alone.toml", "--vram-budget", "1GiB", *FIRES)
     assert "--vram-budget much" in refused(USAGE, *model, "--vram-budget", "much", *FIRES)
