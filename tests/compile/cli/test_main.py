@@ -40,6 +40,7 @@ FLAGS = {
     "sparsify": {"RECIPE", "-o", "--output", "--device"},
     "profile": {*BUILD, "--export"},
     "train": {*BUILD, "--export"},
+    "guess": {*BUILD},
     "place": {*BUILD, "--lock", "--locked", "--solver", "--time-limit"},
     "pack": {*BUILD, "-o", "--output", "--plain"},
     "build": {*BUILD, "-o", "--output"},
