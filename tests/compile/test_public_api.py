@@ -84,7 +84,7 @@ def test_the_page_shows_the_example() -> None:
         ("train", {"rungs": ["gates"]}, ["train.rungs.0", "did you mean gate?"]),
         ("place", {"objective": "tim", "vram_gib": [-1.0]}, ["place.objective", "place.vram_gib.0"]),
         ("place", {"solver": "luck"}, ["solver='luck': unknown solver"]),
-        ("pack", {"formats": {"ff": "q4", "head": "q5"}}, ["pack.ff: unknown key; did you mean ffn?", "pack.head"]),
+        ("pack", {"formats": {"ff": "q4", "head": "q3"}}, ["pack.ff: unknown key; did you mean ffn?", "pack.head"]),
     ],
 )
 def test_mistakes_are_all_named(

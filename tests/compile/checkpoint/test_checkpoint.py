@@ -71,7 +71,7 @@ def test_an_unsupported_family(folder: Path) -> None:
     edit_json(folder / "config.json", model_type="mamba")
     message = refusal(folder)
     assert "model type 'mamba' is not supported" in message
-    assert "gpt2, granite, granitemoe, llama, mistral" in message
+    assert "gpt2, gpt_oss, granite, granitemoe, llama, mistral" in message
 
 
 def test_a_classifier_of_a_known_family(folder: Path) -> None:
@@ -203,7 +203,8 @@ def test_values_that_are_no_numbers_are_found_when_read(folder: Path, value: flo
 def test_a_hub_name_is_fetched_without_pickles(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def fetch(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def fetch(name: str, *, revision: str | None, allow_patterns: list[str], local_files_only: bool) -> str:
+        assert not local_files_only
         calls.append((name, revision, allow_patterns))
         return str(folder)
 
