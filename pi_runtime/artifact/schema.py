@@ -1,5 +1,6 @@
 """The manifest: the one truth of an artifact, as frozen dataclasses."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import UNLESS_DEFAULT
 from pi_runtime.artifact.guess_head import GuessHead
-from pi_runtime.artifact.rungs import RUNGS, Rung
+from pi_runtime.artifact.rungs import RUNGS, Rung, rung_in_mode
 
 FORMAT_NAME = "pi-artifact"
 FORMAT_VERSION = 3
@@ -157,3 +158,7 @@ class Manifest:
     provenance: Mapping[str, Any]
     arrays: Mapping[str, ArrayEntry]
     files: Mapping[str, FileEntry]
+
+    def rungs_in(self, mode: str) -> dict[str, int]:
+        """How many layers run on each rung in a mode, the most frequent rung first."""
+        return dict(Counter(rung_in_mode(layer.rung, mode).name for layer in self.layers).most_common())

@@ -1,7 +1,6 @@
 """How `pi-run` shows answers and figures: text to stdout as it comes, everything else to stderr, or all as JSON."""
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -88,16 +87,16 @@ def report(model: "Model", load_s: float, disk: "DiskStats | None", answer: "Gen
     }
     if disk is not None and model.executor.disk is not None:
         figures |= (model.executor.disk - disk).figures()
-    return {"finish_reason": answer.finish_reason, "mode": model.mode, "seed": answer.seed, "stats": figures}
+    run = {"mode": model.mode, "rungs": model.manifest.rungs_in(model.mode), "seed": answer.seed}
+    return {"finish_reason": answer.finish_reason, **run, "stats": figures}
 
 
 def print_stats(model: "Model", report: Mapping[str, Any]) -> None:
     """Print the figures of an answer on stderr."""
     taken = {} if model.allocation is None else {"gpu_bytes": model.allocation.total}
-    mode = report["mode"]
-    if mode in ("auto", "predicted"):  # what it comes to, layer by layer
-        rungs = Counter(layer.rung for layer in model.manifest.layers)
-        mode += f" ({', '.join(f'{count} {rung}' for rung, count in rungs.most_common())})"
+    mode, rungs = report["mode"], report["rungs"]
+    if list(rungs) != [mode]:  # what it comes to, layer by layer
+        mode += f" ({', '.join(f'{count} {rung}' for rung, count in rungs.items())})"
     print_figures({"mode": mode, "seed": report["seed"], **taken, **report["stats"]})
 
 

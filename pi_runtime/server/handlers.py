@@ -106,6 +106,7 @@ async def props(service: Service, _: Request) -> Response:
             "model": served.name,
             "context": model.context,
             "mode": model.mode,
+            "rungs": model.manifest.rungs_in(model.mode),
             "device": model.device,
             "chat_template": served.template,
             "total_slots": settings.slots,

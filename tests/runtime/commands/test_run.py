@@ -55,6 +55,7 @@ def test_json(run: Run, alphabet: Path) -> None:
     assert (code, err) == (0, "")
     assert_as_documented("pi-run", report)
     assert (report["text"], report["finish_reason"], report["mode"]) == ("defg", "length", "auto")
+    assert sum(report["rungs"].values()) == 1
     assert report["stats"].keys() == STATS
     assert (report["stats"]["prompt_tokens"], report["stats"]["generated_tokens"]) == (3, 4)
     assert report["stats"]["first_token_s"] > report["stats"]["load_s"] > 0

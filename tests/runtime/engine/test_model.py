@@ -34,6 +34,7 @@ def test_modes(path: Path, mode: str, means: str) -> None:
     ids = list(range(40, 61))
     with load(path, mode=mode) as model, load(path, mode="dense") as dense:
         assert model.mode == mode
+        assert model.manifest.rungs_in(mode) == ({"gate": 2} if mode == "gate" else {"predicted": 1, "gate": 1})
         assert_is_mode(model, means, ids)
         equal = np.allclose(model.logits(ids), dense.logits(ids), atol=1e-4)
         assert equal == (means == "gate")

@@ -132,6 +132,7 @@ def test_slots_and_props_and_metrics_say_how_it_is(talker: Served) -> None:
         assert "pi_running_answers 1" in talker.get("/metrics").text
     props = talker.get("/props").json()
     assert (props["model"], props["total_slots"]) == ("endless", 4)
+    assert props["rungs"] == talker.engine.model.manifest.rungs_in("auto")
     wait_until(talker.is_idle)
 
 
