@@ -3,6 +3,8 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from platform import python_version
 
 from pi_runtime.engine.stats import EngineStats
 from pi_runtime.sequence.stats import Stats
@@ -96,6 +98,8 @@ class Metrics:
         return "\n".join([*self._lines(engine, slots, open_requests), ""])
 
     def _lines(self, engine: EngineStats | None, slots: int, open_requests: int) -> Iterator[str]:
+        yield from _head("build_info", "gauge", "1; the versions are in the labels.")
+        yield f'pi_build_info{{version="{version("pi-toolchain")}",python="{python_version()}"}} 1'
         yield from _sample("slots", "gauge", "Most answers that run at once.", slots)
         yield from _sample("open_requests", "gauge", "Requests that are being answered, or wait.", open_requests)
         for name, kind, text, field in ENGINE if engine is not None else ():

@@ -26,6 +26,7 @@ from pi_runtime.artifact.schema import Text
 from pi_runtime.commands.serve import app
 from pi_runtime.server.api.body import MANY
 from pi_runtime.server.connections import OF_ONE, OTHER_FILES
+from pi_runtime.server.listening import CLOSE_S
 from pi_runtime.server.metrics import DISK, ENGINE, Metrics
 from pi_runtime.server.routes import ROUTES
 from pi_runtime.server.settings import Limits, ServerSettings
@@ -56,6 +57,60 @@ def test_every_metric_is_in_the_table() -> None:
     first_columns = re.findall(r"^\| (.*?) \|", section("Metrics"), re.MULTILINE)
     listed = {name for column in first_columns for name in re.findall(r"`(\w+)`", column)}
     assert listed == found
+
+
+def test_every_metric_of_the_board_exists() -> None:
+    board = json.loads((EXAMPLES / "grafana.json").read_text("utf-8"))
+    text = Metrics().text(None, slots=1, open_requests=0)
+    series = {f"pi_{name}" for name, *_ in (*ENGINE, *DISK)} | set(re.findall(r"^(pi_\w+)", text, re.MULTILINE))
+    series |= set(re.findall(r"# TYPE (pi_\w+) counter", text))  # those with labels come with the first request
+    shown = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    named = set(re.findall(r"pi_\w+", " ".join(shown)))
+    assert len(named) > 15
+    assert named <= series
+    places = {(x, y) for panel in board["panels"] for x, y in squares(panel["gridPos"])}
+    assert len(places) == sum(panel["gridPos"]["w"] * panel["gridPos"]["h"] for panel in board["panels"])
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+def squares(place: dict[str, int]) -> list[tuple[int, int]]:
+    columns, rows = range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"])
+    return [(x, y) for x in columns for y in rows if x < 24]
+
+
+def test_the_manifests_of_kubernetes_fit_together() -> None:
+    yaml = pytest.importorskip("yaml")
+    parts = list(yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text("utf-8")))
+    found = {part["kind"]: part for part in parts}
+    assert found.keys() == {"Deployment", "Service", "PodDisruptionBudget", "PersistentVolumeClaim"}
+    template = found["Deployment"]["spec"]["template"]
+    labels, pod = template["metadata"]["labels"], template["spec"]
+    for kind in ("Deployment", "PodDisruptionBudget"):
+        assert found[kind]["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    service = found["Service"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    (container,) = pod["containers"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    claims = [
+        volume["persistentVolumeClaim"]["claimName"] for volume in pod["volumes"] if "persistentVolumeClaim" in volume
+    ]
+    assert claims == [found["PersistentVolumeClaim"]["metadata"]["name"]]
+    command = container["command"]
+    value = {flag: command[n + 1] for n, flag in enumerate(command) if flag.startswith("--")}
+    assert set(value) <= flags()
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    for path in (command[1], value["--api-key-file"], container["env"][0]["value"]):
+        assert any(path.startswith(mount) for mount in mounts)
+    assert container["env"][0]["name"] == "PI_CACHE_DIR"
+    (port,) = container["ports"]
+    assert port["containerPort"] == int(value["--port"])
+    assert service["spec"]["ports"][0]["targetPort"] == port["name"]
+    assert value["--allowed-host"] == service["metadata"]["name"]
+    assert pod["terminationGracePeriodSeconds"] > int(value["--drain-seconds"]) + CLOSE_S
+    paths = {route.path for route in ROUTES if not route.needs_key}
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["path"] in paths
+        assert container[probe]["httpGet"]["port"] == port["name"]
 
 
 def test_limits_are_those_of_the_settings() -> None:

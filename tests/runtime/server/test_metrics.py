@@ -1,6 +1,8 @@
 """Figures for Prometheus."""
 
 from dataclasses import fields
+from importlib.metadata import version
+from platform import python_version
 
 from pi_runtime.engine.stats import EngineStats
 from pi_runtime.execution.executor import DiskStats
@@ -27,6 +29,7 @@ def test_before_the_engine_is_there_its_figures_are_left_out() -> None:
     assert "pi_slots 8\n" in text
     assert 'pi_http_requests_total{route="/health",status="503"} 1\n' in text
     assert "pi_running_answers" not in text
+    assert f'pi_build_info{{version="{version("pi-toolchain")}",python="{python_version()}"}} 1\n' in text
 
 
 def test_what_came_from_disk_is_shown_where_something_can() -> None:
