@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from support import gguf_mixtures
 from support.hf import edit_tensors, randomised, save
 
 TYPES = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16, "q8": Type.Q8_0, "q4": Type.Q4_0}
@@ -22,9 +23,16 @@ _NAMES = {"lm_head": "output", "block_sparse_moe.gate": "ffn_gate_inp"} | {
     for theirs, own in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
 }
 """Names that llama.cpp's map of names does not have, relative to a layer."""
-_ARCHITECTURES = {"mixtral": "llama", "phi": "phi2", "qwen3_moe": "qwen3moe"}
+_ARCHITECTURES = {
+    "mixtral": "llama",
+    "phi": "phi2",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+    "glm4_moe": "glm4moe",
+}
 _PERMUTED = ("arcee", "granite", "granitemoe", "llama", "mixtral", "smollm3")
 _ROUTERS = ("block_sparse_moe.gate.", "block_sparse_moe.router.", "mlp.gate.weight", "ffn_gate_inp")
+_ROUTERS += ("mlp.router.", "primary_router.")
 # Rows of whole blocks of 32; heads that together are wider than the model.
 LLAMA = {
     "vocab_size": 307,
@@ -89,6 +97,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", GRANITE | {"tie_word_embeddings": True}),
     "granitemoe": ("GraniteMoe", GRANITE | {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0}),
+    **gguf_mixtures.CASES,
     "falcon-7b": ("Falcon", FALCON | {"new_decoder_architecture": False}),
     "falcon-40b": ("Falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "gpt2": ("GPT2", GPT2),
@@ -104,6 +113,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def rounded_checkpoint(folder: Path, case: str, kind: str, **overrides: Any) -> Any:
     """Save a random model of a case whose weights a GGUF file of this kind holds exactly; returns the model."""
     name, fields = CASES[case]
+    if name == "SmallThinker":
+        return gguf_mixtures.rounded_smallthinker(folder, fields | overrides, lambda n, values: _held(n, values, kind))
     config = getattr(tf, f"{name}Config")(
         **{k: v for k, v in {**LLAMA, **fields, **overrides}.items() if v is not None}
     )
@@ -203,6 +214,9 @@ def random_blocks(kind: Type, rows: int, columns: int, seed: int) -> np.ndarray:
 
 
 def _set_scales(data: np.ndarray, kind: Type, scale: np.ndarray) -> None:
+    if kind == Type.MXFP4:
+        data[..., 0] = 127 + np.round(np.log2(scale)).astype(np.int64)
+        return
     if kind == Type.IQ1_M:  # four bits of it in each of the four last words
         words = data[..., 48:].view("<u2")
         bits = scale.astype("<f2").view("<u2")[..., None] >> np.arange(0, 16, 4)
@@ -260,7 +274,7 @@ def _held(name: str, values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def _kind(name: str, array: np.ndarray, kind: str) -> Type:
-    small = array.ndim < 2 or any(router in name for router in _ROUTERS)
+    small = array.ndim < 2 or name.endswith("bias") or any(router in name for router in _ROUTERS)
     return Type.F32 if small else TYPES[kind]
 
 
@@ -277,14 +291,14 @@ def _tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
         full = names.get_name(module) if own is None else f"blk.{layer[1]}.{own}" if layer else own
         assert full is not None, name
         stacked.setdefault(f"{full}.{part}", []).append(_as_llama_cpp_has_it(loaded[name], name, config))
-    tensors = {n: np.stack(a) if n.endswith("_exps.weight") else a[0] for n, a in stacked.items()}
+    tensors = {n: np.stack(a) if "_exps." in n else a[0] for n, a in stacked.items()}
     return {**tensors, **_rope_divisors(config)}
 
 
 def _told_apart(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The same with Mixtral's names and one tensor for each of an expert's matrices, where GraniteMoE joins them."""
     found: dict[str, np.ndarray] = {}
-    for name, values in tensors.items():
+    for name, values in gguf_mixtures.told_apart(tensors).items():
         block = name.partition("block_sparse_moe.")[0] + "block_sparse_moe."
         if name.endswith("input_linear.weight"):
             for e, (gate, up) in enumerate(np.split(v, 2) for v in values):
@@ -358,6 +372,7 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         "ARCH.residual_scale": config.get("residual_multiplier"),
         "ARCH.logit_scale": config.get("logits_scaling"),
     }
+    found |= gguf_mixtures.metadata(config)
     if rope.get("rope_type") in ("linear", "yarn"):
         found |= {"ARCH.rope.scaling.type": rope["rope_type"], "ARCH.rope.scaling.factor": rope["factor"]}
     if rope.get("rope_type") == "yarn":

@@ -4,7 +4,7 @@ An adapter is data, a function from config to `Decoder` and one from `Decoder` t
 prefix, since a model is saved under another prefix with its head than without. Shape letters: D model width, F neurons.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -143,6 +143,12 @@ def cut_into_experts(
     ends = [0] * (n_experts + 1 - len(ends)) + ends
     rows = (FusedRows(1, neurons, start, stop) for start, stop in pairwise(ends))
     return tuple(SourceTensor(name, transposed, part, padded=of_expert) for part in rows)
+
+
+def cut_ffn(names: Sequence[str], neurons: int, of_expert: int, n_experts: int) -> dict[str, tuple[SourceTensor, ...]]:
+    """The arrays of one gated FFN, cut into experts; `names` are those of its gate, up and down."""
+    cuts = (cut_into_experts(name, neurons, of_expert, n_experts, transposed=name == names[2]) for name in names)
+    return gated_experts(*cuts)
 
 
 def plain_ffn(first: str, rest: str, *, transposed: bool = False) -> dict[str, tuple[SourceTensor, ...]]:

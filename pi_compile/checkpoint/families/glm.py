@@ -9,7 +9,7 @@ from typing import Any
 
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import llama
-from pi_compile.checkpoint.families.adapter import Table, cut_into_experts, experts_ffn, gated_experts, stored
+from pi_compile.checkpoint.families.adapter import Table, cut_ffn, experts_ffn, stored
 from pi_compile.checkpoint.families.fields import biases, experts, usual_decoder
 from pi_runtime.artifact.decoder import Decoder
 
@@ -61,19 +61,16 @@ def _check(config: Config, d: Decoder) -> None:
         raise config.error("topk_group", d.router_groups_taken, expected=f"at most {groups} groups")
 
 
-def _cut(block: str, neurons: int, of_expert: int, n_experts: int) -> Table:
-    """The arrays of one FFN, cut into experts."""
-    names = [f"{block}.{part}.weight" for part in _PARTS]
-    cuts = (cut_into_experts(name, neurons, of_expert, n_experts, transposed=name == names[2]) for name in names)
-    return gated_experts(*cuts)
+def _names(block: str) -> list[str]:
+    return [f"{block}.{part}.weight" for part in _PARTS]
 
 
 def _layer(d: Decoder) -> Table:
     mlp = "layers.{n}.mlp"
     if d.experts_per_token == d.experts_shared:
-        return {**llama.ATTENTION, **_cut(mlp, d.dense_ff, d.d_ff, d.n_experts)}
+        return {**llama.ATTENTION, **cut_ffn(_names(mlp), d.dense_ff, d.d_ff, d.n_experts)}
     routed = experts_ffn(d.experts_routed, mlp, *_PARTS)
-    always = _cut(f"{mlp}.shared_experts", d.experts_shared * d.d_ff, d.d_ff, d.experts_shared)
+    always = cut_ffn(_names(f"{mlp}.shared_experts"), d.experts_shared * d.d_ff, d.d_ff, d.experts_shared)
     return {
         **llama.ATTENTION,
         "ffn/router": routed["ffn/router"],

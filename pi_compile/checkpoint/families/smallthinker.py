@@ -14,7 +14,7 @@ from pi_compile.checkpoint.families.adapter import Table, experts_ffn, stored
 from pi_compile.checkpoint.families.fields import experts, layers_marked, usual_decoder
 from pi_runtime.artifact.decoder import Decoder
 
-_NAMES = {
+NAMES = {
     "intermediate_size": "moe_ffn_hidden_size",
     "num_local_experts": "moe_num_primary_experts",
     "num_experts_per_tok": "moe_num_active_primary_experts",
@@ -22,7 +22,7 @@ _NAMES = {
 
 
 def _decoder(config: Config) -> Decoder:
-    routed = experts(config.renamed(_NAMES), "num_local_experts")
+    routed = experts(config.renamed(NAMES), "num_local_experts")
     softmax = config.flag("moe_primary_router_apply_softmax", default=False)
     layers = config.size("num_hidden_layers")
     rotated = layers_marked(config, "rope_layout", [1] * layers)
@@ -31,7 +31,7 @@ def _decoder(config: Config) -> Decoder:
     return usual_decoder(
         config,
         "smallthinker",
-        names=_NAMES,
+        names=NAMES,
         hidden_act="relu",
         theta=1e6,
         tied=True,
@@ -56,7 +56,7 @@ ADAPTER = replace(
     architectures=("SmallThinkerForCausalLM", "SmallThinkerModel"),
     layer_tensors=_layer,
     read_keys=llama.KEYS
-    | {*_NAMES.values(), "moe_primary_router_apply_softmax", "rope_layout", "sliding_window_layout"}
+    | {*NAMES.values(), "moe_primary_router_apply_softmax", "rope_layout", "sliding_window_layout"}
     | {"sliding_window_size"},
     neutral_keys={
         "moe_enable_early_router": (True,),

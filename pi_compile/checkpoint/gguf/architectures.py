@@ -20,6 +20,7 @@ from pi_compile.checkpoint.families.adapter import Adapter, SourceTensor, Table,
 from pi_compile.checkpoint.families.fields import ACTIVATIONS as HF_ACTIVATIONS
 from pi_compile.checkpoint.families.fields import head_dim, usual_decoder
 from pi_compile.checkpoint.gguf.file import GgufFile
+from pi_compile.checkpoint.gguf.mixtures import MIXTURES, Mixture, mixture_layer
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import ACTIVATIONS, GATED_ACTIVATIONS, Decoder
 
@@ -40,6 +41,8 @@ class Architecture:
     """Every so many layers one is not rotated; 0 for none."""
     multiplied: bool = False
     """Whether it has Granite's multipliers."""
+    mixture: Mixture | None = None
+    """What it is where Llama's decoder with differences would not say it."""
 
     @property
     def norm_key(self) -> str:
@@ -65,6 +68,10 @@ ARCHITECTURES = {
     "qwen3": Architecture(family="qwen3", differences={"qk_norm": True}),
     "qwen3moe": Architecture(family="qwen3_moe", differences={"qk_norm": True}),
     "smollm3": Architecture(family="smollm3", permuted=True, unrotated_every=4),
+    **{
+        name: Architecture(family=m.adapter.family, mixture=m, partly_rotated=m.partly_rotated)
+        for name, m in MIXTURES.items()
+    },
 }
 """The architectures of llama.cpp that are read."""
 _POWERINFER = {
@@ -122,9 +129,12 @@ def gguf_adapter(file: GgufFile, activation: str) -> Adapter:
             "positions": stored("position_embd.weight"),
             **weight_and_bias("final_norm", "output_norm"),
         },
-        layer_tensors=lambda decoder: _layer(decoder, file),
+        layer_tensors=lambda decoder: _layer(decoder, found, file),
         head="output",
-        read_keys=llama.KEYS | frozenset((*EXPERTS.values(), *MULTIPLIERS.values())),
+        read_keys=llama.KEYS
+        | frozenset((*EXPERTS.values(), *MULTIPLIERS.values()))
+        | (found.mixture.adapter.read_keys if found.mixture else frozenset()),
+        draft_layer="blk.{n}.nextn.eh_proj.weight" if found.mixture else "",
         unused_tensors=_PREDICTORS if file.of_powerinfer else {},
         decoder=lambda config: _decoder(config, found, file, activation),
     )
@@ -146,6 +156,23 @@ def apply_rope_divisors(decoder: Decoder, file: GgufFile) -> Decoder:
 
 
 def _decoder(config: Config, found: Architecture, file: GgufFile, activation: str) -> Decoder:
+    decoder = _of_mixture(config, found.mixture, file) if found.mixture else _of_llama(config, found, file)
+    decoder = _with_activation(decoder, config, file, activation)
+    if decoder.experts_per_token > decoder.n_experts:
+        expected = f"at most {decoder.n_experts} experts"
+        raise config.error("num_experts_per_tok", decoder.experts_per_token, expected=expected)
+    return decoder
+
+
+def _of_mixture(config: Config, mixture: Mixture, file: GgufFile) -> Decoder:
+    """The decoder that the family's own config keys describe, rotated as far as the file says."""
+    decoder = mixture.adapter.decoder(config)
+    rotated = file.metadata.get(f"{file.architecture}.rope.dimension_count", decoder.head_dim)
+    config.notices += mixture.notices
+    return replace(decoder, **rope.rotary(config, rotated))
+
+
+def _of_llama(config: Config, found: Architecture, file: GgufFile) -> Decoder:
     def has(name: str) -> bool:
         return f"blk.0.{name}" in file.tensors
 
@@ -169,10 +196,6 @@ def _decoder(config: Config, found: Architecture, file: GgufFile, activation: st
     decoder = usual_decoder(config, found.family, theta=None, **differences)
     if found.multiplied:
         decoder = granite.multiplied(decoder, config, scores=1 / sqrt(decoder.head_dim))
-    decoder = _with_activation(decoder, config, file, activation)
-    if decoder.experts_per_token > decoder.n_experts:
-        expected = f"at most {decoder.n_experts} experts"
-        raise config.error("num_experts_per_tok", decoder.experts_per_token, expected=expected)
     return decoder
 
 
@@ -199,11 +222,13 @@ def _with_activation(decoder: Decoder, config: Config, file: GgufFile, declared:
     return replace(decoder, activation=activation)
 
 
-def _layer(d: Decoder, file: GgufFile) -> Table:
+def _layer(d: Decoder, found: Architecture, file: GgufFile) -> Table:
     attention_norm, ffn_norm = _norms(d)
+    if found.mixture:
+        ffn_norm = found.mixture.ffn_norm
     first = "ffn_gate" if d.ffn == "gated" else "ffn_up"
-    experts = [f".{e}" for e in range(d.n_experts)] if d.n_experts > 1 else [""]
-    return {
+    experts = [f".{e}" for e in range(d.experts_routed)] if d.n_experts > 1 else [""]
+    table = {
         **weight_and_bias("attention/norm", f"blk.{{n}}.{attention_norm}"),
         "attention/qkv": stored(*(f"blk.{{n}}.attn_{part}.weight" for part in "qkv")),
         "attention/qkv_bias": stored(*(f"blk.{{n}}.attn_{part}.bias" for part in "qkv")),
@@ -218,6 +243,7 @@ def _layer(d: Decoder, file: GgufFile) -> Table:
         "ffn/up_bias": stored("blk.{n}.ffn_up.bias"),
         "ffn/down_bias": stored("blk.{n}.ffn_down.bias"),
     }
+    return mixture_layer(d, table) if found.mixture else table
 
 
 def _norms(d: Decoder) -> tuple[str, str]:

@@ -73,7 +73,8 @@ def gguf_config(file: GgufFile) -> Config:
     found = architecture(file)
     prefix = f"{file.architecture}."
     keys = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
-    required = {**_REQUIRED, found.norm_key: "rms_norm_eps"}
+    mixture = found.mixture
+    required = {**_REQUIRED, found.norm_key: "rms_norm_eps", **(mixture.required if mixture else {})}
     missing = [prefix + key for key in required if key not in keys]
     if missing:
         raise CheckpointError(f"{file.path}: no {', '.join(missing)}", remedy="convert the model again")
@@ -85,6 +86,9 @@ def gguf_config(file: GgufFile) -> Config:
     fields["intermediate_size"] = keys.pop("expert_feed_forward_length", fields["intermediate_size"])
     _check_counts(file, fields)
     fields |= _rope(file, found, fields, keys)
+    if mixture:
+        fields = {mixture.names.get(name, name): value for name, value in fields.items()}
+        fields |= mixture.fields(file, keys, fields)
     _refuse_changes(file, found, fields, keys)
     # Other keys are unknown, and refused like unknown keys of a config.json.
     config = Config(file.path, fields | {prefix + key: value for key, value in keys.items()})
@@ -113,7 +117,8 @@ def _rows(file: GgufFile, name: str) -> int | None:
 def _check_counts(file: GgufFile, fields: Mapping[str, Any]) -> None:
     """Refuse numbers of layers and experts that do not fit the tensors, before anything is made for each of them."""
     layers, experts = fields["num_hidden_layers"], fields.get("num_local_experts")
-    routed = _rows(file, "blk.0.ffn_gate_inp.weight")
+    routers = (name for name in file.tensors if name.endswith(".ffn_gate_inp.weight"))
+    routed = _rows(file, next(routers, ""))
     counts = {
         "block_count": (layers, type(layers) is int and layers <= len(file.tensors), f"at most {len(file.tensors)}"),
         "expert_count": (experts, experts in (None, routed), routed),

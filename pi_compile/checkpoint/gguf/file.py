@@ -24,7 +24,7 @@ KEPT_TYPES = {Type.F32: "f32", Type.F16: "f16", Type.BF16: "bf16", Type.Q8_0: "q
 """Tensor type → the number format that holds every value. Q8_0 and Q4_0 are q8 and q4: 32 columns, a binary16 scale."""
 _BLOCK_NAMES = """
     Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS
-    IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S
+    IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S MXFP4
 """
 BLOCK_TYPES = frozenset(Type[name] for name in _BLOCK_NAMES.split())
 """Tensor types that are dequantised, and that no number format but f32 holds: offsets, tables, scales of scales."""

@@ -55,7 +55,10 @@ class _GgufRows:
         data = self.data[index if self.order is None else self.order[index]]
         if self.tensor_type == Type.BF16:
             return data.view(BF16)
-        return data if self.tensor_type in (Type.F32, Type.F16) else gguf.dequantize(data, self.tensor_type)
+        if self.tensor_type in (Type.F32, Type.F16):
+            return data
+        with np.errstate(over="ignore"):  # what is too large for a float32 becomes infinite, and is refused
+            return gguf.dequantize(data, self.tensor_type)
 
     def on_grid(self, fmt: Format, index: Index) -> tuple[Array, Array] | None:
         """Blocks of 32 that a format holds: 2 bytes of scale, 2 of a minimum, 4 of fifth bits, 16 of nibbles."""
@@ -80,13 +83,13 @@ class GgufTensors:
 
     described_by = "its metadata"
     block_types = frozenset(kind.name for kind in BLOCK_TYPES)
-    powers = False
     without_effect: frozenset[str] = frozenset()
     notices: tuple[str, ...] = ()
 
     def __init__(self, file: GgufFile, decoder: Decoder) -> None:
         self._file, self._decoder = file, decoder
         self._permuted = architecture(file).permuted
+        self.powers = any(tensor.tensor_type == Type.MXFP4 for tensor in file.tensors.values())
         self.location = file.path
         self.files: tuple[str, ...] = tuple(path.name for path in file.paths)
         self._stored = {name: stored for whole in file.tensors for name, stored in self._told_apart(whole)}
@@ -95,9 +98,9 @@ class GgufTensors:
 
     def _told_apart(self, name: str) -> Iterator[tuple[str, _StoredTensor]]:
         d = self._decoder
-        experts, fused = _EXPERTS.fullmatch(name), _FUSED.fullmatch(name)
-        if experts and len(self._file.shape(name)) == 3 and self._file.shape(name)[0] == d.n_experts:
-            yield from ((f"{experts[1]}.{e}{experts[2]}", _StoredTensor(name, expert=e)) for e in range(d.n_experts))
+        experts, fused, shape = _EXPERTS.fullmatch(name), _FUSED.fullmatch(name), self._file.shape(name)
+        if experts and len(shape) == 3 and shape[0] == d.experts_routed:
+            yield from ((f"{experts[1]}.{e}{experts[2]}", _StoredTensor(name, expert=e)) for e in range(shape[0]))
         elif fused:
             keys = d.n_heads * d.head_dim
             rows = ((0, keys), (keys, keys + d.n_kv_heads * d.head_dim), (keys + d.n_kv_heads * d.head_dim, None))
