@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,11 +14,13 @@ from pi_runtime import console
 from pi_runtime.commands import access
 from pi_runtime.commands.options import ENGINE_FLAGS, MODEL_FLAGS, SourceOptions
 from pi_runtime.engine.options import EngineOptions, ModelOptions
-from pi_runtime.errors import TemplateError, UsageError
-from pi_runtime.errors.exit_codes import missing_extra
+from pi_runtime.errors import PiError, TemplateError, UsageError
+from pi_runtime.errors.exit_codes import flag, missing_extra
 
 if TYPE_CHECKING:
     from pi_runtime.engine.engine import Engine
+    from pi_runtime.server.guard import ApiKeys
+    from pi_runtime.server.service import Service
     from pi_runtime.server.settings import ServerSettings
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -35,7 +38,11 @@ class ListenOptions(SourceOptions):
     port: Annotated[int, typer.Option(envvar="PI_PORT", help="0 takes a free one.", min=0, max=65535)] = 8080
     api_key_file: Annotated[
         Path | None,
-        typer.Option(envvar="PI_API_KEY_FILE", help="Keys, one a line; # begins a comment.", show_default=False),
+        typer.Option(
+            envvar="PI_API_KEY_FILE",
+            help="Keys, one a line; # begins a comment. SIGHUP reads it anew.",
+            show_default=False,
+        ),
     ] = None
     name: Annotated[str | None, typer.Option(help="What the model is called; else the file's name.")] = None
     queue: Annotated[int, typer.Option(help="Answers that may wait beyond these.", min=0)] = 64
@@ -92,7 +99,8 @@ def serve(
     tls = access.checked_tls(listen.ssl_certfile, listen.ssl_keyfile)
     built = build_app(settings, _opening(listen.artifact, model_options, engine_options), console.say)
     service = built.state.service
-    server = Server(config(built, settings, **tls), service, lambda url: console.say(f"listening on {url}"))
+    reload = None if listen.api_key_file is None else partial(_reload, listen.api_key_file, built.state.keys, service)
+    server = Server(config(built, settings, **tls), service, lambda url: console.say(f"listening on {url}"), reload)
     _listen(server, settings)
     if service.is_held_up:
         os._exit(0 if service.failure is None else 1)
@@ -153,6 +161,16 @@ def _opening(artifact: Path, model_options: ModelOptions, engine_options: Engine
         return engine
 
     return opened
+
+
+def _reload(path: Path, keys: "ApiKeys", service: "Service") -> None:
+    """Take the keys that are in the file now; where there is something wrong with it, they stay as they are."""
+    try:
+        keys.replace(access.keys_in(path))
+    except PiError as error:
+        service.on_event(f"the keys stay as they were: {error.message(flag).splitlines()[0]}")
+    else:
+        service.on_event(f"keys were read anew; there are {len(keys)}")
 
 
 def _listen(server: Any, settings: "ServerSettings") -> None:

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from pi_runtime.engine.engine import Engine
 from pi_runtime.server.errors import ApiError, failed
 from pi_runtime.server.exchange import BodyEndpoint
-from pi_runtime.server.guard import Guard
+from pi_runtime.server.guard import ApiKeys, Guard
 from pi_runtime.server.openapi import Route as RouteSpec
 from pi_runtime.server.request_log import RequestLog, Write
 from pi_runtime.server.routes import ROUTES
@@ -35,7 +35,7 @@ def build_app(settings: ServerSettings, open_engine: Callable[[], Engine], log: 
     """The application. It opens the engine when it starts, and closes engine and model when it ends.
 
     `log` is called with lines of what it does, and for each request if the settings ask for it. `app.state.service` is
-    the service.
+    the service, `app.state.keys` are the keys that it takes.
     """
     service = Service(open_engine, settings)
     requests = RequestLog(log, service.metrics, every_request=settings.log_requests)
@@ -51,9 +51,10 @@ def build_app(settings: ServerSettings, open_engine: Callable[[], Engine], log: 
         requests.event("the server has stopped")
 
     handlers = {ApiError: _refuse, HTTPException: _refuse_http, Exception: _refuse_fault}
-    guards = _guards(settings, requests)
+    keys = ApiKeys(settings.api_keys)
+    guards = _guards(settings, requests, keys)
     found = Starlette(routes=routes, middleware=guards, exception_handlers=handlers, lifespan=lifespan)
-    found.state.service = service
+    found.state.service, found.state.keys = service, keys
     return found
 
 
@@ -62,10 +63,10 @@ def _endpoint(service: Service, route: RouteSpec) -> Any:
     return partial(route.handler, service) if route.body is None else BodyEndpoint(service, route)
 
 
-def _guards(settings: ServerSettings, requests: RequestLog) -> list[Middleware]:
+def _guards(settings: ServerSettings, requests: RequestLog, keys: ApiKeys) -> list[Middleware]:
     """The middleware that every request passes before its route."""
     open_paths = [route.path for route in ROUTES if not route.needs_key]
-    guard = Middleware(Guard, settings=settings, requests=requests, open_paths=open_paths)
+    guard = Middleware(Guard, settings=settings, requests=requests, open_paths=open_paths, keys=keys)
     if not settings.cors:
         return [guard]
     allowed: dict[str, Any] = {"allow_origins": settings.allowed_origins, "expose_headers": SHOWN_HEADERS}

@@ -8,7 +8,7 @@ or one that was allowed.
 import hashlib
 import hmac
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -26,6 +26,27 @@ CLIENT_LEFT = 499
 """Counted in place of a status where the client had left before there was one, as nginx does."""
 
 
+class ApiKeys:
+    """The keys of a server, any of which opens every route. They may be replaced while it runs."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self.replace(keys)
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def replace(self, keys: Iterable[str]) -> None:
+        """Take these keys from now on. What runs goes on, whatever key began it."""
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def owner(self, key: str) -> str | None:
+        """The owner of a key; None where it is none of these."""
+        # Every key is compared, and digests have one length: the time says nothing.
+        digest = _digest(key.encode("latin-1", "replace"))
+        found = [hmac.compare_digest(digest, ours) for ours in self._digests]
+        return digest.hex()[:OWNER_CHARS] if any(found) else None
+
+
 class Guard:
     """Refuses requests that may not be answered, and has all of them counted.
 
@@ -39,12 +60,13 @@ class Guard:
         settings: ServerSettings,
         requests: RequestLog,
         open_paths: Sequence[str] = (),
+        keys: ApiKeys | None = None,
     ) -> None:
-        """`requests` counts every request at its end. `open_paths` need no key."""
+        """`requests` counts every request at its end. `open_paths` need no key. `keys`: None takes the settings'."""
         self._app, self._requests, self._open_paths = app, requests, open_paths
         self._hosts = {name.lower() for name in settings.allowed_hosts}
         self._origins = set(settings.allowed_origins)
-        self._keys = [_digest(key.encode()) for key in settings.api_keys]
+        self._keys = ApiKeys(settings.api_keys) if keys is None else keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -118,10 +140,8 @@ class Guard:
         if len(given) != 1:  # thousands fit the headers, and each costs a look at every key
             return None
         scheme, _, key = given[0].partition(" ")
-        # Every key is compared, and digests have one length: the time says nothing.
-        digest = _digest(key.strip().encode("latin-1", "replace"))
-        found = [hmac.compare_digest(digest, ours) for ours in self._keys]
-        return digest.hex()[:OWNER_CHARS] if scheme.lower() == "bearer" and any(found) else None
+        owner = self._keys.owner(key.strip())
+        return owner if scheme.lower() == "bearer" else None
 
 
 def _digest(key: bytes) -> bytes:

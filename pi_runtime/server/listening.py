@@ -141,10 +141,16 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 class Server(uvicorn.Server):
     """Serves until a signal: then what runs may go on for a while. A second signal ends the process at once."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, listens: Callable[[str], None]) -> None:
-        """`listens` is called with the address once connections are accepted."""
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        listens: Callable[[str], None],
+        reload: Callable[[], None] | None = None,
+    ) -> None:
+        """`listens` is called with the address once connections are accepted, `reload` at each SIGHUP."""
         super().__init__(config)
-        self._service, self._listens = service, listens
+        self._service, self._listens, self._reload = service, listens, reload
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         service.on_failure = self.drain
@@ -169,11 +175,13 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Take both signals. They have been dealt with at the end, so unlike uvicorn this raises none again."""
+        """Take the signals. They have been dealt with at the end, so unlike uvicorn this raises none again."""
         if threading.current_thread() is not threading.main_thread():  # no signal comes to another one
             yield
             return
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        if self._reload is not None and hasattr(signal, "SIGHUP"):
+            before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._handle_reload)
         try:
             yield
         finally:
@@ -185,6 +193,10 @@ class Server(uvicorn.Server):
         if self._draining is not None or self._loop is None:
             os._exit(INTERRUPTED)
         self._loop.call_soon_threadsafe(self.drain)
+
+    def _handle_reload(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        if self._loop is not None and self._reload is not None:
+            self._loop.call_soon_threadsafe(self._reload)
 
     def drain(self) -> None:
         """Take on nothing more, let what runs end, then stop."""

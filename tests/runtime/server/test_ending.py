@@ -70,6 +70,29 @@ def test_a_signal_waits_for_answers_that_end_in_time(endless: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_hangup_reads_the_keys_anew(endless: Path, tmp_path: Path) -> None:
+    keys, (old, new) = tmp_path / "keys.txt", ("0123456789abcdef", "fedcba9876543210")
+
+    def status(key: str) -> int:
+        return httpx.get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}, timeout=30).status_code
+
+    keys.write_text(f"{old}\n")
+    with process(endless, "--api-key-file", keys) as (running, url):
+        assert (status(old), status(new)) == (200, 401)
+        keys.write_text(f"{new}\n")
+        running.send_signal(signal.SIGHUP)
+        wait_until(lambda: (status(old), status(new)) == (401, 200))
+        keys.write_text("short\n")
+        running.send_signal(signal.SIGHUP)
+        assert running.stderr
+        told = [line.split(" ", 1)[1] for line in (running.stderr.readline() for _ in range(3)) if line[:1].isdigit()]
+        assert told[0] == "keys were read anew; there are 1\n"
+        assert told[1].startswith("the keys stay as they were: ")
+        assert "short" not in told[1]
+        assert (status(old), status(new)) == (401, 200)
+
+
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(endless: Path) -> None:
     arguments = (endless, "--ctx-size", 1 << 20, "--drain-seconds", 600)
     with process(*arguments) as (running, url), streamed(url) as response:
