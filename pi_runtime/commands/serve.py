@@ -1,5 +1,6 @@
 """`pi-serve`: one artifact behind HTTP, in the forms of OpenAI and Ollama."""
 
+import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -69,6 +70,9 @@ class ListenOptions(SourceOptions):
     ] = None
     cors: Annotated[bool, typer.Option("--cors", help="Let pages of these origins read answers.")] = False
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log a line for each request.")] = False
+    log_format: Annotated[
+        Literal["text", "json"], typer.Option(envvar="PI_LOG_FORMAT", help="Lines of the log; json: an object each.")
+    ] = "text"
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate, for TLS.", show_default=False)] = None
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its private key.", show_default=False)] = None
 
@@ -97,10 +101,11 @@ def serve(
     settings = _settings(listen, engine_options.slots)
     listen = replace(listen, artifact=checked_artifact(listen))
     tls = access.checked_tls(listen.ssl_certfile, listen.ssl_keyfile)
-    built = build_app(settings, _opening(listen.artifact, model_options, engine_options), console.say)
+    say = console.say if listen.log_format == "text" else _say_json
+    built = build_app(settings, _opening(listen.artifact, model_options, engine_options, say), console.say)
     service = built.state.service
     reload = None if listen.api_key_file is None else partial(_reload, listen.api_key_file, built.state.keys, service)
-    server = Server(config(built, settings, **tls), service, lambda url: console.say(f"listening on {url}"), reload)
+    server = Server(config(built, settings, **tls), service, lambda url: say(f"listening on {url}"), reload)
     _listen(server, settings)
     if service.is_held_up:
         os._exit(0 if service.failure is None else 1)
@@ -132,10 +137,19 @@ def _settings(listen: ListenOptions, slots: int) -> "ServerSettings":
         share_prefixes=listen.share_prefixes,
         drain_s=listen.drain_seconds,
         log_requests=listen.log_requests,
+        log_format=listen.log_format,
     )
 
 
-def _opening(artifact: Path, model_options: ModelOptions, engine_options: EngineOptions) -> "Callable[[], Engine]":
+def _say_json(said: str) -> None:
+    from pi_runtime.server.request_log import event_fields
+
+    console.say(json.dumps(event_fields(said)))
+
+
+def _opening(
+    artifact: Path, model_options: ModelOptions, engine_options: EngineOptions, say: Callable[[str], None]
+) -> "Callable[[], Engine]":
     """What opens the engine. A file that is no artifact is refused now."""
     from pi_runtime.artifact.reader import Artifact
 
@@ -149,7 +163,7 @@ def _opening(artifact: Path, model_options: ModelOptions, engine_options: Engine
         model = open_model(artifact, model_options)
         try:
             if model.notice is not None:
-                console.say(model.notice)
+                say(model.notice)
             warm_up(model)
             with suppress(TemplateError):  # a model without template serves completions
                 model.chat_template.start()
@@ -157,7 +171,7 @@ def _opening(artifact: Path, model_options: ModelOptions, engine_options: Engine
         except BaseException:
             model.close()
             raise
-        console.say(f"ready: {artifact.name}, a context of {model.context}, {engine_options.slots} slots")
+        say(f"ready: {artifact.name}, a context of {model.context}, {engine_options.slots} slots")
         return engine
 
     return opened

@@ -38,7 +38,9 @@ def build_app(settings: ServerSettings, open_engine: Callable[[], Engine], log: 
     the service, `app.state.keys` are the keys that it takes.
     """
     service = Service(open_engine, settings)
-    requests = RequestLog(log, service.metrics, every_request=settings.log_requests)
+    requests = RequestLog(
+        log, service.metrics, every_request=settings.log_requests, as_json=settings.log_format == "json"
+    )
     service.on_event = requests.event
     routes = [Route(route.path, _endpoint(service, route), methods=[route.method]) for route in ROUTES]
     requests.paths |= {route.endpoint: route.path for route in routes}

@@ -4,10 +4,11 @@ Nothing that a request says is logged, and no key: a path is its route's, and of
 names of fields.
 """
 
+import json
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,6 +24,8 @@ ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 FULL_EVERY_S = 10.0
 """Least time between two lines that say that the queue is full."""
 FIELD_CHARS = 80
+NAMED = ("code", "param", "unknown")
+"""Fields of a line that it does not always have."""
 
 
 def request_id(headers: Headers) -> str:
@@ -48,9 +51,16 @@ class RequestLog:
     """
 
     def __init__(
-        self, write: Write, metrics: Metrics, *, every_request: bool, clock: Callable[[], float] = time.monotonic
+        self,
+        write: Write,
+        metrics: Metrics,
+        *,
+        every_request: bool,
+        as_json: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._write, self._metrics, self._every_request, self._clock = write, metrics, every_request, clock
+        self._shown = json.dumps if as_json else _line
         self.paths: dict[Any, str] = {}
         """The paths of routes, by their endpoints."""
         self._full_since: float | None = None
@@ -63,7 +73,7 @@ class RequestLog:
         path, error = self.paths.get(scope.get("endpoint"), "other"), scope.get("error")
         self._metrics.requests[path, status] += 1
         if self._every_request:
-            self._write(_line(scope, path, status, seconds, error))
+            self._write(self._shown(_request_fields(scope, path, status, seconds, error)))
         if error is not None and error.code == "queue_full":
             self._count_full()
 
@@ -73,22 +83,40 @@ class RequestLog:
             self._refused += 1
             return
         more = f", and {self._refused} more since this was last said" if self._refused else ""
-        self._write(f"{_now()} the queue is full: a request was refused{more}")
+        self.event(f"the queue is full: a request was refused{more}")
         self._full_since, self._refused = now, 0
 
     def event(self, said: str) -> None:
         """Log something that the server does."""
-        self._write(f"{_now()} {said}")
+        self._write(self._shown(event_fields(said)))
 
 
-def _line(scope: Scope, path: str, status: int, seconds: float, error: ApiError | None) -> str:
+def event_fields(said: str) -> dict[str, Any]:
+    """What a line has that tells of an event."""
+    return {"time": _now(), "event": said}
+
+
+def _request_fields(scope: Scope, path: str, status: int, seconds: float, error: ApiError | None) -> dict[str, Any]:
+    """What a line has that tells of a request, in the order of the line."""
     client = scope.get("client")
-    words = [_now(), client[0] if client else "-", scope["request_id"], scope["method"], path, str(status)]
-    if error is not None:
-        words += [f"{name}={plain(value)}" for name, value in (("code", error.code), ("param", error.param)) if value]
-    if unknown := scope.get("unknown_fields"):
-        words.append(f"unknown={unknown}")
-    return " ".join([*words, f"{seconds:.3f} s"])
+    wrong = {} if error is None else {"code": error.code, "param": error.param}
+    return {
+        "time": _now(),
+        "client": client[0] if client else "-",
+        "id": scope["request_id"],
+        "method": scope["method"],
+        "route": path,
+        "status": status,
+        **{name: plain(value) for name, value in wrong.items() if value},
+        **({"unknown": scope["unknown_fields"]} if scope.get("unknown_fields") else {}),
+        "seconds": round(seconds, 3),
+    }
+
+
+def _line(fields: Mapping[str, Any]) -> str:
+    """A line as text: those fields have their names that are not in every line."""
+    words = [f"{name}={value}" if name in NAMED else str(value) for name, value in fields.items() if name != "seconds"]
+    return " ".join([*words, f"{fields['seconds']:.3f} s"] if "seconds" in fields else words)
 
 
 def _now() -> str:

@@ -70,6 +70,8 @@ class ServerSettings:
     """Time without events after which a comment is sent."""
     log_requests: bool = False
     """Whether a line is logged for each request. Nothing of its content ever is."""
+    log_format: Literal["text", "json"] = "text"
+    """The form of lines of the log; in JSON each is an object."""
     unknown_fields: Literal["refuse", "warn", "ignore"] = "warn"
     """What is done with fields of requests that the server does not know; `warn` names them in answer and log."""
     share_prefixes: bool = False

@@ -27,6 +27,7 @@ FLAGS = {
     "--host",
     "--install-completion",
     "--kv-budget",
+    "--log-format",
     "--log-requests",
     "--cache-limit",
     "--verify",

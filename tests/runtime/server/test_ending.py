@@ -1,5 +1,6 @@
 """The end of a server: signals, faults of the engine, and what those hear whose answers were being written."""
 
+import json
 import os
 import re
 import shutil
@@ -90,6 +91,23 @@ def test_a_hangup_reads_the_keys_anew(endless: Path, tmp_path: Path) -> None:
         assert told[1].startswith("the keys stay as they were: ")
         assert "short" not in told[1]
         assert (status(old), status(new)) == (401, 200)
+
+
+@pytest.mark.slow
+def test_every_line_can_be_json(endless: Path) -> None:
+    command = [*PI_SERVE, str(endless), "--port", "0", "--log-format", "json", "--log-requests"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stderr
+            url = json.loads(running.stderr.readline())["event"].removeprefix("listening on ")
+            assert json.loads(running.stderr.readline())["event"].startswith("ready: ")
+            httpx.get(f"{url}/health", timeout=30)
+            assert json.loads(running.stderr.readline())["route"] == "/health"
+            running.send_signal(signal.SIGTERM)
+            assert running.wait(60) == 0
+            assert [json.loads(line)["event"].split()[0] for line in running.stderr] == ["stopping", "the"]
+        finally:
+            running.kill()
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The log: what a line says, what it never says, and how often."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,21 @@ def test_a_line_says_who_what_and_what_was_wrong() -> None:
     expected = r" - abc POST /v1/completions 400 code=unknown_parameter param=messages\[0\]\.a\?b 0\.000 s"
     assert re.fullmatch(TIME + expected, lines[1])
     assert metrics.requests == {("/v1/models", 200): 1, ("/v1/completions", 400): 1}
+
+
+def test_lines_as_json_have_the_same_fields(alphabet: Path, serve: Serve) -> None:
+    served = serve(alphabet, log_requests=True, log_format="json")
+    served.get("/health", headers={"X-Request-Id": "mine"})
+    served.complete("a", max_tokens=1, n=-5, **{"odd\n": 1})
+    served.service.on_event("something")
+    wait_until(lambda: len(served.lines) == 3)
+    lines = [json.loads(line) for line in served.lines]
+    assert all(re.fullmatch(TIME, line.pop("time")) for line in lines)
+    assert all(line.pop("client") == "127.0.0.1" and line.pop("seconds") >= 0 for line in lines[:2])
+    wrong = {"status": 400, "code": "invalid_value", "param": "n"}
+    assert lines[0] == {"id": "mine", "method": "GET", "route": "/health", "status": 200}
+    assert lines[1] == {"id": lines[1]["id"], "method": "POST", "route": "/v1/completions"} | wrong
+    assert lines[2] == {"event": "something"}
 
 
 def test_a_full_queue_is_said_now_and_then() -> None:
