@@ -128,9 +128,7 @@ def _options(checkpoint: Checkpoint, found: Mapping[str, Sensitivity], specs: Ma
     widest = next(iter(specs.values())).format
     values = {name: checkpoint.values(name) for name in specs if name in found}
     options = []
-    for name in dict.fromkeys(
-        (widest, *(name for name in WEIGHT_FORMATS if FORMATS[name].quantised and not FORMATS[name].offset))
-    ):
+    for name in dict.fromkeys((widest, *(name for name in WEIGHT_FORMATS if FORMATS[name].quantised))):
         own = {array: ArraySpec(name, spec.shape) for array, spec in specs.items()}
         if all(own[array].nbytes <= specs[array].nbytes for array in specs):
             cost = sum(found[array].divergence(FORMATS[name], v) for array, v in values.items())

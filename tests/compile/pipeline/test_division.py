@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import safetensors.numpy
 from support import hf
 from support.small_project import no_progress, small_project, small_recipe
 
@@ -21,6 +22,7 @@ from pi_compile.pipeline.pipeline import Pipeline, store_folder
 from pi_compile.recipe import default_recipe, read_recipe
 from pi_compile.results import Division
 from pi_runtime import load
+from pi_runtime.artifact.quantisation import as_stored
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.errors import NotMetError
 
@@ -115,6 +117,19 @@ def test_a_build_divides_once_and_rounds_by_matrix(project: Path) -> None:
         assert "formats.matrices" in artifact.manifest.features
     stored = Division.load(next(store_folder(path).glob("divide-*.npz")))
     assert named == {name: fmt for name, fmt in stored.formats.items() if "/" in name}
+
+
+def test_what_lies_on_a_grid_with_minima_keeps_it(project: Path) -> None:
+    """As the tensors of a Q4_1 file do: they cost nothing in that format, in fewer bytes than in q8."""
+    (path,) = (project / "model").glob("*.safetensors")
+    tensors = safetensors.numpy.load_file(path)
+    for name, w in tensors.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight")):
+            tensors[name] = as_stored("q4_1", w.astype(np.float32) + np.float32(0.3))
+    safetensors.numpy.save_file(tensors, path, {"format": "pt"})
+    checkpoint = open_checkpoint(project / "model")
+    found = divide(checkpoint, np.arange(64) % 90 + 3, formats=WIDEST, perplexity_increase=0.02, window=32)
+    assert {found.formats.get(f"layers/0/{name}") for name in ("attention/qkv", "ffn/first")} == {"q4_1"}
 
 
 @pytest.mark.parametrize(
