@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pi_runtime.server.tools.harmony import CHANNEL
+
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
@@ -28,10 +30,14 @@ class ToolFormat:
     """Whether a call is a head and arguments."""
     has_call_id: bool = False
     """Whether the head holds an id, after `[CALL_ID]`."""
+    has_channels: bool = False
+    """Whether an answer is messages in channels, of which a call is one (see `harmony`)."""
 
     @classmethod
     def of(cls, template: str) -> "ToolFormat | None":
         """The format of a chat template; None where it has none of those known here."""
+        if CHANNEL in template:
+            return HARMONY if "functions." in template else None
         if "[TOOL_CALLS]" in template:
             if "[ARGS]" in template:
                 return MISTRAL_CALL_ID if "[CALL_ID]" in template else MISTRAL
@@ -58,6 +64,7 @@ LLAMA_3 = ToolFormat(name="llama-3", trigger="<|python_tag|>", separator=";", ar
 MISTRAL_LIST = ToolFormat(name="mistral-list", trigger="[TOOL_CALLS]", begin="[", separator=",", end="]")
 MISTRAL = ToolFormat(name="mistral", trigger="[TOOL_CALLS]", has_head=True)
 MISTRAL_CALL_ID = ToolFormat(name="mistral-call-id", trigger="[TOOL_CALLS]", has_head=True, has_call_id=True)
+HARMONY = ToolFormat(name="harmony", trigger=f"{CHANNEL}commentary to=functions.", has_channels=True)
 
 
 def _has_any(template: str, texts: Iterable[str]) -> bool:

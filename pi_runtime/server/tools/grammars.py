@@ -5,10 +5,12 @@ ordinary text: then free text is read lazily, up to the first one.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pi_runtime.server.tools.formats import ToolFormat
+from pi_runtime.server.tools.harmony import CONSTRAIN, MESSAGE
 from pi_runtime.server.tools.reasoning import ReasoningFormat
 
 Schema = Mapping[str, Any] | bool
@@ -48,8 +50,8 @@ class GrammarWriter:
             names.append(f"call_{n}")
             self._rules[names[-1]] = self._call(tools, name, schema)
         self._rules["call"] = " | ".join(names)
-        # Llama's templates take one call a turn.
-        parallel = parallel and not tools.is_bare
+        # Llama's templates take one call a turn, and harmony's end one.
+        parallel = parallel and not tools.is_bare and not tools.has_channels
         if tools.is_bare:
             trigger = self._marker(tools.trigger)
             body = f"{trigger}? call"
@@ -66,8 +68,17 @@ class GrammarWriter:
         self._rules["calls"] = body
         return "calls"
 
-    def text_or_calls(self, tools: ToolFormat) -> str:
-        """Free text, and after it the calls, if there are any. The rules of `calls` must have been written."""
+    def answer(self, before: str, schema: Schema) -> str:
+        """JSON that a schema describes, after what stands before an answer proper."""
+        return f"{self._marker(before)} {self.json(schema)}" if before else self.json(schema)
+
+    def text_or_calls(self, tools: ToolFormat, before: str = "") -> str:
+        """Free text, and after it the calls, if there are any. The rules of `calls` must have been written.
+
+        In channels either is a message of its own, and `before` stands before text.
+        """
+        if tools.has_channels:
+            return f"{self._marker(before)} TEXT | calls"
         if tools.is_bare:
             return "PLAIN | calls"
         if tools.trigger in self._tokens:
@@ -79,14 +90,17 @@ class GrammarWriter:
     def thoughts(self, reasoning: ReasoningFormat, *, are_open: bool) -> str:
         """Thoughts, or the rest of those that the prompt began, up to the white space after them."""
         begin = "" if are_open else f"{self._marker(reasoning.begin)} "
+        after = self._marker(reasoning.after) if reasoning.after else "SPACE"
         if reasoning.end in self._tokens:
-            found = f"{begin}TEXT {self._marker(reasoning.end)} SPACE"
+            found = f"{begin}TEXT {self._marker(reasoning.end)} {after}"
         else:
             self._rules["rest_of_thoughts[lazy]"] = f"TEXT {_text(reasoning.end)}"
-            found = f"{begin}rest_of_thoughts SPACE"
+            found = f"{begin}rest_of_thoughts {after}"
         return found if are_open else f"({found})?"
 
     def _call(self, tools: ToolFormat, name: str, schema: Mapping[str, Any]) -> str:
+        if tools.has_channels:
+            return f"{_text(name + ' ')} {self._marker(f'{CONSTRAIN}json{MESSAGE}')} {self.arguments(schema)}"
         if not tools.has_head:
             head = f'{{"name": {json.dumps(name)}, "{tools.arguments}": '
             return f"{_text(head)} {self.arguments(schema)} {_text('}')}"
@@ -94,7 +108,10 @@ class GrammarWriter:
         return f"{_text(name)} {call_id}{self._marker('[ARGS]')} {self.arguments(schema)}"
 
     def _marker(self, marker: str) -> str:
-        return f"<[{self._tokens[marker]}]>" if marker in self._tokens else _text(marker)
+        """A text, whose parts that are tokens of their own are asked for by their numbers."""
+        tokens = "|".join(map(re.escape, self._tokens))
+        parts = re.split(f"({tokens})", marker) if tokens else [marker]
+        return " ".join(f"<[{self._tokens[part]}]>" if part in self._tokens else _text(part) for part in parts if part)
 
 
 def _text(text: str) -> str:

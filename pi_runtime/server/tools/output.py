@@ -9,6 +9,7 @@ from pi_runtime.server.events import Delta, ReasoningDelta, TextDelta, joined
 from pi_runtime.server.tools.calls import CallParser, new_id
 from pi_runtime.server.tools.formats import ToolFormat
 from pi_runtime.server.tools.grammars import GrammarWriter
+from pi_runtime.server.tools.harmony import HarmonyParser
 from pi_runtime.server.tools.reasoning import ReasoningFormat, ReasoningParser
 from pi_runtime.text.grammar import Grammar
 from pi_runtime.text.tokenizer import Tokenizer
@@ -25,7 +26,7 @@ class OutputParser:
     `CallBroken`.
     """
 
-    def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None) -> None:
+    def __init__(self, reasoning: ReasoningParser | HarmonyParser | None, calls: CallParser | None) -> None:
         self._reasoning, self._calls = reasoning, calls
         self.reasoning_tokens = 0
         """Tokens of the texts that hold thoughts."""
@@ -40,8 +41,7 @@ class OutputParser:
 
     def finish(self) -> list[Delta]:
         """Return what was held, when the answer ends, for whatever reason."""
-        held = None if self._reasoning is None else self._reasoning.finish()
-        deltas = self._with_calls([] if held is None else [held])
+        deltas = self._with_calls([] if self._reasoning is None else self._reasoning.finish())
         return joined(deltas + ([] if self._calls is None else self._calls.finish()))
 
     @property
@@ -84,6 +84,8 @@ class OutputFormat:
     def parser(self, prompt: str, tools: Sequence[Tool] = (), make_id: Callable[[], str] = new_id) -> OutputParser:
         """A parser for one answer to a rendered prompt. Calls are found of these tools only."""
         names = [tool["function"]["name"] for tool in tools]
+        if self.reasoning and self.reasoning.answer:
+            return OutputParser(HarmonyParser(names, make_id, thinks=self.reasoning.is_open(prompt)), None)
         return OutputParser(
             ReasoningParser(self.reasoning, prompt) if self.reasoning else None,
             CallParser(self.tools, names, make_id) if self.tools and names else None,
@@ -111,7 +113,8 @@ class OutputFormat:
             raise ApiError(400, "the model's chat template has no form of tool calls that is known here", param="tools")
         reasoning = None if self.reasoning is None or self.reasoning.is_closed(prompt) else self.reasoning
         writer = GrammarWriter(self.tokens)
-        answer = None if schema is None else writer.json(schema)
+        final = self.reasoning.answer if self.reasoning else ""
+        answer = None if schema is None else writer.answer(final, schema)
         if tools:
             answer = self._with_calls(writer, tools, choice, parallel, answer)
         if answer is None:
@@ -139,7 +142,7 @@ class OutputFormat:
         if must_call:
             return calls
         if otherwise is None:
-            return writer.text_or_calls(self.tools)
+            return writer.text_or_calls(self.tools, self.reasoning.answer if self.reasoning else "")
         if self.tools.is_bare:
             what = "with this model, calls and other JSON begin alike: tools do not go with a form of the answer"
             raise ApiError(400, what, param="response_format")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from pi_runtime.server.events import Delta, ReasoningDelta, TextDelta
+from pi_runtime.server.tools import harmony
 from pi_runtime.server.tools.marker import MarkerWatch
 
 MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
@@ -15,16 +16,25 @@ class ReasoningFormat:
 
     begin: str
     end: str
+    after: str = ""
+    """What follows thoughts, before the channel of the next message; white space where there are no channels."""
+    answer: str = ""
+    """What stands before the answer proper, where an answer is messages in channels."""
+    further: tuple[str, ...] = ()
+    """More markers, by which messages are told apart."""
 
     @classmethod
     def of(cls, template: str) -> Self | None:
         """The format of a chat template; None where its model does not think."""
+        if harmony.CHANNEL in template:
+            begin, answer = (f"{harmony.CHANNEL}{name}{harmony.MESSAGE}" for name in ("analysis", "final"))
+            return cls(begin, "<|end|>", f"{harmony.START}assistant", answer, harmony.MARKERS)
         return next((cls(*pair) for pair in MARKERS if pair[1] in template), None)
 
     @property
-    def markers(self) -> tuple[str, str]:
+    def markers(self) -> tuple[str, ...]:
         """Texts that may be special tokens of the tokenizer."""
-        return self.begin, self.end
+        return self.begin, self.end, *self.further
 
     def is_open(self, prompt: str) -> bool:
         """Whether the template has begun the thoughts itself, at the end of the prompt."""
@@ -72,9 +82,10 @@ class ReasoningParser:
             return TextDelta(shown + self._watch.take())
         return self._shown(shown)
 
-    def finish(self) -> Delta | None:
+    def finish(self) -> list[Delta]:
         """Return what was held, when the answer ends."""
-        return self._shown(self._watch.take().rstrip() if self.thinks else self._watch.take())
+        held = self._shown(self._watch.take().rstrip() if self.thinks else self._watch.take())
+        return [] if held is None else [held]
 
     def _shown(self, text: str) -> Delta | None:
         if self._is_blank:

@@ -66,13 +66,20 @@ def test_tokens_of_thoughts_are_counted() -> None:
 def test_templates_that_think(shared: Path) -> None:
     folder = shared / "data" / "chat_templates"
     found = {file.stem for file in folder.glob("*.jinja") if ReasoningFormat.of(file.read_text())}
-    assert found == {"deepseek-r1-distill-qwen-32b", "granite-3.3-2b-instruct", "qwen3-0.6b", "smollm3-3b"}
+    assert found == {
+        "deepseek-r1-distill-qwen-32b",
+        "gpt-oss-120b",
+        "granite-3.3-2b-instruct",
+        "qwen3-0.6b",
+        "smollm3-3b",
+    }
 
 
 def test_published_templates_have_the_formats_of_their_models(shared: Path) -> None:
     folder = shared / "data" / "chat_templates"
     found = {file.stem: tools.name for file in folder.glob("*.jinja") if (tools := ToolFormat.of(file.read_text()))}
     assert found == {
+        "gpt-oss-120b": "harmony",
         "hermes-3-llama-3.1-8b-tool_use": "hermes",
         "llama-3.1-8b-instruct": "llama-3",
         "llama-3.2-3b-instruct": "llama-3",
@@ -90,6 +97,8 @@ def test_published_templates_have_the_formats_of_their_models(shared: Path) -> N
         ("{{ '[TOOL_CALLS]' + name + '[CALL_ID]' + id + '[ARGS]' }}", "mistral-call-id"),
         ("{{ '<tool_call>\\n<function=' + name }}arguments", None),
         ("{{ '<|start_header_id|>' }}", None),
+        ("{{ '<|channel|>commentary to=functions.' + name }}", "harmony"),
+        ("{{ '<|channel|>final' }}", None),
         ("{{ messages }}", None),
     ],
 )
