@@ -104,6 +104,9 @@ class AnswerOptions:
     json_schema: Annotated[
         Path | None, typer.Option(help="The answer is JSON by the schema in this file.", show_default=False)
     ] = None
+    fixed_separators: Annotated[
+        bool, typer.Option("--fixed-separators", help="This JSON has ', ' and ': ' and no other white space.")
+    ] = False
     regex: Annotated[str | None, typer.Option(help="The answer matches this regular expression.")] = None
     lark: Annotated[
         Path | None, typer.Option(help="The answer follows the Lark grammar in this file.", show_default=False)

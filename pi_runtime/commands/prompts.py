@@ -33,7 +33,8 @@ if sys.platform != "win32":
 SAMPLING_KEYS = frozenset(field.name for field in fields(Sampling)) - {"number"}
 ANSWER_KEYS = frozenset({"max_tokens", "min_tokens", "stop", "logprobs"})
 GRAMMAR_KEYS = frozenset({"json_schema", "regex", "lark"})
-KEYS = SAMPLING_KEYS | ANSWER_KEYS | GRAMMAR_KEYS | {"id", "prompt", "messages", "prompt_logprobs", "answers"}
+SPACING = "fixed_separators"
+KEYS = SAMPLING_KEYS | ANSWER_KEYS | GRAMMAR_KEYS | {SPACING, "id", "prompt", "messages", "prompt_logprobs", "answers"}
 INTEGERS = ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "answers")
 AHEAD = 256
 """Prompts handed to the engine before the oldest of them is answered."""
@@ -160,7 +161,7 @@ class PromptFile:
     def _submitted(self, engine: Engine, request: dict[str, Any]) -> _Pending:
         chosen = {key: request[key] for key in SAMPLING_KEYS & request.keys()}
         settings: Any = {key: request[key] for key in ANSWER_KEYS & request.keys()}
-        settings["grammar"] = Grammar.of(**{key: request[key] for key in GRAMMAR_KEYS & request.keys()})
+        settings["grammar"] = Grammar.of(**{key: request[key] for key in {*GRAMMAR_KEYS, SPACING} & request.keys()})
         settings["sampling"] = Sampling.from_generation_config(self._model.manifest.generation, **chosen)
         prompt = request["prompt"] if "prompt" in request else self._model.chat_prompt(request["messages"])
         top, scores = request.get("prompt_logprobs"), None

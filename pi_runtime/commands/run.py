@@ -135,6 +135,8 @@ def _check_output(task: TaskOptions, answer: AnswerOptions, as_json: bool) -> No
         raise UsageError(f"{output}: the answers would overwrite the prompts", remedy="name another output")
     if answer.answers != 1 and prompts is None:
         raise UsageError("--answers goes with --prompts alone")
+    if answer.fixed_separators and answer.json_schema is None and prompts is None:
+        raise UsageError("--fixed-separators goes with --json-schema or --prompts")
     for flag, count in (("--logprobs", answer.logprobs), ("--prompt-logprobs", answer.prompt_logprobs)):
         if count is not None and prompts is None and not as_json:
             raise UsageError(f"{flag} goes with --json or --prompts")
@@ -149,7 +151,7 @@ def _check_flags_of_tasks(task: TaskOptions, invocation: typer.Context) -> None:
                 raise UsageError(f"--{name.replace('_', '-')} goes with {way} alone")
 
 
-def _grammar(answer: AnswerOptions) -> dict[str, str | None]:
+def _grammar(answer: AnswerOptions) -> dict[str, Any]:
     """The grammars that are given, by the names of settings."""
     schema = _read_file("json_schema", answer.json_schema, "a JSON schema")
     if schema is not None:
@@ -160,7 +162,9 @@ def _grammar(answer: AnswerOptions) -> dict[str, str | None]:
         except (ValueError, RecursionError) as error:
             asked = Setting("json_schema", answer.json_schema)
             raise InputError((asked, ": not JSON"), found=error, remedy="correct the file") from None
-    return {"json_schema": schema, "regex": answer.regex, "lark": _read_file("lark", answer.lark, "a Lark grammar")}
+    fixed = {"fixed_separators": True} if answer.fixed_separators else {}
+    lark = _read_file("lark", answer.lark, "a Lark grammar")
+    return {"json_schema": schema, "regex": answer.regex, "lark": lark, **fixed}
 
 
 def _read_file(name: str, path: Path | None, kind: str) -> str | None:
@@ -189,7 +193,7 @@ def _common(answer: AnswerOptions) -> "AnswerSettings":
 
 
 def _settings(
-    model: "Model", answer: AnswerOptions, drawn: dict[str, Any], grammar: dict[str, str | None]
+    model: "Model", answer: AnswerOptions, drawn: dict[str, Any], grammar: dict[str, Any]
 ) -> "AnswerSettings":
     from pi_runtime.sequence.sampling import Sampling
     from pi_runtime.text.grammar import Grammar

@@ -30,6 +30,14 @@ LEAST_COMPILED = 64 << 10
 STAND_IN_END = "<|end of grammar|>"
 """Ends the text for llguidance, which needs such a token, where the model has none."""
 
+FIXED_SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""White space of JSON as `json.dumps` and chat templates write it. A weak model that may put in any puts in a lot."""
+
+
+def with_fixed_separators(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
+    """A schema of the same JSON, with the white space of `json.dumps` and no other; `x-guidance` is of llguidance."""
+    return {**({} if schema is True else schema), "x-guidance": FIXED_SEPARATORS} if schema is not False else schema
+
 
 @dataclass(frozen=True)
 class Grammar:
@@ -52,24 +60,37 @@ class Grammar:
         return Setting(self.kind.replace("-", "_"))
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Self:
-        """JSON that a schema describes. The schema may be JSON text itself; raises UsageError where that is no JSON."""
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str, *, fixed_separators: bool | None = None) -> Self:
+        """JSON that a schema describes. The schema may be JSON text itself; raises UsageError where that is no JSON.
+
+        `fixed_separators`: white space is as `json.dumps` writes it, `, ` and `: ` and no other; else any is allowed.
+        """
+        if fixed_separators not in (None, False, True):
+            found = repr(fixed_separators)[:80]
+            raise UsageError(setting=Setting("fixed_separators"), expected="true or false", found=found)
         try:
             value = json.loads(schema) if isinstance(schema, str) else schema
             if not isinstance(value, Mapping | bool):
                 raise UsageError(setting=Setting("json_schema"), expected="a JSON object", found=repr(value)[:80])
-            return cls("json-schema", json.dumps(value))
+            return cls("json-schema", json.dumps(with_fixed_separators(value) if fixed_separators else value))
         except (ValueError, TypeError, RecursionError) as error:
             raise UsageError("not JSON", setting=Setting("json_schema"), found=str(error)[:200]) from None
 
     @classmethod
-    def of(cls, *, json_schema: Any = None, regex: str | None = None, lark: str | None = None) -> Self | None:
+    def of(
+        cls,
+        *,
+        json_schema: Any = None,
+        regex: str | None = None,
+        lark: str | None = None,
+        fixed_separators: bool | None = None,
+    ) -> Self | None:
         """The one grammar that settings name; None where they name none. Raises UsageError for several."""
         if [json_schema, regex, lark].count(None) < 2:
             names = Setting("json_schema"), ", ", Setting("regex"), " and ", Setting("lark")
             raise UsageError(("give one of ", names))
         if json_schema is not None:
-            return cls.json_schema(json_schema)
+            return cls.json_schema(json_schema, fixed_separators=fixed_separators)
         if regex is not None:
             return cls.regex(regex)
         return None if lark is None else cls.lark(lark)

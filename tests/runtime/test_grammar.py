@@ -53,6 +53,20 @@ def answers(model: Model, grammars: list[Grammar], **settings: Any) -> list[tupl
         return [found_by(stream) for stream in streams]
 
 
+def test_separators_are_those_of_json_dumps_where_they_are_fixed(talker: Model) -> None:
+    numbers = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}
+    schema = {"type": "object", "properties": {"a": numbers, "b": {"enum": [1, 2]}}, "required": ["a", "b"]}
+    schema["additionalProperties"] = False
+    fixed = answers(talker, [Grammar.json_schema(schema, fixed_separators=True)] * 4)
+    assert all(reason == "end" and text == json.dumps(json.loads(text)) for text, _, reason in fixed)
+    free = answers(talker, [Grammar.json_schema(schema)] * 4)
+    assert any(text != fixed[0][0] and len(text) > len(fixed[0][0]) + 2 for text, *_ in free)
+    assert Grammar.json_schema(False, fixed_separators=True) == Grammar.json_schema(False)
+    assert "x-guidance" in Grammar.json_schema("true", fixed_separators=True).source
+    with pytest.raises(UsageError, match="true or false"):
+        Grammar.json_schema(schema, fixed_separators="yes")  # type: ignore[arg-type]
+
+
 @pytest.mark.timeout(1200)
 def test_every_finished_answer_validates(talker: Model, long: bool) -> None:
     jsonschema = pytest.importorskip("jsonschema")

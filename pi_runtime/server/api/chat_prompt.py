@@ -32,7 +32,7 @@ def chat_prompt(
     tools: Sequence[Mapping[str, Any]] = (),
     choice: str | Mapping[str, Any] = "auto",
     parallel: bool = True,
-    schema: Mapping[str, Any] | None = None,
+    schema: Mapping[str, Any] | bool | None = None,
     schema_field: str = "response_format",
 ) -> Prompt:
     """The prompt whose text a template made; settings of its answers are those that the text asks for.

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from pi_runtime.server.api.body import MANY, TOKENS, Body, Unsupported, invalid
 from pi_runtime.server.api.other_servers import OtherServersChatFields
+from pi_runtime.text.grammar import with_fixed_separators
 
 Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -31,6 +32,9 @@ class JsonSchema(Body):
     description: str | None = None
     schema_: Annotated[dict[str, Any], MANY] | None = Field(default=None, alias="schema")
     strict: bool | None = Field(default=None, description="Accepted; every answer follows its schema.")
+    fixed_separators: bool | None = Field(
+        default=None, description="White space is `, ` and `: ` and no other; else the model may put in any."
+    )
 
 
 class JsonSchemaFormat(Body):
@@ -213,13 +217,14 @@ class ConversationFields(OtherServersChatFields):
     )
 
 
-def schema_of(response_format: ResponseFormat | JsonSchema | None) -> Mapping[str, Any] | None:
+def schema_of(response_format: ResponseFormat | JsonSchema | None) -> Mapping[str, Any] | bool | None:
     """The schema that an answer must follow, if any."""
     match response_format:
         case JsonObjectFormat():
             return {"type": "object"}
-        case JsonSchemaFormat(json_schema=JsonSchema(schema_=schema)) | JsonSchema(schema_=schema):
-            return {} if schema is None else schema
+        case JsonSchemaFormat(json_schema=JsonSchema() as asked) | (JsonSchema() as asked):
+            schema = asked.schema_ or {}
+            return with_fixed_separators(schema) if asked.fixed_separators else schema
     return None
 
 

@@ -12,10 +12,9 @@ from typing import Any
 from pi_runtime.server.tools.formats import ToolFormat
 from pi_runtime.server.tools.harmony import CONSTRAIN, MESSAGE
 from pi_runtime.server.tools.reasoning import ReasoningFormat
+from pi_runtime.text.grammar import with_fixed_separators
 
 Schema = Mapping[str, Any] | bool
-AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""White space of arguments. A weak model that may put in any puts in a lot."""
 TERMINALS = r"""TEXT: /(.|\n)*/
 SPACE: /[ \n]{0,4}/
 PLAIN: /\s*[^{\s](.|\n)*/
@@ -41,7 +40,7 @@ class GrammarWriter:
 
     def arguments(self, schema: Mapping[str, Any]) -> str:
         """JSON that a schema describes, with the white space of templates."""
-        return self.json({**schema, "x-guidance": AS_TEMPLATES_WRITE})
+        return self.json(with_fixed_separators(schema))
 
     def calls(self, tools: ToolFormat, functions: Sequence[tuple[str, Mapping[str, Any]]], *, parallel: bool) -> str:
         """Calls of these functions, each with the schema of its arguments; one of them unless `parallel`."""

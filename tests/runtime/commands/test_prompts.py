@@ -100,14 +100,17 @@ def test_a_line_may_have_a_grammar_of_its_own(ask: Any, run: Run, artifact: Path
         {"prompt": "ab", "regex": "a", "lark": "start: foo"},
         {"prompt": "ab", "json_schema": [1]},
         {"prompt": "ab", "regex": 1},
+        {"prompt": "ab", "json_schema": {"const": [1, 2]}, "fixed_separators": "yes"},
+        {"prompt": "ab", "json_schema": {"const": [1, 2]}, "fixed_separators": True},
     ]
     code, found, _ = ask(lines, "--regex", "[0-9]{3}")
     assert code == 3
     assert found[0]["text"] + "\n" == run(artifact, "-p", "ab", "--regex", "[0-9]{3}")[1]
     texts = [row.get("text", "") for row in found]
     assert (len(texts[0]), 10 <= int(texts[1]) <= 99, texts[2][0] + texts[2][2:]) == (3, True, "<>")
-    messages = ("regex: cannot be used", "give one of", "json_schema", "regex")
-    assert all(message in row["error"] for message, row in zip(messages, found[3:], strict=True))
+    messages = ("regex: cannot be used", "give one of", "json_schema", "regex", "true or false")
+    assert all(message in row["error"] for message, row in zip(messages, found[3:-1], strict=True))
+    assert texts[-1] == "[1, 2]"
 
 
 BAD = {

@@ -118,11 +118,14 @@ def test_answers_in_a_grammar(run: Run, alphabet: Path, tmp_path: Path) -> None:
     schema.write_text('{"enum": ["größe", 7]}', "utf-8")
     lark.write_text('start: "b" "c"+ "z"')
     assert run(alphabet, "-p", "a", "--json-schema", schema)[1] in ('"größe"\n', "7\n")
+    schema.write_text('{"const": [1, 2]}')
+    assert run(alphabet, "-p", "a", "--json-schema", schema, "--fixed-separators")[1] == "[1, 2]\n"
     assert run(alphabet, "-p", "a", "--regex", "bcX")[1] == "bcX\n"
     assert json.loads(run(alphabet, "-p", "a", "--lark", lark, "--json", "-n", 3)[1])["text"].startswith("bc")
     schema.write_text("{")
     for flags, code, message in (
         (("--regex", "a(b"), 2, "--regex: cannot be used"),
+        (("--fixed-separators",), 2, "--fixed-separators goes with --json-schema or --prompts"),
         (("--json-schema", schema), 3, f"--json-schema {schema}: not JSON"),
         (("--json-schema", tmp_path / "none"), 3, f"--json-schema {tmp_path / 'none'}: no such file\n  try: "),
         (("--lark", tmp_path / "none"), 3, f"--lark {tmp_path / 'none'}: no such file\n  try: "),
@@ -326,6 +329,7 @@ FLAGS = {
     "--min-tokens": (None, None),
     "--stop": (None, None),
     "--json-schema": (None, None),
+    "--fixed-separators": (None, None),
     "--regex": (None, None),
     "--lark": (None, None),
     "--temperature": (None, None),

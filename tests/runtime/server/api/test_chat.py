@@ -130,6 +130,9 @@ def test_json_follows_a_schema(random_chat: Chat) -> None:
         (choice,) = ask(random_chat, "a", **fields)["choices"]
         assert choice["finish_reason"] == "stop"
         assert json.loads(choice["message"]["content"]).keys() == keys
+    form = {"name": "x", "schema": schema, "fixed_separators": True}
+    (choice,) = ask(random_chat, "a", response_format={"type": "json_schema", "json_schema": form})["choices"]
+    assert choice["message"]["content"] in ('{"ok": true}', '{"ok": false}')
     (choice,) = ask(random_chat, "a", response_format={"type": "json_object"}, max_tokens=5)["choices"]
     assert choice["message"]["content"].lstrip().startswith("{")
     (choice,) = ask(random_chat, "a", response_format={"type": "text"}, max_tokens=5)["choices"]

@@ -165,6 +165,8 @@ def test_json_follows_a_schema(random_chat: Chat) -> None:
     found = ask(random_chat, "a", text={"format": form}, logit_bias={"32": -100, "10": -100, "9": -100})
     assert json.loads(found.output_text).keys() == {"ok"}
     assert found.text.format.schema_ == form["schema"]
+    found = ask(random_chat, "a", text={"format": form | {"fixed_separators": True}})
+    assert found.output_text in ('{"ok": true}', '{"ok": false}')
 
 
 @pytest.mark.parametrize(
