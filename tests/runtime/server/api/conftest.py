@@ -55,3 +55,15 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, E
     files = {"chat_template.jinja": HERMES.encode()}
     text = Text(prefix_ids=(), end_ids=())
     yield from served_by(random_artifact(path, small_decoder(context_length=512), scale=3.0, text=text, files=files))
+
+
+@pytest.fixture(scope="session")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Engine]]:
+    """A model whose answers are messages in channels."""
+    path = tmp_path_factory.mktemp("api") / "harmony.pi"
+    template = (
+        "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}<|start|>assistant"
+    )
+    files = {"chat_template.jinja": f"{template}{{# <|channel|>commentary to=functions. #}}".encode()}
+    text = Text(prefix_ids=(), end_ids=())
+    yield from served_by(random_artifact(path, small_decoder(context_length=512), scale=3.0, text=text, files=files))

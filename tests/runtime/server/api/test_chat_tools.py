@@ -107,6 +107,32 @@ def test_a_call_that_breaks_off_in_other_forms(hermes: tuple[Served, Engine]) ->
         assert names == ["drop"]
 
 
+def test_calls_in_channels(harmony: tuple[Served, Engine]) -> None:
+    head = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+    thoughts = ["<|chan", "nel|>analysis<|message|>h", "m<|end|><|start|>assistant"]
+    found, chunks = told(harmony[0], [*thoughts, head, '{"ok": tr', "ue}"])
+    (choice,) = found["choices"]
+    assert choice["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("hm", None)
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"ok": true}'}
+    streamed = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    assert "".join(c["function"]["arguments"] for c in streamed) == '{"ok": true}'
+    found, chunks = told(harmony[0], [*thoughts, head, '{"ok"'], "length")
+    assert found["choices"][0]["finish_reason"] == chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert found["choices"][0]["message"]["content"] == f'<|start|>assistant{head}{{"ok"'
+    assert "tool_calls" not in found["choices"][0]["message"]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_call_in_channels_that_is_required_is_made(harmony: tuple[Served, Engine], choice: Any) -> None:
+    # Without thoughts, which may be long: "a" comes only where nothing else may.
+    fields = {"tools": [TOOL], "tool_choice": choice, "logit_bias": {"97": -100}}
+    found = asking.whole(CHAT, body(**fields, max_completion_tokens=300), harmony)
+    (call,) = found["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "add"
+    assert set(json.loads(call["function"]["arguments"])) == {"ok"}
+
+
 def test_calls_alone_have_no_content(hermes: tuple[Served, Engine]) -> None:
     found, _ = told(hermes[0], ['<tool_call>{"name": "drop", "arguments": {}}</tool_call>'])
     assert found["choices"][0]["message"]["content"] is None
