@@ -18,7 +18,7 @@ from pi_compile.cli.options import (
     Threads,
 )
 from pi_compile.cli.progress_lines import progress_lines
-from pi_compile.cli.rendering import artifact_text, emit, eval_report, print_report, task_reports
+from pi_compile.cli.rendering import artifact_text, emit, eval_line, eval_report, print_report, task_reports
 from pi_runtime import console
 from pi_runtime.errors import UsageError
 
@@ -77,6 +77,8 @@ def evaluate(
     if as_json:
         console.print_json(found)
     else:
+        if text:
+            typer.echo(eval_line(found))
         for report in [*([eval_report(found)] if text else []), *task_reports(found.get("tasks", []))]:
             print_report(report)
 

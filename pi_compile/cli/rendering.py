@@ -64,6 +64,15 @@ def print_report(report: Mapping[str, Any]) -> None:
         typer.echo(text_of(*blocks))
 
 
+def eval_line(found: Mapping[str, Any]) -> str:
+    """What the mode that skips most reads and costs beside dense, in a line."""
+    mode = list(found["perplexity"])[-1]
+    ffn, whole = (found[name][mode] / found[name]["dense"] for name in ("ffn_bytes_per_token", "bytes_per_token"))
+    increase = found["perplexity"][mode] / found["perplexity"]["dense"] - 1
+    reads = f"a token reads {ffn:.0%} of the FFN's bytes of dense, and {whole:.0%} of all"
+    return f"{mode}: {len(found['layers'])} layers, {_rungs(found['layers'])}; {reads}; perplexity {increase:+.2%}"
+
+
 def eval_report(found: Mapping[str, Any]) -> dict[str, Any]:
     """The evaluation of a text, with modes as rows."""
     same = found["same_as"]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pi_compile.cli.rendering import findings_text, print_report
+from pi_compile.cli.rendering import eval_line, findings_text, print_report
 from pi_compile.machine.doctor import Finding
 from pi_runtime.console import facts, table, text_of
 
@@ -58,6 +58,19 @@ def test_a_long_value_is_folded_beside_its_key_on_a_terminal() -> None:
 def test_control_characters_are_replaced(value: str) -> None:
     rows: list[dict[str, Any]] = [{"name": value}]
     assert all(c.isprintable() for c in text_of(facts([(value, value)]), table(rows)).replace("\n", ""))
+
+
+def test_an_evaluation_in_a_line() -> None:
+    found = {
+        "perplexity": {"checkpoint": 9.0, "dense": 10.0, "gate": 10.0, "predicted": 10.003},
+        "ffn_bytes_per_token": {"dense": 200.0, "gate": 100.0, "predicted": 60.0},
+        "bytes_per_token": {"dense": 300.0, "gate": 200.0, "predicted": 147.0},
+        "layers": [{"rung": "gate", "rank": None}, *[{"rung": "predicted", "rank": rank} for rank in (8, 16, 8)]],
+    }
+    assert eval_line(found) == (
+        "predicted: 4 layers, 1 gate, 3 predicted; predictor ranks 8 to 16; "
+        "a token reads 30% of the FFN's bytes of dense, and 49% of all; perplexity +0.03%"
+    )
 
 
 def test_findings_are_aligned_and_remedies_stand_below() -> None:
