@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -276,12 +277,26 @@ def _build(options: BuildOptions, output: Path | None, as_json: bool) -> None:
 
 
 @app.command()
-def status(recipe: RecipePath, as_json: Json = False, debug: Debug = False) -> None:
+def status(
+    recipe: RecipePath,
+    watch: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=1, help="Say it again every so many seconds until all is done."),
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
     """Say what the workers of a recipe are at, and what failed."""
     from pi_compile.cli.rendering import status_text
-    from pi_compile.pipeline.status import build_status
+    from pi_compile.pipeline.status import build_status, has_ended
 
-    emit(build_status(recipe), as_json, status_text)
+    emit(found := build_status(recipe), as_json, status_text)
+    while watch is not None and not has_ended(found):
+        time.sleep(watch)
+        found = build_status(recipe)
+        if sys.stdout.isatty():
+            sys.stdout.write("\x1b[2J\x1b[H")  # clears the terminal
+        emit(found, as_json, status_text)
 
 
 app.command("eval")(artifact.evaluate)

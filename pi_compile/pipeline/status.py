@@ -35,6 +35,12 @@ def build_status(recipe: Path) -> dict[str, Any]:
     }
 
 
+def has_ended(found: Mapping[str, Any]) -> bool:
+    """Whether all stages are done, and no worker is at work any more."""
+    is_done = all(state == "done" for state in found["stages"].values())
+    return is_done and all(worker["silent_seconds"] is None for worker in found["workers"])
+
+
 def _state(folder: Path, stage: str, begun: Mapping[str, Path]) -> str:
     if stage in begun:
         return "begun"

@@ -44,7 +44,7 @@ FLAGS = {
     "place": {*BUILD, "--lock", "--locked", "--solver", "--time-limit"},
     "pack": {*BUILD, "-o", "--output", "--plain"},
     "build": {*BUILD, "-o", "--output"},
-    "status": {"RECIPE"},
+    "status": {"RECIPE", "--watch"},
     "eval": {
         *("ARTIFACT", "--text", "--task", "--model", "--tokens", "--window", "--limit", "--device", "--vram-budget"),
         *("--ctx-size", "--cache-format", "--threads"),

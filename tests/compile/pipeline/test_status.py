@@ -2,6 +2,8 @@
 
 import json
 import os
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +12,12 @@ from support.documents import assert_as_documented
 
 pytest.importorskip("torch")
 
+from pi_compile.cli.main import app
 from pi_compile.cli.rendering import status_text
 from pi_compile.errors import TaskFailedError
 from pi_compile.pipeline.status import build_status
 from pi_compile.workers import Rank, Worker, WorkFolder
+from pi_runtime import console
 
 Fails = Callable[..., str]
 
@@ -55,6 +59,26 @@ def test_a_worker_at_its_task(store: Path, tmp_path: Path) -> None:
     text = status_text(found)
     assert "this stage  50% done, about " in text
     assert "layers-0-shard-7.npz" in text
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_build_is_watched_to_its_end(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    made = iter(("corpus-1.npz", "profile-1.npz", "train-1.npz", "packed-1.json"))
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        (store / next(made)).touch()
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert console.run(app, ["status", str(tmp_path / "a.toml"), "--watch", "7"]) == 0
+    assert waited == [7.0] * 4
+    out = capsys.readouterr().out
+    assert out.count("\x1b[2J") == (4 if is_terminal else 0)
+    assert [told.count("done") for told in out.split("stages")[1:]] == [0, 1, 2, 3, 4]
 
 
 def test_a_worker_that_is_gone(store: Path, tmp_path: Path) -> None:
