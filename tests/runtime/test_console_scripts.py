@@ -42,7 +42,7 @@ def test_the_version_is_that_of_the_project(command: str) -> None:
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        ("pi-run --cache", ["--cache-format"]),
+        ("pi-run --cache-f", ["--cache-format"]),
         ("pi-serve --ssl", ["--ssl-certfile", "--ssl-keyfile"]),
         ("pi-compile pl", ["place", "plan"]),
         ("pi-compile place --lock", ["--lock", "--locked"]),

@@ -8,6 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
 from safetensors.numpy import save_file
 from support import guess_heads, hf
 from support.small_project import no_progress, small_project, small_recipe

@@ -58,7 +58,9 @@ def test_every_topic_has_a_finding() -> None:
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_spec", without("torch", "zarr", "highspy", "llguidance", "starlette", "ray"))
+    monkeypatch.setattr(
+        doctor, "find_spec", without("torch", "zarr", "highspy", "gguf", "llguidance", "starlette", "ray")
+    )
     finding = found("extra compile")
     assert finding.found == "missing torch, zarr"
     assert finding.remedy == f"{sys.executable} -m pip install 'pi-toolchain[compile]'"
@@ -72,7 +74,7 @@ def test_what_is_installed_is_named_with_its_version() -> None:
 
 
 def test_without_torch_no_gpu_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_spec", without("torch", "llguidance", "starlette", "ray"))
+    monkeypatch.setattr(doctor, "find_spec", without("torch", "gguf", "llguidance", "starlette", "ray"))
     finding = found("gpu")
     assert "torch is not installed" in finding.found
     assert "pi-toolchain[cuda]" in finding.remedy

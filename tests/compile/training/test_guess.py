@@ -6,6 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
 import torch
 from support import guess_heads
 from support.documents import assert_as_documented

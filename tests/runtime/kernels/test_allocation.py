@@ -65,8 +65,8 @@ def test_a_decoded_token(fmt: str, tmp_path: Path, allocations: Count) -> None:
     for mode in ("dense", "gate", "predicted"):
         with load(path, mode=mode) as model:
             executor, cache = model.executor, model.new_cache()
-            # Those of the one call into compiled code: the table, two of angles, five of the step, and the workspace.
-            handed_over = 8 + sum(isinstance(a, np.ndarray) for a in executor._model.workspace)
+            # Those of the one call into compiled code: the table, two of angles, seven of the step, and the workspace.
+            handed_over = 10 + sum(isinstance(a, np.ndarray) for a in executor._model.workspace)
 
             def decode() -> None:
                 step(executor, [65], cache, select=True)  # noqa: B023
