@@ -47,8 +47,12 @@ class CpuOps(_Ops):
 
     def attention(self, layer: int) -> None:
         m, w = self.model, self.model.table_LX[layer, 0]
-        keep_state(self.state_L, self.states_TC, layer, self.x_TD)
+        self._keep_state(layer)
         attention(m.cfg, w, m.eps, m.cos_SJ, m.sin_SJ, self.at, self.x_TD, m.workspace)
+
+    def _keep_state(self, layer: int) -> None:
+        if self.states_TC.size:  # most steps keep none, and need no call for each layer
+            keep_state(self.state_L, self.states_TC, layer, self.x_TD)
 
     def ffn(self, layer: int) -> None:
         m, ws = self.model, self.model.workspace
@@ -60,7 +64,7 @@ class CpuOps(_Ops):
         after_ffn(m.cfg, m.table_LX[layer, 0], m.eps, self.residual_TD, self.x_TD)
 
     def head(self, _layer: int) -> None:
-        keep_state(self.state_L, self.states_TC, len(self.model.table_LX), self.x_TD)
+        self._keep_state(len(self.model.table_LX))
         m, x_ND = self.model, self.x_TD[self.wanted_N]
         head(m.cfg, m.ends, m.eps, x_ND, m.workspace, m.workspace.logits_TV[: len(x_ND)])
 

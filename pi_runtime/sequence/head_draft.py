@@ -6,6 +6,7 @@ it is often right at any temperature.
 Shape letters: T tokens, C·D the states of some layers side by side, D model width, S tokens of the short list.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -59,7 +60,7 @@ class HeadDraft:
         self._cache: Any = None
         self._begin = self._end = 0
         """The positions whose states it was given, without a gap; its cache holds the first of them."""
-        self._waiting: list[Floats] = []
+        self._waiting: deque[Floats] = deque()
         """States behind those that its cache holds."""
         self._num_waiting = 0
 
@@ -70,14 +71,21 @@ class HeadDraft:
         self._end += len(states_TC)
         self._waiting.append(states_TC)
         self._num_waiting += len(states_TC)
-        if self._num_waiting > MAX_WAITING:
-            last = np.concatenate(self._waiting)[-MAX_WAITING:]
-            self._begin_at(self._end - len(last))
-            self.take(self._begin, last)
+        while (excess := self._num_waiting - MAX_WAITING) > 0:
+            oldest = self._waiting.popleft()
+            if len(oldest) > excess:
+                self._waiting.appendleft(oldest[excess:])
+            self._num_waiting -= min(excess, len(oldest))
+            self._leave_before(self._end - self._num_waiting)
 
     def _begin_at(self, position: int) -> None:
-        self._begin = self._end = position
-        self._waiting, self._num_waiting = [], 0
+        self._waiting.clear()
+        self._num_waiting, self._end = 0, position
+        self._leave_before(position)
+
+    def _leave_before(self, position: int) -> None:
+        """Forget the states before a position, those in the cache among them."""
+        self._begin = position
         if self._cache is not None:
             self._cache.truncate(0)
 
@@ -96,22 +104,24 @@ class HeadDraft:
         states_TC = np.concatenate(self._waiting)
         next_tokens = list(self._tokens[end - len(states_TC) + 1 : end + 1])
         y_TD, logits_S = self._runner.draft(cache, next_tokens, states_TC, states_TC[:0])
-        self._waiting, self._num_waiting = [], 0
-        length, found = cache.length, list[int]()
-        while (token := self._token(logits_S, found)) is not None:
+        self._waiting.clear()
+        self._num_waiting = 0
+        length, found, seen = cache.length, list[int](), list(self._tokens)
+        while (token := self._token(logits_S, seen)) is not None:
             found.append(token)
+            seen.append(token)
             if len(found) == count:
                 break
             y_TD, logits_S = self._runner.draft(cache, [token], None, y_TD)
         cache.truncate(length)
         return found
 
-    def _token(self, logits_S: Floats, found: Sequence[int]) -> int | None:
-        """The next token, or None where the text may end, or a grammar lets none of the short list follow."""
+    def _token(self, logits_S: Floats, seen: Sequence[int]) -> int | None:
+        """The token after those seen; None where the text may end, or a grammar lets none of the short list follow."""
         logits_V = np.full(self._runner.vocabulary, -np.inf, np.float32)
         logits_V[self._runner.ids_S] = logits_S
         try:
-            token = self._choose(logits_V, [*self._tokens, *found])
+            token = self._choose(logits_V, seen)
         except UsageError:
             return None
         return None if token in self._end_ids else token

@@ -270,7 +270,8 @@ def test_a_head_that_is_not_asked_keeps_few_states() -> None:
     draft, runner = new_draft(tokens)
     for first in range(0, len(tokens) - 2, 10):
         draft.take(first, states(*range(first, min(first + 10, len(tokens) - 1))))
-    assert sum(map(len, draft._waiting)) <= MAX_WAITING
+    assert sum(map(len, draft._waiting)) == draft._num_waiting == MAX_WAITING
+    assert draft._waiting[-1].base is None or len(draft._waiting[-1].base) < 20  # what comes is not copied into one
     assert draft.draft(1).run(1, None).num_run == 1
     ((length, given, _),) = runner.calls
     assert length == 0
