@@ -13,6 +13,8 @@ from pi_compile.checkpoint.gguf_magic import is_gguf
 from pi_compile.errors import CheckpointError
 from pi_runtime.console import size
 
+_CLIENT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
+"""What the hub's HTTP client raises where it reaches nobody; which client that is depends on the hub's version."""
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILES = (
@@ -72,7 +74,8 @@ def names_model(text: str) -> bool:
     path = Path(text)
     if path.exists():
         return path.is_dir() or is_gguf(path)
-    return path.suffix != ".toml" and _HUB_NAME.fullmatch(text) is not None and not path.parent.exists()
+    is_hub_name = path.suffix != ".toml" and _HUB_NAME.fullmatch(text) is not None and not path.parent.exists()
+    return is_hub_name or path.suffix == ".gguf"  # what is not there is told as a missing model
 
 
 def fetch_offer(model: str) -> str | None:
@@ -141,17 +144,23 @@ def _hub_faults(name: str, revision: str | None) -> Iterator[None]:
     try:
         yield
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise CheckpointError(
-            f"{name}: no such folder, and the hub cannot be reached",
-            found=str(error).split("\n")[0],
-            remedy="give the path of a local checkpoint, or go online to fetch this one once",
-        ) from None
+        raise _unreachable(name, error) from None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise CheckpointError(
             f"{name}: no such folder, and the hub does not give {name} at revision {revision or 'main'}",
             found=f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}",
             remedy="check name and revision; for a gated model log in with `hf auth login`",
         ) from None
+    except _CLIENT_ERROR as error:
+        raise _unreachable(name, error) from None
+
+
+def _unreachable(name: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{name}: no such folder, and the hub cannot be reached",
+        found=str(error).split("\n")[0],
+        remedy="give the path of a local checkpoint, or go online to fetch this one once",
+    )
 
 
 def _fetch(named: re.Match[str], revision: str | None, *, local: bool = False) -> Path:

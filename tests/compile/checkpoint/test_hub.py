@@ -70,12 +70,26 @@ def test_offline_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         fetch_offer("owner/name")
 
 
+@pytest.mark.usefixtures("hub")
+def test_without_a_network_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question of size and licence meets the HTTP client's own error."""
+    client_error = huggingface_hub.errors.HfHubHTTPError.__bases__[0]
+
+    def unreachable(*_arguments: Any, **_options: Any) -> None:
+        raise client_error("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    with pytest.raises(CheckpointError, match="the hub cannot be reached") as caught:
+        fetch_offer("owner/name")
+    assert "Name or service not known" in str(caught.value)
+
+
 def test_what_names_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "a.toml").touch()
     (tmp_path / "b.gguf").touch()
-    names = ("owner/name", "owner/name:Q8_0", "folder", "b.gguf")
+    names = ("owner/name", "owner/name:Q8_0", "folder", "b.gguf", "missing.gguf")
     assert all(map(names_model, names))
     assert not any(map(names_model, ("a.toml", "missing.toml", "folder/name", "owner/recipe.toml")))
     assert fetch_offer("folder") is None
