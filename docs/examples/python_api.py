@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def main(model: Path, artifact: Path) -> None:
     checkpoint = open_checkpoint(model)
-    corpus = read_corpus(checkpoint, [REPOSITORY / "docs"], fit_tokens=2048, tune_tokens=512, report_tokens=512)
+    corpus = read_corpus(checkpoint, [REPOSITORY / "docs/**/*.md"], fit_tokens=2048, tune_tokens=512, report_tokens=512)
 
     counts = profile(checkpoint, corpus.fit)
     for layer, density in enumerate(counts.density()):

@@ -208,7 +208,9 @@ def _column(rows: Any, field: str, source: str) -> Iterator[str]:
         for row in rows:
             if field not in row:
                 raise CorpusError(
-                    f"{source}: no text column {field!r}", found=", ".join(row), remedy="set [corpus] field"
+                    f"{source}: no text column {field!r}",
+                    found=", ".join(row),
+                    remedy="set [corpus] field, or name the files by a pattern such as docs/**/*.md",
                 )
             if not isinstance(row[field], str):
                 raise CorpusError(f"{source}: column {field!r}", expected="text in every row", found=repr(row[field]))

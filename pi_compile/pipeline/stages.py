@@ -60,7 +60,7 @@ def read_corpus(
 
     Raises CorpusError for text that is missing, unreadable, too short, or both in `text` and in `report`.
 
-    >>> corpus = read_corpus(checkpoint, ["docs"], fit_tokens=2048, tune_tokens=512, report_tokens=512)
+    >>> corpus = read_corpus(checkpoint, ["docs/**/*.md"], fit_tokens=2048, tune_tokens=512, report_tokens=512)
     >>> corpus.fit.shape, corpus.report.shape
     ((2048,), (512,))
     """
