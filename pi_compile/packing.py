@@ -19,7 +19,7 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.guess_head import PREFIX
 from pi_runtime.artifact.layout import manifest_specs, place_arrays
-from pi_runtime.artifact.quantisation import as_stored, dequantise
+from pi_runtime.artifact.quantisation import dequantise
 from pi_runtime.artifact.rounding_error import RoundingError
 from pi_runtime.artifact.rungs import exact_rung
 from pi_runtime.artifact.schema import ArrayEntry, Layer, Manifest, Plan, RowPlan
@@ -245,10 +245,7 @@ class _ArrayValues:
         rounded, fmt = self.rounded(name), self.specs[name].format
         if rounded is not None:
             return [dequantise(FORMATS[fmt], *rounded, self.checkpoint.array_shapes[name][-1])]
-        on_grid = self.on_grid(name)
-        if on_grid is not None:
-            return (dequantise(FORMATS[fmt], *stored, self.checkpoint.array_shapes[name][-1]) for stored in on_grid)
-        return (as_stored(fmt, b) for b in self.checkpoint.blocks(name, self._order(name)))
+        return self.checkpoint.as_stored(name, fmt, self._order(name))
 
     def _predictor(self, layer: int, part: str) -> Array:
         assert self.predictor_set is not None

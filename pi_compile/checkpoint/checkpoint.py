@@ -21,8 +21,8 @@ from pi_compile.checkpoint.resolution import ResolvedCheckpoint, resolve_checkpo
 from pi_compile.checkpoint.tensors import Array, Index, RowReader, StoredRows, Values
 from pi_compile.errors import CheckpointError
 from pi_compile.files import file_digest, json_digest
-from pi_runtime.artifact.formats import FORMATS, Format
-from pi_runtime.artifact.quantisation import pack_rows, quantise
+from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS, Format
+from pi_runtime.artifact.quantisation import as_stored, dequantise, pack_rows, quantise
 from pi_runtime.artifact.sizes import PARTS, array_specs
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ class Checkpoint(ResolvedCheckpoint):
         """
         found = sorted({self.source.dtype(tensor) for tensor in self._matrices(part)})
         if len(found) == 1:
-            return found[0]
+            kept = (name for name in WEIGHT_FORMATS if all(self.keeps(a, name) for a in self._matrix_arrays(part)))
+            return found[0] if found[0] in FORMATS else next(kept, found[0])
         floats = all(name in FORMATS and not FORMATS[name].quantised for name in found)
         return "f32" if floats else " and ".join(found)
 
@@ -84,12 +85,28 @@ class Checkpoint(ResolvedCheckpoint):
         sizes = {tensor: math.prod(self.source.shape(tensor)) for tensor in self._matrices(part)}
         return sum(n * self.source.bits(tensor) for tensor, n in sizes.items()) / sum(sizes.values())
 
+    def keeps(self, array: str, name: str) -> bool:
+        """Whether a block format holds an array bit for bit, as `stored_blocks` takes it."""
+        return all(self._is_kept(tensor, name) for tensor in self._source_tensors(array))
+
+    def kept_rows(self, array: str, name: str) -> Array:
+        """Which rows (R,), or (R, k), of an array a block format holds bit for bit."""
+
+        def kept(tensor: SourceTensor, matrix: RowReader, rows: Index) -> tuple[Array]:
+            return (np.full(len(np.arange(len(matrix))[rows]), self._is_kept(tensor, name)),)
+
+        return np.concatenate([rows for (rows,) in self._joined(array, None, kept)])
+
+    def _is_kept(self, tensor: SourceTensor, name: str) -> bool:
+        return _is_whole(tensor) and not tensor.addend and name in self.source.rows(tensor.name).grids
+
     def _matrices(self, part: str) -> list[str]:
         """Names of the tensors that the matrices of a part are made of."""
+        return [tensor for array in self._matrix_arrays(part) for tensor in self.tensor_names(array)]
+
+    def _matrix_arrays(self, part: str) -> list[str]:
         arrays = [n for n, shape in self.array_shapes.items() if len(shape) > 1 and part_of(n) == part]
-        return [
-            tensor for n in arrays if not n.endswith(("/router", "/expert_bias")) for tensor in self.tensor_names(n)
-        ]
+        return [n for n in arrays if not n.endswith(("/router", "/expert_bias"))]
 
     def largest(self, tensor: str) -> float:
         """Largest magnitude of the values of a checkpoint tensor."""
@@ -155,6 +172,13 @@ class Checkpoint(ResolvedCheckpoint):
             return None
         found = self._joined(array, order, lambda *rows: self._stored(fmt, *rows))
         return ((stored, scales) for stored, scales in found)
+
+    def as_stored(self, array: str, name: str, order: Order | None = None) -> Iterator[Values]:
+        """The same blocks of values as a weight format holds them; bit for bit where they lie on its grid."""
+        found = self.stored_blocks(array, FORMATS[name], order)
+        if found is None:
+            return (as_stored(name, block, powers=self.source.powers) for block in self.blocks(array, order))
+        return (dequantise(FORMATS[name], *stored, self.array_shapes[array][-1]) for stored in found)
 
     def check_values(self) -> None:
         """Read all weights once, so that no long stage fails late at a damaged one.

@@ -7,7 +7,7 @@ the only thing here that needs torch.
 
 import json
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +41,10 @@ class RowReader(Protocol):
     def shape(self) -> Sequence[int]: ...
     def __len__(self) -> int: ...
     def __getitem__(self, index: Index, /) -> Values: ...
+    @property
+    def grids(self) -> Collection[str]:
+        """Block formats that hold all rows as they are stored."""
+
     def on_grid(self, fmt: Format, index: Index, /) -> tuple[Array, Array] | None:
         """Some rows as they are stored, where a block format holds that exactly: the integers (R, D) that it has, and
         scales (R, B), or scales and minima or zeros (R, 2, B), in binary16."""
@@ -51,6 +55,7 @@ class StoredRows:
     """The rows of floats that are `stored` in any format."""
 
     stored: Array
+    grids = ()
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -131,7 +131,8 @@ def _options(checkpoint: Checkpoint, found: Mapping[str, Sensitivity], specs: Ma
     for name in dict.fromkeys((widest, *(name for name in WEIGHT_FORMATS if FORMATS[name].quantised))):
         own = {array: ArraySpec(name, spec.shape) for array, spec in specs.items()}
         if all(own[array].nbytes <= specs[array].nbytes for array in specs):
-            cost = sum(found[array].divergence(FORMATS[name], v) for array, v in values.items())
+            as_is = {array: checkpoint.kept_rows(array, name) for array in values}
+            cost = sum(found[array].divergence(FORMATS[name], v, as_is[array]) for array, v in values.items())
             options.append(Option(name, sum(map(_stored, own.values())), round(cost * _UNITS)))
     least, kept = math.inf, []
     for option in sorted(options, key=lambda o: (o.nbytes, o.cost)):

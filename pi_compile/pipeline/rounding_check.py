@@ -1,10 +1,9 @@
 """What rounding costs is measured before anything is packed, and refused where it is more than the recipe allows.
 
-Measured are recipes with a part in a coarse format (a block format below 8 bits) that has fewer bits than the source
-has. A part that keeps its bits loses nothing here. One in q8 loses little, and is not measured.
+Measured are recipes with a part in a coarse format (a block format below 8 bits) that does not hold the source's
+numbers bit for bit. One in q8 loses little, and is not measured.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from pi_compile.packing import PackSpec, part_formats
 from pi_compile.pipeline.division import divide
 from pi_compile.recipe import Recipe
 from pi_compile.results import QuantisedWeights
-from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS, Format
+from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.layout import place_arrays
 from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs
 from pi_runtime.console import Progress, size
@@ -56,10 +55,10 @@ class RoundingCheck:
 
     @property
     def parts(self) -> list[str]:
-        """The parts that are rounded coarsely, to fewer bits than the source has."""
-        specs = self._specs(self.formats)
-        parts = [part for part in self.checkpoint.formats() if any(map(coarse, _formats_of(part, specs)))]
-        return [part for part in parts if _bits(specs, part) < self.checkpoint.bits(part)]
+        """The parts of which something is rounded coarsely."""
+        specs, kept = self._specs(self.formats), self.checkpoint.keeps
+        rounded = {part_of(n) for n, s in _matrices(specs) if coarse(FORMATS[s.format]) and not kept(n, s.format)}
+        return [part for part in self.checkpoint.formats() if part in rounded]
 
     def report(self, text: Callable[[], Tokens], quantised: QuantisedWeights | None) -> dict[str, Any]:
         """What rounding costs on held-out `text`, as a report names it; nothing where it is not measured."""
@@ -85,7 +84,8 @@ class RoundingCheck:
         source_N = self._losses("the source", ids_NT, quantising.source_values)
 
         def loss(formats: Mapping[str, str], rounded: QuantisedWeights | None) -> RoundingLoss:
-            packed_N = self._losses(self._named(formats), ids_NT, quantising.packed_values(d, formats, rounded))
+            values = quantising.packed_values(self.checkpoint, formats, rounded)
+            packed_N = self._losses(self._named(formats), ids_NT, values)
             return RoundingLoss.between(packed_N, source_N, ids_NT.numel())
 
         found = loss(self.formats, quantised)
@@ -96,7 +96,8 @@ class RoundingCheck:
 
     def _named(self, formats: Mapping[str, str]) -> str:
         specs = self._specs(formats)
-        return ", ".join(f"{p} in {' and '.join(sorted({f.name for f in _formats_of(p, specs)}))}" for p in self.parts)
+        found = {p: sorted({s.format for name, s in _matrices(specs) if part_of(name) == p}) for p in self.parts}
+        return ", ".join(f"{part} in {' and '.join(names)}" for part, names in found.items())
 
     def _losses(self, what: str, ids_NT: torch.Tensor, values: quantising.Values) -> npt.NDArray[np.float64]:
         with self.progress(f"measuring {what}", "layers") as progress:
@@ -162,16 +163,10 @@ class RoundingCheck:
         return array_specs(d, formats, [None] * d.n_layers, profiled=False)
 
 
-def _formats_of(part: str, specs: Mapping[str, ArraySpec]) -> list[Format]:
-    """The formats of a part's matrices; routers are always f32."""
-    own = [s for name, s in specs.items() if part_of(name) == part and not name.endswith("/router")]
-    return [FORMATS[spec.format] for spec in own if len(spec.shape) > 1 and spec.format in WEIGHT_FORMATS]
-
-
-def _bits(specs: Mapping[str, ArraySpec], part: str) -> float:
-    """Mean bits of a part's values as an artifact stores them, scales included."""
-    matrices = [spec for name, spec in specs.items() if part_of(name) == part and FORMATS[spec.format].quantised]
-    return 8 * sum(s.nbytes_with_scales for s in matrices) / sum(math.prod(s.shape) for s in matrices)
+def _matrices(specs: Mapping[str, ArraySpec]) -> list[tuple[str, ArraySpec]]:
+    """The matrices of all parts with weight formats of their own; routers are always f32."""
+    named = [(name, spec) for name, spec in specs.items() if not name.endswith("/router")]
+    return [(name, spec) for name, spec in named if len(spec.shape) > 1 and spec.format in WEIGHT_FORMATS]
 
 
 def _percent(found: RoundingLoss) -> str:

@@ -215,6 +215,8 @@ def neurons(d: Decoder, w: NamedTensors, x: Tensor, threshold: float = 0.0) -> T
     taken, inputs_ND = _taken(d, w, x_ND), x_ND[:, : d.d_model]
     h_NXF = x.new_zeros(len(x_ND), d.n_experts, d.d_ff)
     for e, tokens, weight in tokens_by_expert(*taken, d.n_experts):
+        if not len(tokens):  # autograd takes saved tensors without values for one another
+            continue
         h_NXF[tokens, e] = _expert_neurons(d, expert_w_X[e], inputs_ND[tokens], threshold) * weight
     return h_NXF.view(*x.shape[:-1], d.neurons)
 

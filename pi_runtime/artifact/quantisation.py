@@ -92,12 +92,12 @@ def dequantise(fmt: Format, stored: Array, scales: Array, columns: int) -> Array
     return q * scale + offset if fmt.offset == "minimum" else (q - offset) * scale
 
 
-def as_stored(name: str, values: Array) -> Array:
-    """Float32 values of a matrix after a round trip through the weight format `name`."""
+def as_stored(name: str, values: Array, *, powers: bool = False) -> Array:
+    """Float32 values of a matrix after a round trip through the weight format `name`; for `powers` see `quantise`."""
     fmt = FORMATS[name]
     if not fmt.quantised:
         return np.ascontiguousarray(fmt.decode(fmt.encode(values), values.shape[-1]))
-    return np.ascontiguousarray(dequantise(fmt, *quantise(fmt, values), values.shape[-1]))
+    return np.ascontiguousarray(dequantise(fmt, *quantise(fmt, values, powers=powers), values.shape[-1]))
 
 
 def integers(fmt: Format, stored: Array, columns: int) -> Array:

@@ -30,7 +30,6 @@ from pi_compile.pipeline.stages import quantise
 from pi_compile.torch_model import decoder as td
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.quantisation import as_stored, dequantise
-from pi_runtime.artifact.sizes import parameters
 
 ROOT = Path(__file__).parents[2]
 WINDOW = 512
@@ -133,6 +132,7 @@ class Model:
         assert len(ids) >= fit + tokens, f"{len(ids)} tokens of text, {fit + tokens} wanted"
         self.window = min(WINDOW, self.d.context_length)
         self.fit, self.report = ids[:fit], td.windows(ids[-tokens:], self.window)
+        self.fit_text = tokenizer.decode(self.fit)
         self.weights = [dict(w) for w in td.stored_layers(self.checkpoint, "cpu")]
         self.globals = td.global_weights(self.checkpoint, "cpu")
 
@@ -233,19 +233,17 @@ def parsed(
     return args, "\n".join(page.read_text(encoding="utf-8") for page in pages)
 
 
-def print_beside(model: Model, text: str, args: argparse.Namespace) -> None:
+def print_beside(model: Model, args: argparse.Namespace) -> None:
     """A row for each file: its bytes, and how much higher the perplexity is than the source's, with an interval."""
-    text_nbytes = sum(map(len, model.checkpoint.text_files.files.values()))
-    budgets = args.budgets or [(parameters(model.d) * bits / 8 + text_nbytes) / 1e6 for bits in (5.5, 6.5, 8.5)]
-    print(f"\n{'file':<34}{'MB':>9}{'perplexity':>10} (95 % interval), {model.report.numel():,} tokens")
+    print(f"\n{'file':<34}{'MB':>9}{'perplexity':>20}{'divergence':>20} (95 %), {model.report.numel():,} tokens")
     with tempfile.TemporaryDirectory() as folder:
-        beside = Beside(model.checkpoint, text, model.fit, model.report.flatten().numpy(), Path(folder))
-        for row in beside.rows(budgets, args.kinds, args.on_text):
+        beside = Beside(model.checkpoint, model.fit_text, model.fit, model.report.flatten().numpy(), Path(folder))
+        for row in beside.rows(args.budgets, args.kinds, args.on_text):
             print(row, flush=True)
 
 
 def beside_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--budgets", type=float, nargs="*", default=[], help="megabytes of our files")
+    parser.add_argument("--budgets", type=float, nargs="*", default=[], help="megabytes of more files of ours")
     parser.add_argument("--kinds", nargs="*", default=["Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K"], help="llama.cpp's")
     parser.add_argument("--on-text", type=int, default=0, help="tokens of the text that weights are rounded on")
     parser.add_argument("--beside-only", action="store_true")
@@ -262,7 +260,7 @@ def main() -> None:
             if not (args.formats_only or args.beside_only):
                 print_perplexity(model)
         if not args.formats_only:
-            print_beside(model, text, args)
+            print_beside(model, args)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model import flops_per_s, layer_parameters
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS
-from pi_runtime.artifact.quantisation import as_stored, dequantise
+from pi_runtime.artifact.quantisation import dequantise
 from pi_runtime.artifact.sizes import array_specs
 
 Array = npt.NDArray[np.float32]
@@ -64,15 +64,18 @@ def seconds_of_a_pass(d: Decoder, windows: int, window: int) -> float:
     return (2 * windows * window * read + _ROUNDING * d.n_layers * layer_parameters(d, d.n_experts)) / products
 
 
-def packed_values(d: Decoder, formats: Mapping[str, str], quantised: QuantisedWeights | None = None) -> Values:
+def packed_values(
+    checkpoint: Checkpoint, formats: Mapping[str, str], quantised: QuantisedWeights | None = None
+) -> Values:
     """The values of each array as an artifact has them: rounded already in `quantised`, or by its format."""
+    d = checkpoint.decoder
     specs = array_specs(d, formats, [None] * d.n_layers, profiled=False)
 
     def values(name: str, source: Array) -> Array:
         fmt = specs[name].format
         if quantised is not None and name in quantised:
             return dequantise(FORMATS[fmt], *quantised[name], source.shape[-1])
-        return as_stored(fmt, source)
+        return source if fmt == "f32" else np.concatenate(list(checkpoint.as_stored(name, fmt)))
 
     return values
 
@@ -87,22 +90,30 @@ def text_losses(
 ) -> Losses:
     """The mean −log p of the next token in each of N windows; `progress` counts layers, the head as one more."""
     d = checkpoint.decoder
+    with torch.inference_mode():
+        ends, states_NTD = text_states(checkpoint, ids_NT, values, progress)
+        losses = [
+            F.cross_entropy(td.logits(d, ends, x_TD[None])[0, :-1], ids[1:]).item()
+            for ids, x_TD in zip(ids_NT, states_NTD, strict=True)
+        ]
+    progress(d.n_layers + 1, d.n_layers + 1)
+    return np.array(losses)
+
+
+def text_states(
+    checkpoint: Checkpoint, ids_NT: torch.Tensor, values: Values, progress: Callable[[int, int], None]
+) -> tuple[td.NamedTensors, torch.Tensor]:
+    """The arrays outside the layers, and the states (N, T, D) after all layers."""
+    d = checkpoint.decoder
     names = [name for name in checkpoint.array_shapes if not name.startswith("layers/")]
 
     def layer(n: int) -> td.NamedTensors:
         found = checkpoint.layer_values(n)
         return {name: torch.from_numpy(values(f"layers/{n}/{name}", source)) for name, source in found.items()}
 
-    with torch.inference_mode():
-        globals_w = {name: torch.from_numpy(values(name, checkpoint.values(name))) for name in names}
-        states: Sequence[torch.Tensor]
-        states = [td.embed(d, globals_w, ids) for ids in torch.split(ids_NT, WINDOWS_AT_ONCE)]
-        for n in range(d.n_layers):
-            (states,) = td.layers(d, [layer(n)], states, first=n)
-            progress(n + 1, d.n_layers + 1)
-        losses = [
-            F.cross_entropy(td.logits(d, globals_w, x_TD[None])[0, :-1], ids[1:]).item()
-            for ids, x_TD in zip(ids_NT, torch.cat(list(states)), strict=True)
-        ]
-        progress(d.n_layers + 1, d.n_layers + 1)
-    return np.array(losses)
+    ends = {name: torch.from_numpy(values(name, checkpoint.values(name))) for name in names}
+    states: Sequence[torch.Tensor] = [td.embed(d, ends, ids) for ids in torch.split(ids_NT, WINDOWS_AT_ONCE)]
+    for n in range(d.n_layers):
+        (states,) = td.layers(d, [layer(n)], states, first=n)
+        progress(n + 1, d.n_layers + 1)
+    return ends, torch.cat(list(states))

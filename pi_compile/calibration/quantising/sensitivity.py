@@ -41,13 +41,19 @@ class Sensitivity:
     rows_Rk: npt.NDArray[np.float64]
     columns_kD: npt.NDArray[np.float64]
 
-    def divergence(self, fmt: Format, values: Array) -> float:
-        """About the divergence that rounding (R, D) or (R, k, D) values to a format costs, by some of the rows."""
+    def divergence(self, fmt: Format, values: Array, kept: npt.NDArray[np.bool_]) -> float:
+        """About the divergence that rounding (R, D) or (R, k, D) values to a format costs, by some of the rows.
+
+        Those that are `kept`, (R,) or (R, k), cost nothing.
+        """
         values_RkD, total = values.reshape(len(values), -1, values.shape[-1]), 0.0
         for k, columns_D in enumerate(self.columns_kD):
-            rows_R, w_RD = self.rows_Rk[::EVERY, k], values_RkD[::EVERY, k]
+            changed = np.flatnonzero(~kept.reshape(len(values), -1)[:, k])
+            if not len(changed):
+                continue
+            rows_R, w_RD = self.rows_Rk[changed[::EVERY], k], values_RkD[changed[::EVERY], k]
             error_RD = np.square(w_RD - rounded(fmt, w_RD, self.importance(k)), dtype=np.float64)
-            share = self.rows_Rk[:, k].sum() / max(rows_R.sum(), 1e-300)
+            share = self.rows_Rk[changed, k].sum() / max(rows_R.sum(), 1e-300)
             total += 0.5 * share * float(rows_R @ error_RD @ columns_D) / max(columns_D.sum(), 1e-300)
         return total
 

@@ -60,9 +60,14 @@ class _GgufRows:
         with np.errstate(over="ignore"):  # what is too large for a float32 becomes infinite, and is refused
             return gguf.dequantize(data, self.tensor_type)
 
+    @property
+    def grids(self) -> tuple[str, ...]:
+        """The block format of the tensor's type, if there is one."""
+        return (_GRIDS[self.tensor_type],) if self.tensor_type in _GRIDS else ()
+
     def on_grid(self, fmt: Format, index: Index) -> tuple[Array, Array] | None:
         """Blocks of 32 that a format holds: 2 bytes of scale, 2 of a minimum, 4 of fifth bits, 16 of nibbles."""
-        if _GRIDS.get(self.tensor_type) != fmt.name:
+        if fmt.name not in self.grids:
             return None
         data = np.ascontiguousarray(self.data[index if self.order is None else self.order[index]])
         head, upper = 4 if fmt.offset else 2, 4 * (fmt.bits - 4)

@@ -70,18 +70,30 @@ class QuantisedMatrix:
         values *= as_float32(self.scale_NG[rows])[:, self.group_K]
         return values
 
+    @property
+    def grids(self) -> tuple[str, ...]:
+        """q4z where scales are binary16 numbers by their type."""
+        return ("q4z",) if self._in_blocks and self.scale_NG.dtype == np.float16 else ()
+
+    @property
+    def _in_blocks(self) -> bool:
+        """Whether integers are of 4 bits, and each block of 32 columns lies in one group."""
+        group_BJ = self.group_K.reshape(-1, BLOCK) if self.shape[1] % BLOCK == 0 else np.zeros((0, BLOCK), np.int64)
+        return self.bits == 4 and len(group_BJ) > 0 and bool((group_BJ == group_BJ[:, :1]).all())
+
     def on_grid(self, fmt: Format, rows: Index, /) -> tuple[Array, Array] | None:
         """Integers of 4 bits, scales and zeros for blocks of 32, if each lies in one group and q4z or q4 holds them."""
-        group_BJ = self.group_K.reshape(-1, BLOCK) if self.shape[1] % BLOCK == 0 else np.zeros((0, BLOCK), np.int64)
-        in_groups = len(group_BJ) > 0 and bool((group_BJ == group_BJ[:, :1]).all())
-        scale_RB = as_float32(self.scale_NG[rows])[:, group_BJ[:, 0]]
+        if fmt.name not in ("q4", "q4z") or not self._in_blocks:
+            return None
+        group_B = self.group_K[::BLOCK]
+        scale_RB = as_float32(self.scale_NG[rows])[:, group_B]
         half_RB = np.clip(scale_RB, -65504, 65504).astype(np.float16)
-        if fmt.name not in ("q4", "q4z") or self.bits != 4 or not in_groups or (half_RB != scale_RB).any():
+        if (half_RB != scale_RB).any():
             return None
         q = self.integers(rows).astype(np.int8)
         zero_RB = np.full(half_RB.shape, self.start, np.int64)
         if self.zeros is not None:
-            zero_RB += self.zeros(rows)[:, group_BJ[:, 0]]
+            zero_RB += self.zeros(rows)[:, group_B]
         if fmt.offset:
             return q + np.int8(self.start), np.stack([half_RB, zero_RB.astype(np.float16)], axis=1)
         return (q + np.int8(self.start - fmt.zero), half_RB) if (zero_RB == fmt.zero).all() else None
@@ -104,6 +116,7 @@ class MxMatrices:
     exponents: Array
     bits = 4
     is_permuted = False
+    grids = ()
 
     @property
     def shape(self) -> tuple[int, ...]:

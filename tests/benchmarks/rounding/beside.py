@@ -1,9 +1,11 @@
 """One model in several files: ours with budgets of bits, and llama.cpp's kinds.
 
 The weights of every file are read, and the perplexity of the same tokens is computed from them in torch, in float32, by
-one program: so rows differ in what the files hold, and in nothing else. Windows are paired with the source's.
+one program: so rows differ in what the files hold, and in nothing else. Windows are paired with the source's. The
+divergence is Kullback and Leibler's, of the predictions from the source's, in nats a token.
 """
 
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -11,13 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import torch.nn.functional as F  # noqa: N812  its usual name
 from support.gguf_files import write_gguf
 
 from pi_compile.calibration import quantising
 from pi_compile.calibration.quantising import RoundingLoss, Values, source_values
+from pi_compile.calibration.quantising.loss import text_states
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.pipeline import stages
 from pi_compile.pipeline.division import divide
+from pi_compile.torch_model import decoder as td
 from pi_runtime.errors import NotMetError
 from rounding import peer
 
@@ -33,11 +39,13 @@ class Row:
     name: str
     nbytes: int
     loss: RoundingLoss
+    divergence: float
+    divergence_error: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.name:<34}{self.nbytes / 1e6:>9.2f}{self.loss.increase:>+10.2%} ± {INTERVAL * self.loss.error:.2%}"
-        )
+        increase = f"{self.loss.increase:+10.2%} ± {INTERVAL * self.loss.error:.2%}"
+        divergence = f"{self.divergence:.4f} ± {INTERVAL * self.divergence_error:.4f}"
+        return f"{self.name:<34}{self.nbytes / 1e6:>9.2f}{increase:>20}{divergence:>20}"
 
 
 @dataclass(frozen=True)
@@ -46,39 +54,66 @@ class Beside:
 
     checkpoint: Checkpoint
     text: str
+    """The text of `fit`, as llama.cpp gets it."""
     fit: Tokens
     report: Tokens
     folder: Path
 
     def rows(self, budgets: Sequence[float], kinds: Sequence[str], quantise_tokens: int) -> Iterator[Row | str]:
-        """The rows of our files and of llama.cpp's; a line where there is none."""
-        ids_NT = quantising.text_windows(self.checkpoint.decoder, self.report, 512)
+        """llama.cpp's kinds, and ours with the same bytes and with budgets; a line where there is none."""
+        d = self.checkpoint.decoder
+        ids_NT = quantising.text_windows(d, self.report, 512)
 
-        def losses(checkpoint: Checkpoint, values: Values) -> npt.NDArray[np.float64]:
-            return quantising.text_losses(checkpoint, ids_NT, values, lambda _done, _all: None)
+        def states(checkpoint: Checkpoint, values: Values) -> tuple[td.NamedTensors, torch.Tensor]:
+            return text_states(checkpoint, ids_NT, values, lambda _done, _all: None)
 
-        source_N = losses(self.checkpoint, source_values)
+        with torch.inference_mode():
+            source_ends, source_NTD = states(self.checkpoint, source_values)
 
         def row(name: str, path: Path, values: Values, checkpoint: Checkpoint = self.checkpoint) -> Row:
-            loss = RoundingLoss.between(losses(checkpoint, values), source_N, ids_NT.numel())
-            return Row(name, path.stat().st_size, loss)
+            with torch.inference_mode():
+                ends, states_NTD = states(checkpoint, values)
+                found = []
+                for ids, before_TD, after_TD in zip(ids_NT, source_NTD, states_NTD, strict=True):
+                    p = td.logits(d, source_ends, before_TD[None])[0].log_softmax(-1)
+                    q = td.logits(d, ends, after_TD[None])[0].log_softmax(-1)
+                    losses = (F.nll_loss(x[:-1], ids[1:]).item() for x in (q, p))
+                    found.append((*losses, (p.exp() * (p - q)).sum(-1).mean().item()))
+            packed_N, source_N, divergence_N = np.array(found).T
+            loss = RoundingLoss.between(packed_N, source_N, ids_NT.numel())
+            error = divergence_N.std(ddof=1) / len(divergence_N) ** 0.5
+            return Row(name, path.stat().st_size, loss, divergence_N.mean(), error)
 
-        for megabytes, on_text in product(budgets, sorted({0, quantise_tokens})):
+        same = []
+        for name, path, *opened in self._peers(kinds):
+            if isinstance(path, Path):
+                same.append(path.stat().st_size / 1e6)
+                yield row(name, path, source_values, *opened)
+            else:
+                yield f"{name}: {path}"
+        for megabytes, on_text in product([*same, *budgets], sorted({0, quantise_tokens})):
             name = f"ours, {megabytes:.4g} MB{', rounded on text' if on_text else ''}"
             try:
                 yield row(name, *self._packed(megabytes, on_text))
             except NotMetError as error:
                 yield f"{name}: {error}"
+
+    def _peers(self, kinds: Sequence[str]) -> Iterator[tuple[str, Path, Checkpoint] | tuple[str, str]]:
+        """llama.cpp's file of each kind, opened; or why there is none."""
         if (why := peer.missing()) is not None:
-            yield f"llama.cpp: {why}"
+            yield "llama.cpp", why
             return
         source = self._source()
         importance = peer.importance_matrix(source, self.text, self.folder)
         for kind in kinds:
-            path = peer.quantised(source, kind, self.folder, importance)
-            again = open_checkpoint(path, activation=self.checkpoint.decoder.activation)
             name = f"llama.cpp, {kind}" + ("" if importance else ", no importance matrix")
-            yield row(name, path, source_values, again)
+            try:
+                path = peer.quantised(source, kind, self.folder, importance)
+            except subprocess.CalledProcessError as error:
+                last = error.stderr.decode(errors="replace").strip().splitlines()[-1:]
+                yield name, f"llama-quantize ended with {error.returncode}: {''.join(last)}"
+                continue
+            yield name, path, open_checkpoint(path, activation=self.checkpoint.decoder.activation)
 
     def _packed(self, megabytes: float, on_text: int) -> tuple[Path, Values]:
         """The artifact of a budget, and the values of its arrays."""
@@ -89,7 +124,7 @@ class Beside:
             rounded = stages.quantise(self.checkpoint, self.fit[:on_text], formats=divided.formats)
         path = self.folder / f"{megabytes:g}-{on_text}.pi"
         stages.pack(self.checkpoint, path, formats=divided.formats, quantised=rounded)
-        return path, quantising.packed_values(self.checkpoint.decoder, divided.formats, rounded)
+        return path, quantising.packed_values(self.checkpoint, divided.formats, rounded)
 
     def _source(self) -> Path:
         """The model as a GGUF file, in what it is stored in."""

@@ -69,7 +69,9 @@ def test_the_divergence_is_about_what_is_measured(checkpoint: Checkpoint) -> Non
     for n, w in enumerate(layers):
         for name in MATRICES:
             values, sensitivity = w[name].numpy(), found[f"layers/{n}/{name}"]
-            expected += sensitivity.divergence(q4, values)
+            none = np.zeros(values.shape[:-1], bool)
+            expected += sensitivity.divergence(q4, values, none)
+            assert sensitivity.divergence(q4, values, ~none) == 0
             parts = values.reshape(len(values), -1, values.shape[-1])
             again = [rounded(q4, parts[:, k], sensitivity.importance(k)) for k in range(parts.shape[1])]
             w[name] = torch.from_numpy(np.stack(again, 1).reshape(values.shape))
@@ -80,7 +82,7 @@ def test_the_divergence_is_about_what_is_measured(checkpoint: Checkpoint) -> Non
 def test_values_that_a_format_holds_cost_nothing_and_fewer_bits_cost_more() -> None:
     values = np.random.default_rng(1).standard_normal((64, 96), np.float32)
     sensitivity = Sensitivity(np.ones((64, 1)), np.ones((1, 96)))
-    costs = [sensitivity.divergence(FORMATS[name], values) for name in ("f32", "q8", "q4")]
+    costs = [sensitivity.divergence(FORMATS[name], values, np.zeros(64, bool)) for name in ("f32", "q8", "q4")]
     assert costs[0] == 0 < costs[1] < costs[2]
     held = rounded(FORMATS["q4"], values, np.ones(96, np.float32))
-    assert sensitivity.divergence(FORMATS["q4"], held) == 0
+    assert sensitivity.divergence(FORMATS["q4"], held, np.zeros(64, bool)) == 0

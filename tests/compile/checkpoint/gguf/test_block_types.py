@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType as Type
 from support.gguf_files import random_blocks, rounded_checkpoint, write_byte_tokenizer, write_gguf
 from support.small_project import no_progress
 
+from pi_compile.calibration.quantising import packed_values
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.checkpoint.gguf.file import BLOCK_TYPES
 from pi_compile.errors import CheckpointError
@@ -23,7 +24,9 @@ from pi_compile.evaluation import evaluate
 from pi_compile.pipeline.init_recipe import create_recipe
 from pi_compile.pipeline.packed import pack_plain
 from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
+from pi_compile.pipeline.rounding_check import RoundingCheck
 from pi_compile.recipe import default_recipe, read_recipe
+from pi_runtime.artifact.quantisation import as_stored
 from pi_runtime.artifact.reader import Artifact
 
 QUIET: dict[str, Any] = {"progress": no_progress, "notice": lambda _line: None}
@@ -118,6 +121,25 @@ def test_keep_is_refused_before_any_stage(mixed: Path) -> None:
     with pytest.raises(CheckpointError, match=r"\[pack\] attention = .keep.: .* in Q4_K and Q6_K, which no") as caught:
         recipe_checkpoint(recipe, mixed.parent)
     assert '"q8" or "q4", with a loss that `pack` states' in str(caught.value)
+
+
+def test_what_lies_on_a_grid_is_kept_and_not_measured(folder: Path, tmp_path: Path) -> None:
+    """Whatever blocks hold: requantising random ones of Q4_1 changes some, and `keep` changes none."""
+    attention = [name for name in SHAPES if name.startswith("attn")]
+    file = written(folder, tmp_path / "model.gguf", {**dict.fromkeys(attention, Type.Q4_1), "ffn_gate": Type.Q5_0})
+    checkpoint, name = open_checkpoint(file), "layers/0/attention/qkv"
+    assert checkpoint.formats()["attention"] == "q4_1"
+    assert not checkpoint.kept_rows(name, "q4").any()
+    assert checkpoint.kept_rows("layers/0/ffn/first", "q5").all()
+    values, formats = checkpoint.values(name), {**checkpoint.formats(), "ffn": "f16", "predictor": "f16", "head": "f16"}
+    np.testing.assert_array_equal(packed_values(checkpoint, formats)(name, values), values)
+    assert (as_stored("q4_1", values) != values).any()
+    create_recipe(str(file), tmp_path / "r.toml")
+    recipe = read_recipe(tmp_path / "r.toml")
+    assert recipe.pack.attention == "keep"
+    wanted = recipe.pack.model_dump() | {"ffn": "f16"}
+    assert not RoundingCheck(checkpoint, recipe, wanted, QUIET["notice"], no_progress).parts
+    assert RoundingCheck(checkpoint, recipe, wanted | {"attention": "q5"}, QUIET["notice"], no_progress).parts
 
 
 def test_only_the_rows_of_a_block_are_dequantised(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ def test_zeros_stay(name: str, groups: int) -> None:
         np.testing.assert_array_equal(values, matrix[rows])
         np.testing.assert_array_equal(values, meant[rows])
     assert matrix.on_grid(FORMATS["q4"], slice(None)) is None
+    assert matrix.grids == (("q4z",) if FORMS[name].scale == torch.float16 else ())
 
 
 def test_symmetric_layers_are_q4_as_well() -> None:
@@ -59,6 +60,7 @@ def test_symmetric_layers_are_q4_as_well() -> None:
 )
 def test_what_does_not_fit_is_quantised(form: Form) -> None:
     assert opened(form)[0].on_grid(FORMATS["q4z"], slice(None)) is None
+    assert not opened(form)[0].grids
 
 
 def test_other_formats_and_other_widths() -> None:
