@@ -2,7 +2,7 @@
 
     python docs/examples/tool_use.py http://127.0.0.1:8080 [KEY]
 
-The model needs a chat template with tools.
+The model needs a chat template.
 """
 
 import json

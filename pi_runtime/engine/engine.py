@@ -28,7 +28,7 @@ from pi_runtime.engine.stats import EngineStats
 from pi_runtime.engine.stream import Scores, Stream
 from pi_runtime.errors import UsageError
 from pi_runtime.sequence.sequence import Origin, TokenSequence
-from pi_runtime.sequence.settings import AnswerSettings
+from pi_runtime.sequence.settings import AnswerSettings, names_settings
 from pi_runtime.sequence.speculation import StepTimes
 
 MAX_ANSWERS = 1024
@@ -91,6 +91,7 @@ class Engine:
         # A thread that is killed amid a step when Python ends may take the process down.
         atexit.register(self.close)
 
+    @names_settings
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -106,6 +107,7 @@ class Engine:
         """
         return self.generate_many(prompt, 1, cache_salt=cache_salt, client=client, **settings)[0]
 
+    @names_settings
     def generate_many(
         self,
         prompt: str | Sequence[int],

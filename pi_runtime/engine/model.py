@@ -3,8 +3,7 @@
 Shape letters: T tokens, V vocabulary, L layers.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from typing import Any, Self, Unpack
 
 import numpy as np
@@ -12,9 +11,10 @@ import numpy.typing as npt
 
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.schema import Manifest, Plan
+from pi_runtime.artifact.schema import Plan
+from pi_runtime.engine.chat import ChatModel
 from pi_runtime.engine.generation import Generation, run_alone
-from pi_runtime.errors import ArtifactError, PromptError, Setting, TemplateError, UsageError
+from pi_runtime.errors import PromptError, UsageError
 from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import Allocation
@@ -22,13 +22,12 @@ from pi_runtime.sequence.answer import AnswerSequence
 from pi_runtime.sequence.logprobs import TokenLogprobs
 from pi_runtime.sequence.sampling import Sampling
 from pi_runtime.sequence.sequence import ReadSequence, ScoreSequence
-from pi_runtime.sequence.settings import AnswerSettings
+from pi_runtime.sequence.settings import AnswerSettings, names_settings
 from pi_runtime.sequence.speculation import Speculation, StepTimes
-from pi_runtime.text.chat_template import ChatTemplate
 from pi_runtime.text.tokenizer import Tokenizer
 
 
-class Model:
+class Model(ChatModel):
     """A loaded artifact; a context manager that closes the file. Make one with `load`.
 
     Several threads may use one model, each with a cache or a generation of its own: its steps take turns.
@@ -50,6 +49,10 @@ class Model:
         self.tokenizer = Tokenizer(
             artifact.file("tokenizer.json"), artifact.manifest.text, vocab_size=artifact.manifest.decoder.vocab_size
         )
+
+    def __repr__(self) -> str:
+        name, layers, mib = self._artifact.path.name, self.manifest.decoder.n_layers, self.nbytes / 2**20
+        return f"<Model {name}: {layers} layers, mode {self.mode}, context {self.context}, {mib:,.1f} MiB>"
 
     @property
     def allocation(self) -> Allocation | None:
@@ -76,11 +79,7 @@ class Model:
         """Bytes of the artifact."""
         return self._artifact.nbytes
 
-    @property
-    def manifest(self) -> Manifest:
-        """The artifact's manifest."""
-        return self._artifact.manifest
-
+    @names_settings
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -112,6 +111,7 @@ class Model:
         most = self.executor.draft_tokens
         return Speculation(setting, times, can_gain=most > 1, max_tokens=most)
 
+    @names_settings
     def new_answer(
         self,
         prompt: str | Sequence[int],
@@ -220,39 +220,6 @@ class Model:
         found = self._step(SequenceStep(cache=cache, tokens=self._checked_ids([token]), select=True))
         assert found.rows_L2 is not None
         return found.logits_TV[0], found.rows_L2
-
-    @cached_property
-    def chat_template(self) -> ChatTemplate:
-        """The model's own template (Jinja). Raises TemplateError where it has none."""
-        if "chat_template.jinja" not in self.manifest.files:
-            raise TemplateError(
-                f"{self._artifact.path}: the model has no chat template",
-                remedy=("give the text with ", Setting("prompt")),
-            )
-        try:
-            return ChatTemplate(self._artifact.file("chat_template.jinja").decode())
-        except UnicodeDecodeError as error:
-            raise ArtifactError(f"{self._artifact.path}: the chat template is not UTF-8", found=error) from None
-
-    def chat_prompt(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-    ) -> str:
-        """The conversation written by the model's own template, ready for the assistant's turn.
-
-        Messages, `tools` and the template's further `variables`, such as `enable_thinking`, are those of
-        `ChatTemplate.render`, which says what it raises. Without `add_generation_prompt` the assistant's turn does not
-        begin.
-        """
-        text = self.manifest.text
-        names = {"bos_token": text.bos_token, "eos_token": text.eos_token, **text.special_tokens, **(variables or {})}
-        return self.chat_template.render(
-            messages, variables=names, tools=tools, add_generation_prompt=add_generation_prompt
-        )
 
     def new_cache(self) -> KVCache:
         """An empty key-value cache for one sequence."""

@@ -1,7 +1,8 @@
 """The settings of an answer, as the Python API, the command line and the server give them."""
 
-from collections.abc import Sequence
-from typing import TypedDict
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, TypeVar
 
 from pi_runtime.sequence.sampling import Sampling
 from pi_runtime.text.grammar import Grammar
@@ -26,3 +27,19 @@ class AnswerSettings(TypedDict, total=False):
     """Special tokens whose text is not left out: markers of tool calls, say."""
     expected: Sequence[int]
     """Tokens that are likely to come. They change no text, only how fast it comes where drafts run."""
+
+
+_DEFAULTS: dict[str, Any] = {"min_tokens": 0, "stop": (), "shown_tokens": (), "expected": ()}
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def names_settings(function: _Function) -> _Function:
+    """Let the signature of a function name each setting that its `**settings` takes, where help and notebooks look."""
+    signature = inspect.signature(function)
+    *own, _ = signature.parameters.values()
+    settings = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS.get(name), annotation=kind)
+        for name, kind in AnswerSettings.__annotations__.items()
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *settings])  # type: ignore[attr-defined]
+    return function

@@ -11,13 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from pi_runtime.engine.engine import Engine
+from pi_runtime.engine.events import End, Event, PromptLogprobs
 from pi_runtime.engine.model import Model
 from pi_runtime.engine.stream import Scores, Stream
 from pi_runtime.server.api.answer import EventReader, GatheredAnswer
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.clients import Client
 from pi_runtime.server.errors import ApiError, failed
-from pi_runtime.server.events import End, Event, PromptLogprobs
 from pi_runtime.server.metrics import Metrics
 from pi_runtime.server.settings import ServerSettings
 

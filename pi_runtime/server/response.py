@@ -6,9 +6,9 @@ from typing import Any
 
 from starlette.types import Send
 
+from pi_runtime.engine.events import PromptLogprobs
 from pi_runtime.server.api.answer import SSE, AnswerWriter, to_json
 from pi_runtime.server.errors import ApiError
-from pi_runtime.server.events import PromptLogprobs
 from pi_runtime.server.in_flight import InFlight
 
 KEEP_ALIVE = b": keep-alive\n\n"

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from pi_runtime import Engine
+from pi_runtime.engine.events import Event
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.answer import AnswerWriter, EventReader, GatheredAnswer
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.clients import Client
 from pi_runtime.server.errors import ApiError
-from pi_runtime.server.events import Event
 from pi_runtime.server.handlers import Computed, Generated
 from pi_runtime.server.in_flight import InFlight
 from pi_runtime.server.metrics import Metrics

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from pi_runtime.server.tools.formats import HERMES, LLAMA_3, MISTRAL, MISTRAL_CALL_ID, MISTRAL_LIST, ToolFormat
+from pi_runtime.engine.tools.formats import HERMES, LLAMA_3, MISTRAL, MISTRAL_CALL_ID, MISTRAL_LIST, ToolFormat
 
 FORMATS = [HERMES, LLAMA_3, MISTRAL_LIST, MISTRAL, MISTRAL_CALL_ID]
 

@@ -15,7 +15,7 @@ from pi_runtime.engine.stream import Stream
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.kv_cache import common_length
 from pi_runtime.sequence.sequence import Origin, TokenSequence
-from pi_runtime.sequence.settings import AnswerSettings
+from pi_runtime.sequence.settings import AnswerSettings, names_settings
 
 NEXT = (" ", "a", "1", ".", "\n")
 """Beginnings of what may be typed next: a token that stays with each of them is read ahead."""
@@ -62,6 +62,7 @@ class Session:
         """What has been typed since the last turn."""
         return self._draft
 
+    @names_settings
     def generate(
         self,
         prompt: str | Sequence[int] = (),
@@ -104,6 +105,7 @@ class Session:
                 self._read = tokens
                 self._engine.submit(self._engine.model.new_reading(tokens, state.selected), state)
 
+    @names_settings
     def answer(self, *, stop_tokens: Sequence[int] = (), **settings: Unpack[AnswerSettings]) -> Stream:
         """Append the draft and generate: what `generate` gives for the same text in one piece."""
         with self._lock:

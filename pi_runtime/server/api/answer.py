@@ -2,25 +2,16 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
+from pi_runtime.engine.events import End, Event, Gathered, NothingShown
 from pi_runtime.sequence.logprobs import TokenLogprobs
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.logprobs import ShownLogprobs
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.errors import ApiError
-from pi_runtime.server.events import (
-    CallArguments,
-    CallBegan,
-    CallBroken,
-    End,
-    Event,
-    NothingShown,
-    ReasoningDelta,
-    TextDelta,
-)
 from pi_runtime.text.tokenizer import Tokenizer
 
 SSE, NDJSON = "text/event-stream", "application/x-ndjson"
@@ -68,57 +59,18 @@ class EventReader:
 
 
 @dataclass
-class GatheredCall:
-    """A call of a tool, gathered from the events of an answer."""
-
-    id: str
-    name: str
-    arguments: str = ""
-
-
-@dataclass
-class GatheredAnswer:
-    """One answer to a request: its events up to now, and the text, thoughts and calls that they make."""
+class GatheredAnswer(Gathered):
+    """One answer to a request."""
 
     index: int
     """The place among all answers of the request."""
     prompt: int
     """The place of its prompt among the prompts of the request."""
-    events: list[Event] = field(default_factory=list)
 
     @property
     def is_new(self) -> bool:
         """Whether its first event is its latest."""
         return len(self.events) == 1
-
-    @property
-    def text(self) -> str:
-        """The text of the answer. A call that broke off is text."""
-        return "".join(event.text for event in self.events if isinstance(event, TextDelta | CallBroken))
-
-    @property
-    def reasoning(self) -> str:
-        """The model's thoughts before the answer."""
-        return "".join(event.text for event in self.events if isinstance(event, ReasoningDelta))
-
-    @property
-    def calls(self) -> list[GatheredCall]:
-        """The calls that have not broken off."""
-        found: dict[int, GatheredCall] = {}
-        for event in self.events:
-            match event:
-                case CallBegan(index, call_id, name):
-                    found[index] = GatheredCall(call_id, name)
-                case CallArguments(index, text):
-                    found[index].arguments += text
-                case CallBroken(index):
-                    del found[index]
-        return [*found.values()]
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether the arguments of a call broke off: nobody should run it."""
-        return any(isinstance(event, CallBroken) for event in self.events)
 
     @property
     def tokens(self) -> list[int]:

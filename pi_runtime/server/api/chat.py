@@ -7,6 +7,15 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
+from pi_runtime.engine.events import (
+    CallArguments,
+    CallBegan,
+    End,
+    Event,
+    NothingShown,
+    ReasoningDelta,
+    TextDelta,
+)
 from pi_runtime.sequence.logprobs import TokenLogprobs
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.answer import GatheredAnswer
@@ -18,15 +27,6 @@ from pi_runtime.server.api.logprobs import ChatLogprobs, chat_logprobs
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.sampling import Count, IgnoredFields, LengthFields, StreamingFields, only_one
 from pi_runtime.server.api.served import Served
-from pi_runtime.server.events import (
-    CallArguments,
-    CallBegan,
-    End,
-    Event,
-    NothingShown,
-    ReasoningDelta,
-    TextDelta,
-)
 
 
 class Prediction(Body):

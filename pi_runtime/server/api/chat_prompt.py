@@ -43,11 +43,16 @@ def chat_prompt(
     """
     ids = served.encode(text, field)
     served.check_length(len(ids), field)
-    grammar = served.output.grammar(text, tools=tools, choice=choice, parallel=parallel, schema=schema)
+    output = served.model.output
+    try:
+        grammar = output.grammar(text, tools=tools, choice=choice, parallel=parallel, schema=schema)
+    except UsageError as error:
+        name = error.setting.name if error.setting else "tools"
+        raise invalid(schema_field if name == "schema" else name, spelled(error.reason)) from None
     if grammar is not None:
         _check(grammar, "tools" if schema is None else schema_field, served)
-    settings = AnswerSettings(grammar=grammar, shown_tokens=served.output.shown_tokens(tools))
-    return Prompt(texts=[ids], rendered=text, tools=tools, output=served.output, settings=settings)
+    settings = AnswerSettings(grammar=grammar, shown_tokens=output.shown_tokens(tools))
+    return Prompt(texts=[ids], rendered=text, tools=tools, output=output, settings=settings)
 
 
 def _check(grammar: Grammar, field: str, served: Served) -> None:

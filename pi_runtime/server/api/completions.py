@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
+from pi_runtime.engine.events import End, Event, PromptLogprobs, TextDelta
 from pi_runtime.server.api.answer import GatheredAnswer
 from pi_runtime.server.api.body import TOKENS, Unsupported, invalid
 from pi_runtime.server.api.choices import ChoicesWriter, Chunk, Whole
@@ -14,7 +15,6 @@ from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.sampling import LengthFields, StreamingFields, only_one
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.api.usage import FINISH_REASONS
-from pi_runtime.server.events import End, Event, PromptLogprobs, TextDelta
 
 DEFAULT_TOKENS = 16
 """Most tokens of an answer where the request does not say: OpenAI's default."""

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from pi_runtime.server.api.answer import NDJSON, GatheredAnswer, GatheredCall, to_json
+from pi_runtime.engine.events import CallBroken, End, Event, GatheredCall, ReasoningDelta, TextDelta
+from pi_runtime.server.api.answer import NDJSON, GatheredAnswer, to_json
 from pi_runtime.server.api.body import MANY, AtMost, Body, Unsupported, invalid
 from pi_runtime.server.api.chat_prompt import chat_prompt, rendered
 from pi_runtime.server.api.conversation import Tool, allowed_tools
@@ -24,7 +25,6 @@ from pi_runtime.server.api.sampling import Penalty, Probability, RepetitionPenal
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.errors import ApiError
-from pi_runtime.server.events import CallBroken, End, Event, ReasoningDelta, TextDelta
 
 Machine = Annotated[Any, Field(description="Accepted; the machine is the server's affair.")]
 

@@ -172,7 +172,7 @@ def _model_info(served: Served) -> dict[str, str | int]:
 
 def _capabilities(served: Served) -> Iterator[str]:
     yield "completion"
-    if served.output.tools is not None:
+    if served.model.output.tools is not None:
         yield "tools"
-    if served.output.reasoning is not None:
+    if served.model.output.reasoning is not None:
         yield "thinking"

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pi_runtime.engine.sessions.session import Session
+from pi_runtime.engine.tools.output import PLAIN, OutputFormat
 from pi_runtime.sequence.settings import AnswerSettings
-from pi_runtime.server.tools.output import PLAIN, OutputFormat
 
 
 @dataclass(frozen=True, kw_only=True)

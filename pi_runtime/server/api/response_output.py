@@ -5,11 +5,11 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
+from pi_runtime.engine.events import CallArguments, CallBegan, CallBroken, Delta, ReasoningDelta, TextDelta
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.logprobs import TokenLogprob
 from pi_runtime.server.api.served import new_id
 from pi_runtime.server.api.usage import Timings, timings
-from pi_runtime.server.events import CallArguments, CallBegan, CallBroken, Delta, ReasoningDelta, TextDelta
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
+from pi_runtime.engine.events import End, Event, NothingShown, PromptLogprobs
 from pi_runtime.server.api.answer import SSE, GatheredAnswer, sse
 from pi_runtime.server.api.body import MANY, Body, Metadata, Unsupported, invalid
 from pi_runtime.server.api.chat_prompt import chat_prompt, reasoning_variables, rendered
@@ -37,7 +38,6 @@ from pi_runtime.server.api.sampling import CacheFields, Count, IgnoredFields, Sa
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.errors import ApiError
-from pi_runtime.server.events import End, Event, NothingShown, PromptLogprobs
 
 ONE_REQUEST = "requests do not know of each other; send the whole conversation as input"
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]

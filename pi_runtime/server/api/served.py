@@ -11,7 +11,6 @@ from pi_runtime.errors import PromptError, TemplateError
 from pi_runtime.server.api.body import invalid
 from pi_runtime.server.errors import ApiError, refused
 from pi_runtime.server.settings import ServerSettings
-from pi_runtime.server.tools.output import OutputFormat
 
 
 @dataclass(frozen=True)
@@ -39,11 +38,6 @@ class Served:
             return self.model.chat_template.source
         except TemplateError:
             return ""
-
-    @cached_property
-    def output(self) -> OutputFormat:
-        """How the model writes calls and thoughts."""
-        return OutputFormat.of(self.template, self.model.tokenizer)
 
     def check_name(self, name: str) -> None:
         """Raise ApiError 404 where a request asks for another model."""

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
+from pi_runtime.engine.events import End, Event, TextDelta
 from pi_runtime.engine.sessions.session import Session
 from pi_runtime.sequence.settings import AnswerSettings
 from pi_runtime.server.api.answer import DONE, GatheredAnswer, SseWriter, sse
@@ -25,7 +26,6 @@ from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.sampling import CacheFields, Count, SamplingFields
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.usage import FINISH_REASONS, Timings, Usage, timings, usage
-from pi_runtime.server.events import End, Event, TextDelta
 
 TokenId = Annotated[int, Field(ge=0)]
 State = Literal["idle", "answering", "paused"]

@@ -9,8 +9,8 @@ import pytest
 from support.serving import Served, events, wait_until
 
 from pi_runtime import Model, Sampling, load
+from pi_runtime.engine.events import PromptLogprobs
 from pi_runtime.server.api.completions import CompletionWriter
-from pi_runtime.server.events import PromptLogprobs
 
 Serve = Callable[..., Served]
 

@@ -10,6 +10,7 @@ from support import asking
 from support.asking import CHAT, OLLAMA_CHAT, RESPONSES
 
 from pi_runtime import Engine
+from pi_runtime.server.api.chat_prompt import rendered
 from pi_runtime.server.api.served import Served
 
 TOOL = {
@@ -187,8 +188,9 @@ def test_what_the_template_is_given(hermes: tuple[Served, Engine]) -> None:
     assert served.model.tokenizer.decode(request.texts[0]) == "u:x;a:"
 
 
-def test_a_template_without_calls_takes_no_tools(random_chat: tuple[Served, Engine]) -> None:
-    asking.refused(CHAT, body(), random_chat[0], "tools")
+def test_a_template_without_calls(random_chat: tuple[Served, Engine]) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    assert '<tools>\n{"type": "function"' in rendered(random_chat[0], messages, tools=[OTHER], variables={})
 
 
 def test_a_schema_that_cannot_be_followed_is_named(hermes: tuple[Served, Engine]) -> None:

@@ -47,7 +47,7 @@ def test_the_model_is_described(random_chat: Chat, body: dict[str, Any]) -> None
     assert f"{decoder.family}.expert_count" not in info
     assert found["details"] == tags(served)["models"][0]["details"]
     assert found["template"] == served.template
-    assert found["capabilities"] == ["completion"]
+    assert found["capabilities"] == ["completion", "tools"]
     assert "num_ctx 192\ntemperature 0.0\n" in found["parameters"]
 
 

@@ -13,10 +13,10 @@ import secrets
 import string
 from collections.abc import Callable, Collection
 
-from pi_runtime.server.events import CallArguments, CallBegan, CallBroken, Delta, TextDelta
-from pi_runtime.server.tools.formats import ToolFormat
-from pi_runtime.server.tools.json_scanner import AFTER, COLON, FIRST_KEY, KEY, SPACE, VALUE, JsonScanner
-from pi_runtime.server.tools.marker import MarkerWatch
+from pi_runtime.engine.events import CallArguments, CallBegan, CallBroken, Delta, TextDelta
+from pi_runtime.engine.tools.formats import ToolFormat
+from pi_runtime.engine.tools.json_scanner import AFTER, COLON, FIRST_KEY, KEY, SPACE, VALUE, JsonScanner
+from pi_runtime.engine.tools.marker import MarkerWatch
 
 ID_LETTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
 """Ids of calls are such that Mistral's templates take them."""

@@ -11,8 +11,8 @@ Source: OpenAI's description of the form (openai/harmony, docs/format.md).
 import re
 from collections.abc import Callable, Collection
 
-from pi_runtime.server.events import CallArguments, CallBegan, CallBroken, Delta, ReasoningDelta, TextDelta
-from pi_runtime.server.tools.json_scanner import DONE, SPACE, VALUE, JsonScanner
+from pi_runtime.engine.events import CallArguments, CallBegan, CallBroken, Delta, ReasoningDelta, TextDelta
+from pi_runtime.engine.tools.json_scanner import DONE, SPACE, VALUE, JsonScanner
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")

@@ -12,11 +12,11 @@ from support.tool_calls import FORMATS, written
 
 from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.artifact.schema import Text
-from pi_runtime.server.errors import ApiError
-from pi_runtime.server.events import CallArguments, CallBegan, CallBroken, TextDelta, joined
-from pi_runtime.server.tools.formats import HERMES, LLAMA_3, MISTRAL_LIST, ToolFormat
-from pi_runtime.server.tools.output import OutputFormat
-from pi_runtime.server.tools.reasoning import ReasoningFormat
+from pi_runtime.engine.events import CallArguments, CallBegan, CallBroken, TextDelta, joined
+from pi_runtime.engine.tools.formats import HERMES, LLAMA_3, MISTRAL_LIST, ToolFormat
+from pi_runtime.engine.tools.output import OutputFormat
+from pi_runtime.engine.tools.reasoning import ReasoningFormat
+from pi_runtime.errors import Setting, UsageError
 from pi_runtime.text.grammar import Grammar
 from pi_runtime.text.tokenizer import Tokenizer
 
@@ -141,15 +141,15 @@ def test_a_form_of_the_answer(tokenizer: Tokenizer) -> None:
 
 
 def test_what_is_impossible_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ApiError, match="no form of tool calls") as refused:
+    with pytest.raises(UsageError, match="no form of calls") as refused:
         form(None, tokenizer).grammar("", tools=[ADD])
-    assert (refused.value.status, refused.value.param) == (400, "tools")
-    with pytest.raises(ApiError) as refused:
+    assert refused.value.setting == Setting("tools")
+    with pytest.raises(UsageError) as refused:
         form(LLAMA_3, tokenizer).grammar("", tools=[ADD], schema=closed())
-    assert refused.value.param == "response_format"
-    with pytest.raises(ApiError) as refused:
+    assert refused.value.setting == Setting("schema")
+    with pytest.raises(UsageError) as refused:
         form(HERMES, tokenizer).grammar("", tools=[ADD, function("x", {"type": "array"})], choice="required")
-    assert refused.value.param == "tools[1].function.parameters"
+    assert refused.value.setting == Setting("tools[1].function.parameters")
 
 
 def test_a_function_without_parameters(tokenizer: Tokenizer) -> None:

@@ -4,18 +4,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from pi_runtime.server.errors import ApiError
-from pi_runtime.server.events import Delta, ReasoningDelta, TextDelta, joined
-from pi_runtime.server.tools.calls import CallParser, new_id
-from pi_runtime.server.tools.formats import ToolFormat
-from pi_runtime.server.tools.grammars import GrammarWriter
-from pi_runtime.server.tools.harmony import HarmonyParser
-from pi_runtime.server.tools.reasoning import ReasoningFormat, ReasoningParser
+from pi_runtime.engine.events import Delta, ReasoningDelta, TextDelta, joined
+from pi_runtime.engine.tools.calls import CallParser, new_id
+from pi_runtime.engine.tools.formats import ToolFormat
+from pi_runtime.engine.tools.grammars import GrammarWriter
+from pi_runtime.engine.tools.harmony import HarmonyParser
+from pi_runtime.engine.tools.reasoning import ReasoningFormat, ReasoningParser
+from pi_runtime.errors import Setting, UsageError
 from pi_runtime.text.grammar import Grammar
 from pi_runtime.text.tokenizer import Tokenizer
 
 Tool = Mapping[str, Any]
 """A function as OpenAI's chat API has it: {"type": "function", "function": {"name": …, "parameters": …}}."""
+TOOLS = Setting("tools")
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -103,14 +104,14 @@ class OutputFormat:
         """What an answer to a rendered prompt must be; None where it is free.
 
         `choice` is OpenAI's `tool_choice`: `none`, `auto`, `required`, or the one of the tools that is called, once.
-        Arguments follow the schemas of their functions. With `auto` those of functions that are `strict` do, others are
-        JSON objects; the answer is free where none is strict and calls may be parallel. `schema`: JSON that the answer
-        must be, where no tool is called. Thoughts may come first, if the model thinks. Raises ApiError naming the field
-        for what is impossible.
+        Arguments follow the schemas of their functions. With `auto` those of functions that are `strict` do, and all
+        where the template knows no tools; others are JSON objects. The answer is free where no arguments follow a
+        schema and calls may be parallel. `schema`: JSON that the answer must be, where no tool is called. Thoughts may
+        come first, if the model thinks. Raises UsageError naming the setting for what is impossible.
         """
         tools = () if choice == "none" else tools
         if tools and self.tools is None:
-            raise ApiError(400, "the model's chat template has no form of tool calls that is known here", param="tools")
+            raise UsageError("the model's chat template has no form of calls that is known here", setting=TOOLS)
         reasoning = None if self.reasoning is None or self.reasoning.is_closed(prompt) else self.reasoning
         writer = GrammarWriter(self.tokens)
         final = self.reasoning.answer if self.reasoning else ""
@@ -134,10 +135,11 @@ class OutputFormat:
         """The grammar rule of answers that call tools or follow the rule `otherwise`; None where any text may come."""
         assert self.tools is not None
         must_call, only = choice != "auto", None if isinstance(choice, str) else _name(choice)
-        if not must_call and otherwise is None and parallel and not any(map(_is_strict, tools)):
+        strictly = must_call or self.tools.is_told
+        if not strictly and otherwise is None and parallel and not any(map(_is_strict, tools)):
             return None
         chosen = [(n, tool) for n, tool in enumerate(tools) if only in {None, _name(tool)}]
-        functions = [_function(n, tool, strictly=must_call) for n, tool in chosen]
+        functions = [_function(n, tool, strictly=strictly) for n, tool in chosen]
         calls = writer.calls(self.tools, functions, parallel=parallel and only is None)
         if must_call:
             return calls
@@ -145,7 +147,7 @@ class OutputFormat:
             return writer.text_or_calls(self.tools, self.reasoning.answer if self.reasoning else "")
         if self.tools.is_bare:
             what = "with this model, calls and other JSON begin alike: tools do not go with a form of the answer"
-            raise ApiError(400, what, param="response_format")
+            raise UsageError(what, setting=Setting("schema"))
         return f"{otherwise} | {calls}"
 
 
@@ -166,6 +168,7 @@ def _function(n: int, tool: Tool, *, strictly: bool) -> tuple[str, Mapping[str, 
     """A function's name, and the schema that its arguments must follow."""
     parameters = tool["function"].get("parameters") or NO_PARAMETERS
     if parameters.get("type", "object") != "object":
-        raise ApiError(400, "parameters must be an object's schema", param=f"tools[{n}].function.parameters")
+        place = Setting(f"tools[{n}].function.parameters")
+        raise UsageError("parameters must be an object's schema", setting=place)
     is_followed = strictly or _is_strict(tool)
     return _name(tool), {**parameters, "type": "object"} if is_followed else {"type": "object"}

@@ -9,9 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pi_runtime.server.tools.formats import ToolFormat
-from pi_runtime.server.tools.harmony import CONSTRAIN, MESSAGE
-from pi_runtime.server.tools.reasoning import ReasoningFormat
+from pi_runtime.engine.tools.formats import ToolFormat
+from pi_runtime.engine.tools.harmony import CONSTRAIN, MESSAGE
+from pi_runtime.engine.tools.reasoning import ReasoningFormat
 from pi_runtime.text.grammar import with_fixed_separators
 
 Schema = Mapping[str, Any] | bool
@@ -49,8 +49,8 @@ class GrammarWriter:
             names.append(f"call_{n}")
             self._rules[names[-1]] = self._call(tools, name, schema)
         self._rules["call"] = " | ".join(names)
-        # Llama's templates take one call a turn, and harmony's end one.
-        parallel = parallel and not tools.is_bare and not tools.has_channels
+        # Llama's templates take one call a turn, and harmony's end one. Models that know no tools would go on and on.
+        parallel = parallel and not (tools.is_bare or tools.has_channels or tools.is_told)
         if tools.is_bare:
             trigger = self._marker(tools.trigger)
             body = f"{trigger}? call"

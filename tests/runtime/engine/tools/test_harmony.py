@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from support.synthetic import END_ID, byte_tokenizer
 
 from pi_runtime.artifact.schema import Text
-from pi_runtime.server.errors import ApiError
-from pi_runtime.server.events import CallArguments, CallBegan, CallBroken, Delta, ReasoningDelta, TextDelta, joined
-from pi_runtime.server.tools.harmony import MARKERS
-from pi_runtime.server.tools.output import OutputFormat
+from pi_runtime.engine.events import CallArguments, CallBegan, CallBroken, Delta, ReasoningDelta, TextDelta, joined
+from pi_runtime.engine.tools.harmony import MARKERS
+from pi_runtime.engine.tools.output import OutputFormat
+from pi_runtime.errors import UsageError
 from pi_runtime.text.tokenizer import Tokenizer
 
 TEMPLATE = "<|start|>assistant<|channel|>commentary to=functions.x<|message|>"
@@ -190,5 +190,5 @@ def test_a_form_of_the_answer(tokenizer: Tokenizer) -> None:
 
 def test_tools_of_a_template_without_them() -> None:
     found = OutputFormat.of("<|start|>assistant<|channel|>final<|message|>", BYTES)
-    with pytest.raises(ApiError, match="no form of tool calls"):
+    with pytest.raises(UsageError, match="no form of calls"):
         found.grammar(PROMPT, tools=[ADD])

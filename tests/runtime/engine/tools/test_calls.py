@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tool_calls import FORMATS, written
 
-from pi_runtime.server.events import CallArguments, CallBegan, CallBroken, Delta, TextDelta, joined
-from pi_runtime.server.tools.calls import CallParser, new_id
-from pi_runtime.server.tools.formats import HERMES, LLAMA_3, MISTRAL, MISTRAL_CALL_ID, MISTRAL_LIST, ToolFormat
-from pi_runtime.server.tools.json_scanner import JsonScanner
+from pi_runtime.engine.events import CallArguments, CallBegan, CallBroken, Delta, TextDelta, joined
+from pi_runtime.engine.tools.calls import CallParser, new_id
+from pi_runtime.engine.tools.formats import HERMES, LLAMA_3, MISTRAL, MISTRAL_CALL_ID, MISTRAL_LIST, ToolFormat
+from pi_runtime.engine.tools.json_scanner import JsonScanner
 
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("look", {"city": "Zürich", "deep": {"a": [1, -2.5e3, True, None, 'x"y\\\n</tool_call>']}}),

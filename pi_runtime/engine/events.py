@@ -1,7 +1,7 @@
 """What an answer is made of as it comes: one union of events, whatever form of API writes them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pi_runtime.sequence.logprobs import TokenLogprobs
 from pi_runtime.sequence.stats import Stats
@@ -88,6 +88,51 @@ class End(_Event):
 Delta = TextDelta | ReasoningDelta | CallBegan | CallArguments | CallBroken
 """What a parser finds in text."""
 Event = Delta | NothingShown | PromptLogprobs | End
+
+
+@dataclass
+class GatheredCall:
+    """A call of a tool, gathered from the events of an answer."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass
+class Gathered:
+    """The events of an answer up to now, and the text, thoughts and calls that they make."""
+
+    events: list[Event] = field(default_factory=list, kw_only=True)
+
+    @property
+    def text(self) -> str:
+        """The text of the answer. A call that broke off is text."""
+        return "".join(event.text for event in self.events if isinstance(event, TextDelta | CallBroken))
+
+    @property
+    def reasoning(self) -> str:
+        """The model's thoughts before the answer."""
+        return "".join(event.text for event in self.events if isinstance(event, ReasoningDelta))
+
+    @property
+    def calls(self) -> list[GatheredCall]:
+        """The calls that have not broken off."""
+        found: dict[int, GatheredCall] = {}
+        for event in self.events:
+            match event:
+                case CallBegan(index, call_id, name):
+                    found[index] = GatheredCall(call_id, name)
+                case CallArguments(index, text):
+                    found[index].arguments += text
+                case CallBroken(index):
+                    del found[index]
+        return [*found.values()]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the arguments of a call broke off: nobody should run it."""
+        return any(isinstance(event, CallBroken) for event in self.events)
 
 
 def joined(deltas: list[Delta]) -> list[Delta]:

@@ -1,9 +1,9 @@
 """How models write calls of tools, by what their chat templates say."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pi_runtime.server.tools.harmony import CHANNEL
+from pi_runtime.engine.tools.harmony import CHANNEL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,12 @@ class ToolFormat:
     """Whether the head holds an id, after `[CALL_ID]`."""
     has_channels: bool = False
     """Whether an answer is messages in channels, of which a call is one (see `harmony`)."""
+    is_told: bool = False
+    """Whether the template knows no tools: messages tell of them (see `told`), and a grammar shapes calls."""
 
     @classmethod
     def of(cls, template: str) -> "ToolFormat | None":
-        """The format of a chat template; None where it has none of those known here."""
+        """The format of a chat template: `GENERIC` where it has none of those known here. None without a template."""
         if CHANNEL in template:
             return HARMONY if "functions." in template else None
         if "[TOOL_CALLS]" in template:
@@ -51,7 +53,7 @@ class ToolFormat:
             return HERMES
         if "<|start_header_id|>" in template and _has_any(template, ('"parameters"', '\\"parameters\\"')):
             return LLAMA_3
-        return None
+        return GENERIC if template else None
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -60,6 +62,7 @@ class ToolFormat:
 
 
 HERMES = ToolFormat(name="hermes", trigger="<tool_call>", end="</tool_call>", gap="\n")
+GENERIC = replace(HERMES, name="generic", is_told=True)
 LLAMA_3 = ToolFormat(name="llama-3", trigger="<|python_tag|>", separator=";", arguments="parameters", is_bare=True)
 MISTRAL_LIST = ToolFormat(name="mistral-list", trigger="[TOOL_CALLS]", begin="[", separator=",", end="]")
 MISTRAL = ToolFormat(name="mistral", trigger="[TOOL_CALLS]", has_head=True)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Self
 
-from pi_runtime.server.events import Delta, ReasoningDelta, TextDelta
-from pi_runtime.server.tools import harmony
-from pi_runtime.server.tools.marker import MarkerWatch
+from pi_runtime.engine.events import Delta, ReasoningDelta, TextDelta
+from pi_runtime.engine.tools import harmony
+from pi_runtime.engine.tools.marker import MarkerWatch
 
 MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 

@@ -1,0 +1,173 @@
+"""Talking with a model: prompts by its own chat template, and answers as text, thoughts and calls of tools."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Unpack
+
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.schema import Manifest
+from pi_runtime.engine.events import Gathered, TextDelta
+from pi_runtime.engine.generation import Generation
+from pi_runtime.engine.tools.output import OutputFormat, OutputParser
+from pi_runtime.engine.tools.told import told
+from pi_runtime.errors import ArtifactError, Setting, TemplateError, UsageError
+from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.sequence.settings import AnswerSettings, names_settings
+from pi_runtime.sequence.stats import Stats
+from pi_runtime.text.chat_template import ChatTemplate
+from pi_runtime.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+
+class ChatAnswer(Gathered):
+    """The assistant's next message. Iterating yields its text as it comes; what is not asked for is not computed.
+
+    `text`, `reasoning` and `calls` are what has come, and `message` is all of it as the next entry of `messages`.
+    """
+
+    def __init__(self, answer: Generation, parser: OutputParser) -> None:
+        super().__init__()
+        self._answer, self._parts = answer, self._read(parser)
+
+    def __iter__(self) -> Iterator[str]:
+        return self._parts
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"<ChatAnswer {json.dumps(self.message, ensure_ascii=False)}, {self.finish_reason}>"
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended, as `Generation` has it; None until then."""
+        return self._answer.finish_reason
+
+    @property
+    def stats(self) -> Stats:
+        """The figures of the answer up to now."""
+        return self._answer.stats
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message that templates know."""
+        found: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            found["reasoning_content"] = self.reasoning
+        if self.calls and not self.is_cut:
+            named = [(call.id, {"name": call.name, "arguments": json.loads(call.arguments)}) for call in self.calls]
+            found["tool_calls"] = [{"id": call_id, "type": "function", "function": f} for call_id, f in named]
+        return found
+
+    def _read(self, parser: OutputParser) -> Iterator[str]:
+        for part in self._answer:
+            yield from self._texts(parser.push(part))
+        yield from self._texts(parser.finish())
+
+    def _texts(self, deltas: Sequence[Any]) -> Iterator[str]:
+        for delta in deltas:
+            self.events.append(delta)
+            if isinstance(delta, TextDelta):
+                yield delta.text
+
+
+class ChatModel:
+    """The part of a model that talks, by its chat template. `Model` is the rest."""
+
+    _artifact: Artifact
+    tokenizer: Tokenizer
+
+    @property
+    def manifest(self) -> Manifest:
+        """The artifact's manifest."""
+        return self._artifact.manifest
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        cache: KVCache | None = None,
+        speculate: str | int = "auto",
+        **settings: Unpack[AnswerSettings],
+    ) -> Generation:
+        """Continue a prompt."""
+        raise NotImplementedError
+
+    @names_settings
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        schema: Mapping[str, Any] | bool | None = None,
+        tools: Sequence[Message] = (),
+        tool_choice: str | Message = "auto",
+        stream: bool = False,
+        variables: Mapping[str, Any] | None = None,
+        cache: KVCache | None = None,
+        speculate: str | int = "auto",
+        **settings: Unpack[AnswerSettings],
+    ) -> ChatAnswer:
+        """Answer a conversation, written by the model's own template.
+
+        `messages`: {"role": …, "content": …} each. `schema`: a JSON schema that the answer follows. `tools`: functions
+        in OpenAI's form that the model may call; `tool_choice` is `auto`, `none`, `required`, or the one to be called.
+        `stream`: return before anything is computed; iterate for the text as it comes. `variables`: the template's
+        further names, such as `enable_thinking`. `cache`: one of an earlier turn, whose part of the prompt is not
+        computed again. Other settings are those of `generate`; `grammar` does not go with `schema` or `tools`.
+
+        Raises what `chat_prompt` and `generate` raise, and UsageError for a form that cannot be.
+        """
+        tools = () if tool_choice == "none" else tools
+        if (schema is not None or tools) and settings.get("grammar") is not None:
+            raise UsageError("it does not go with a schema or tools", setting=Setting("grammar"))
+        prompt = self.chat_prompt(messages, tools=tools, variables=variables)
+        if schema is not None or tools:
+            settings["grammar"] = self.output.grammar(prompt, tools=tools, choice=tool_choice, schema=schema)
+        settings["shown_tokens"] = [*settings.get("shown_tokens", ()), *self.output.shown_tokens(tools)]
+        answer = self.generate(prompt, cache=cache, speculate=speculate, **settings)
+        found = ChatAnswer(answer, self.output.parser(prompt, tools))
+        if not stream:
+            for _ in found:
+                pass
+        return found
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The model's own template (Jinja). Raises TemplateError where it has none."""
+        if "chat_template.jinja" not in self.manifest.files:
+            raise TemplateError(
+                f"{self._artifact.path}: the model has no chat template",
+                remedy=("give the text with ", Setting("prompt")),
+            )
+        try:
+            return ChatTemplate(self._artifact.file("chat_template.jinja").decode())
+        except UnicodeDecodeError as error:
+            raise ArtifactError(f"{self._artifact.path}: the chat template is not UTF-8", found=error) from None
+
+    @cached_property
+    def output(self) -> OutputFormat:
+        """How the model writes calls and thoughts: as plain text where it has no chat template."""
+        has_template = "chat_template.jinja" in self.manifest.files
+        return OutputFormat.of(self.chat_template.source if has_template else "", self.tokenizer)
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The conversation written by the model's own template, ready for the assistant's turn.
+
+        Messages, `tools` and the template's further `variables`, such as `enable_thinking`, are those of
+        `ChatTemplate.render`, which says what it raises. Where the template knows no tools, the messages tell of them.
+        Without `add_generation_prompt` the assistant's turn does not begin.
+        """
+        text, template = self.manifest.text, self.chat_template
+        names = {"bos_token": text.bos_token, "eos_token": text.eos_token, **text.special_tokens, **(variables or {})}
+        if tools and self.output.tools is not None and self.output.tools.is_told:
+            messages, tools = told(messages, tools, has_system="system" in template.source), None
+        return template.render(messages, variables=names, tools=tools, add_generation_prompt=add_generation_prompt)
