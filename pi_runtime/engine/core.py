@@ -18,6 +18,7 @@ from pi_runtime.sequence.answer import AnswerSequence
 from pi_runtime.sequence.drafts import NO_DRAFT, Draft
 from pi_runtime.sequence.sequence import Output, Status, TokenSequence
 from pi_runtime.sequence.speculation import Speculation
+from pi_runtime.sequence.stats import DraftFigures
 
 
 class Caches(Protocol):
@@ -72,9 +73,7 @@ class Core:
         """Whether several prompts are being read, or were beside the one that is left: they may begin alike."""
         self.finished = self.preemptions = 0
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
-        self.guessed_tokens = self.accepted_tokens = self.checked_drafts = 0
-        self.head_guessed_tokens = self.head_accepted_tokens = 0
-        self.drafts_won_s = 0.0
+        self.drafts = DraftFigures()
 
     def submit(self, sequence: TokenSequence) -> None:
         """Let a sequence wait for a slot; one of a session takes the place of what was being read ahead of it."""
@@ -233,11 +232,7 @@ class Core:
         samples = self._start_samples(sequence) if ran == len(sequence.tokens) else []
         self._take(sequence, sequence.advance(result.logits_TV, result.rows_L2))
         sequence.take_states(first, result.states_TC)
-        self.guessed_tokens += draft.num_run
-        self.checked_drafts += draft.num_run > 0
-        self.accepted_tokens += sequence.num_computed - ran
-        self.head_guessed_tokens += draft.num_run * draft.by_head
-        self.head_accepted_tokens += (sequence.num_computed - ran) * draft.by_head
+        self.drafts += draft.figures(sequence.num_computed - ran)
         for sample in samples:
             assert isinstance(sample, AnswerSequence)
             self._take(sample, sample.draw(result.logits_TV, result.rows_L2))
@@ -282,7 +277,7 @@ class Core:
         if all(decoding) and selects == {True}:
             if tokens > len(parts) and (plain_s := self._speculation.times.plain(len(parts))) is not None:
                 made_s = sum(sequence.drafted.made_s for sequence, _ in parts)
-                self.drafts_won_s += generated / len(parts) * plain_s - seconds - made_s
+                self.drafts += DraftFigures(drafts_won_s=generated / len(parts) * plain_s - seconds - made_s)
             self._speculation.times.count(len(parts), tokens, seconds)
             self._caches.count_step(tokens, seconds, decoding=True)
         elif selects == {False}:

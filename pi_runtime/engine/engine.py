@@ -224,12 +224,7 @@ class Engine:
             prompt_tokens=core.prompt_tokens,
             cached_tokens=core.cached_tokens,
             generated_tokens=core.generated_tokens,
-            guessed_tokens=core.guessed_tokens,
-            accepted_tokens=core.accepted_tokens,
-            checked_drafts=core.checked_drafts,
-            drafts_won_s=core.drafts_won_s,
-            head_guessed_tokens=core.head_guessed_tokens,
-            head_accepted_tokens=core.head_accepted_tokens,
+            **vars(core.drafts),
             preemptions=core.preemptions,
             paused_sessions=self._sessions.count,
             written_sessions=self._sessions.written,
@@ -262,8 +257,8 @@ class Engine:
     def _default_budget(self, slots: int) -> int:
         if self._executor.kv_room is not None:
             return self._executor.kv_room
-        classes = self._executor.new_pool(None).classes
-        nbytes = sequence_nbytes(classes, self.model.context, self._executor.block_tokens)
+        pool = self._executor.new_pool()
+        nbytes = pool.budget_for(sequence_nbytes(pool.classes, self.model.context, self._executor.block_tokens))
         return max(nbytes, min(slots * nbytes, _machine_memory() // 4))
 
     def _run_settings(self) -> dict[str, str]:

@@ -25,6 +25,8 @@ MODES = ("auto", "dense", "gate", "predicted")
 DEFAULT_CONTEXT = 4096
 """Positions held unless asked otherwise, where the model allows as many."""
 
+NO_HEAD = "the guess head drafts nothing: it runs on the CPU alone, where all weights are in memory"
+
 
 def load(
     path: str | Path,
@@ -98,6 +100,8 @@ def open_model(path: str | Path, options: ModelOptions, progress: Callable[[int,
             if error.expected is not None:
                 notice += f" (expected: {spelled(error.expected)}; found: {error.found})"
             executor = CpuExecutor(artifact, options.mode, context, threads, options.cache_format)
+        if artifact.manifest.guess is not None and executor.guess_head is None:
+            notice = "; ".join(filter(None, (notice or executor.notice, NO_HEAD)))
         return Model(artifact, options.mode, executor, notice)
     except BaseException:
         artifact.close()

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from pi_runtime.execution.executor import DiskStats
-from pi_runtime.sequence.stats import accepted_length
+from pi_runtime.sequence.stats import DraftFigures
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineStats:
+class EngineStats(DraftFigures):
     """What an engine does at present, and what it has done."""
 
     running: int
@@ -28,17 +28,6 @@ class EngineStats:
     cached_tokens: int
     """Those of them that were stored already and did not run."""
     generated_tokens: int
-    guessed_tokens: int
-    """Drafted tokens that ran."""
-    accepted_tokens: int
-    """Those of them that were right."""
-    checked_drafts: int
-    """Drafts of which any token ran."""
-    drafts_won_s: float
-    """What they saved, as far as steps without drafts were timed; below 0 where they cost more."""
-    head_guessed_tokens: int
-    """Those of the drafted tokens that ran that a guess head drafted."""
-    head_accepted_tokens: int
     preemptions: int
     """How often a request had to wait again because others needed its pages."""
     paused_sessions: int
@@ -49,11 +38,6 @@ class EngineStats:
     busy_s: float
     disk: DiskStats | None
     """What decoding took from disk since the model was loaded; None where all weights are in memory."""
-
-    @property
-    def accepted_length(self) -> float | None:
-        """Mean number of tokens that a draft's step gave its answer; None where none ran."""
-        return accepted_length(self.accepted_tokens, self.checked_drafts)
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -133,10 +133,10 @@ class CpuModel:
             )
             token, row = token + tokens, row + rows
 
-    def new_pool(self, budget: int | None = None) -> PagePool:
-        """Pages for caches of some sequences."""
+    def new_pool(self, budget: int | None = None, beside: int = 0) -> PagePool:
+        """Pages for caches of some sequences; `beside` is that of the pool."""
         self.check_open()
-        return PagePool(self.manifest, budget, self.cache, self._kv)
+        return PagePool(self.manifest, budget, self.cache, self._kv, beside)
 
     def new_cache(self, pool: PagePool | None = None) -> KVCache:
         """An empty cache for one sequence."""
@@ -244,8 +244,8 @@ class HostExecutor:
         return None
 
     def new_pool(self, budget: int | None = None) -> PagePool:
-        """Pages for caches of some sequences, together at most `budget` bytes."""
-        return self._model.new_pool(budget)
+        """Pages for caches of some sequences, with those of the guess head together at most `budget` bytes."""
+        return self._model.new_pool(budget, 0 if self.guess_head is None else self.guess_head.page_nbytes)
 
     def new_cache(self, pool: PagePool | None = None) -> KVCache:
         """An empty cache for one sequence, in pages of a pool, or with a pool of its own."""

@@ -32,6 +32,8 @@ class GuessHeadRun:
         self._artifact, self._context, self._threads, d = open_artifact, context, threads, artifact.manifest.decoder
         layer, self._eps, self._width = head.layer_of(d), np.float32(head.norm_eps), d.d_model
         self._manifest = replace(artifact.manifest, decoder=layer)
+        self.page_nbytes = PagePool(self._manifest).page_nbytes
+        """Bytes of a page of its keys and values: it has no more of them than its model has of the same tokens."""
         self._cos_SJ, self._sin_SJ = rotary_table(layer, context)
         self._weights, self._workspace = _weights(artifact, head), _workspace(head, artifact)
         self.ids_S = artifact.array(f"{PREFIX}ids").astype(np.int64)

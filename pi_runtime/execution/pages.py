@@ -76,7 +76,7 @@ class PagePool:
     A page is one array, `buffers.kv_page`, for a class of layers. Its memory is allocated when it is first taken. When
     nobody refers to it any more it is kept for the next page of its class, or freed where another class needs memory.
     `budget` is in bytes; None sets no limit. Of an `allowance` a pool with a budget takes as much at once, and one
-    without takes a page at a time.
+    without takes a page at a time. `beside`: bytes of the budget that go elsewhere with a page of each class.
     """
 
     def __init__(
@@ -85,19 +85,21 @@ class PagePool:
         budget: int | None = None,
         wanted: str = "auto",
         allowance: Allowance | None = None,
+        beside: int = 0,
     ) -> None:
-        self._allowance, self._allowed = allowance, 0
+        self._allowance, self._allowed, self._beside = allowance, 0, beside
         self.format = cache_format(manifest.formats["attention"], wanted)
         self.classes = layer_classes(manifest.decoder, self.format)
         self._nbytes = [one.page.nbytes for one in self.classes]
-        self.capacity = None if budget is None else budget // gcd(*self._nbytes) * gcd(*self._nbytes)
+        unit, both = gcd(*self._nbytes), self.page_nbytes + beside
+        self.capacity = None if budget is None else budget * self.page_nbytes // both // unit * unit
         """Bytes of all pages that it may hold; None without limit."""
         if self.capacity is not None and self.capacity < self.page_nbytes:
             raise DoesNotFitError(
                 f"no page of {PAGE_POSITIONS} positions fits it",
                 setting=Setting("kv_budget", budget),
-                expected=f"at least {self.page_nbytes} bytes",
-                remedy=(Setting("kv_budget", self.page_nbytes), " or more"),
+                expected=f"at least {both} bytes",
+                remedy=(Setting("kv_budget", both), " or more"),
             )
         if self.capacity is not None:
             self._allow(self.capacity)
@@ -125,6 +127,10 @@ class PagePool:
     def page_nbytes(self) -> int:
         """Bytes of one page of each class: of 32 positions in all layers."""
         return sum(self._nbytes)
+
+    def budget_for(self, nbytes: int) -> int:
+        """The least budget of a pool whose pages may take so many bytes."""
+        return -(-nbytes * (self.page_nbytes + self._beside) // self.page_nbytes)
 
     @property
     def row_nbytes(self) -> int:

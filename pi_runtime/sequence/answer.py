@@ -18,7 +18,7 @@ from pi_runtime.sequence.sampler import Sampler
 from pi_runtime.sequence.sampling import Sampling
 from pi_runtime.sequence.sequence import Floats, Ints, TokenSequence
 from pi_runtime.sequence.settings import AnswerSettings
-from pi_runtime.sequence.stats import Stats
+from pi_runtime.sequence.stats import DraftFigures, Stats
 from pi_runtime.text.stop_strings import StopStrings
 from pi_runtime.text.tokenizer import TextStream, Tokenizer
 
@@ -63,9 +63,7 @@ class AnswerSequence(TokenSequence):
         self._began = time.perf_counter()
         self._first_token_s = self._prefill_s = self._decode_s = 0.0
         self._rows_2 = np.zeros(2, np.int64)
-        self._steps = self._guessed_tokens = self._accepted_tokens = self._checked_drafts = 0
-        self._drafts_won_s = 0.0
-        self._head_guessed_tokens = self._head_accepted_tokens = 0
+        self._steps, self._drafts = 0, DraftFigures()
         # What cannot come any more is of no use.
         expected = settings.get("expected", ())[: self.max_positions + 1 - len(prompt)]
         self.lookup = PromptLookup(self.tokens, self._end_ids, expected)
@@ -157,22 +155,19 @@ class AnswerSequence(TokenSequence):
         if rows_L2 is not None:
             self._rows_2 += rows_L2.sum(0)
             self._steps += 1
-        self._guessed_tokens += draft.num_run
-        self._head_guessed_tokens += draft.num_run * draft.by_head
         spent_s = time.perf_counter() - self._step_began if draft.num_run else 0.0
         drawn: list[int] = []
         for n, logits_V in enumerate(logits_TV):
             token = self._choose(logits_V)
             drawn.append(token)
             is_right = n < draft.num_run and token == draft.tokens[n]
-            self._accepted_tokens += is_right
-            self._head_accepted_tokens += is_right and draft.by_head
             self.num_computed += is_right
             self._count_time()
             text = self._take(token)
             if not is_right or self.finish_reason is not None:
                 draft.count(drawn)
-                self._count_draft(draft, len(drawn), spent_s)
+                won_s = 0.0 if draft.plain_s is None else len(drawn) * draft.plain_s - spent_s
+                self._drafts += draft.figures(n + is_right, won_s if draft.num_run else 0.0)
                 yield text
                 return
             yield text
@@ -230,12 +225,6 @@ class AnswerSequence(TokenSequence):
             self._prefill_s += ended - self._step_began
             self._first_token_s = ended - self._began
 
-    def _count_draft(self, draft: Draft, drawn: int, spent_s: float) -> None:
-        """Count a draft that ran: so many tokens were drawn in a step that took so long."""
-        if draft.num_run:
-            self._checked_drafts += 1
-            self._drafts_won_s += 0.0 if draft.plain_s is None else drawn * draft.plain_s - spent_s
-
     def stats(self, neurons: int) -> Stats:
         """The figures up to now, for a model with so many neurons."""
         ran = self._steps * neurons
@@ -248,12 +237,7 @@ class AnswerSequence(TokenSequence):
             first_token_s=self._first_token_s,
             rows_read_share=float(self._rows_2[0]) / ran if ran else None,
             active_share=float(self._rows_2[1]) / ran if ran else None,
-            guessed_tokens=self._guessed_tokens,
-            accepted_tokens=self._accepted_tokens,
-            checked_drafts=self._checked_drafts,
-            drafts_won_s=self._drafts_won_s,
-            head_guessed_tokens=self._head_guessed_tokens,
-            head_accepted_tokens=self._head_accepted_tokens,
+            **vars(self._drafts),
         )
 
 

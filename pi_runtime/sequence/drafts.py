@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from pi_runtime.sequence.stats import DraftFigures
 from pi_runtime.text.grammar import GrammarState
 
 GRAMS = (8, 4, 2)
@@ -88,6 +89,18 @@ class Draft:
             tokens = self.make(count)
         made_s = time.perf_counter() - began if self.make is not None else 0.0
         return replace(self, tokens=tokens, num_run=min(count, len(tokens)), plain_s=plain_s, made_s=made_s)
+
+    def figures(self, accepted: int, won_s: float = 0.0) -> DraftFigures:
+        """What became of it, if so many of its tokens were right."""
+        ran, by_head = self.num_run, self.by_head
+        return DraftFigures(
+            guessed_tokens=ran,
+            accepted_tokens=accepted,
+            checked_drafts=int(ran > 0),
+            drafts_won_s=won_s,
+            head_guessed_tokens=ran * by_head,
+            head_accepted_tokens=accepted * by_head,
+        )
 
     def count(self, drawn: Sequence[int]) -> None:
         """Count how far it was right about the tokens that came, whether it was run or not."""

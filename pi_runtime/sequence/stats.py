@@ -3,13 +3,40 @@
 from dataclasses import dataclass
 
 
-def accepted_length(accepted_tokens: int, checked_drafts: int) -> float | None:
-    """Mean number of tokens that a draft's step gave: those drafted right, and one that the model drew behind them."""
-    return 1 + accepted_tokens / checked_drafts if checked_drafts else None
+@dataclass(frozen=True, kw_only=True)
+class DraftFigures:
+    """What became of drafts."""
+
+    guessed_tokens: int = 0
+    """Drafted tokens that ran."""
+    accepted_tokens: int = 0
+    """Those of them that were right, and became part of an answer."""
+    checked_drafts: int = 0
+    """Drafts of which any token ran."""
+    drafts_won_s: float = 0.0
+    """What they saved: the time that their steps' tokens take one by one, less the time of these steps; below 0 where
+    they cost more. Counted as far as steps without drafts were timed."""
+    head_guessed_tokens: int = 0
+    """Those of the drafted tokens that ran that a guess head drafted."""
+    head_accepted_tokens: int = 0
+    """Those of them that were right."""
+
+    def __add__(self, more: "DraftFigures") -> "DraftFigures":
+        return DraftFigures(**{name: value + vars(more)[name] for name, value in vars(self).items()})
+
+    @property
+    def accepted_length(self) -> float | None:
+        """Mean number of tokens that a draft's step gave its answer: those drafted right, and one behind them."""
+        return 1 + self.accepted_tokens / self.checked_drafts if self.checked_drafts else None
+
+    @property
+    def acceptance(self) -> float | None:
+        """The share of drafted tokens that were right; None where none ran."""
+        return self.accepted_tokens / self.guessed_tokens if self.guessed_tokens else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stats:
+class Stats(DraftFigures):
     """Seconds and tokens of one generation; rates are None where nothing was timed."""
 
     prompt_tokens: int
@@ -24,29 +51,6 @@ class Stats:
     """Rows of `first` read ÷ neurons, over the decoded tokens that ran alone; None where there was none."""
     active_share: float | None
     """Neurons for which `rest` was read ÷ neurons."""
-    guessed_tokens: int
-    """Drafted tokens that ran."""
-    accepted_tokens: int
-    """Those of them that were right, and became part of the answer."""
-
-    checked_drafts: int
-    """Drafts of which any token ran."""
-    drafts_won_s: float
-    """What checked drafts saved: the time that their steps' tokens take one by one, less the time of these steps."""
-    head_guessed_tokens: int = 0
-    """Those of the drafted tokens that a guess head drafted."""
-    head_accepted_tokens: int = 0
-    """Those of them that were right."""
-
-    @property
-    def accepted_length(self) -> float | None:
-        """Mean number of tokens that a step with a draft gave; None where none ran."""
-        return accepted_length(self.accepted_tokens, self.checked_drafts)
-
-    @property
-    def acceptance(self) -> float | None:
-        """The share of drafted tokens that were right; None where none ran."""
-        return self.accepted_tokens / self.guessed_tokens if self.guessed_tokens else None
 
     @property
     def prefill_tokens_per_s(self) -> float | None:

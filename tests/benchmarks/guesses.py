@@ -12,6 +12,10 @@ loops in which a random model ends. Tokens are pieces of words of up to six lett
 
 Each answer is written without guesses and with them, in turns; then all answers of a kind at once, by an engine. Then
 the times of blocks are printed, and the targets.
+
+    --part set      a head with random weights, beside the same model, that drafts right as often as it is set to
+    --part head     --model ARTIFACT --prompts LINES   a trained head, and answers that the model chooses itself
+    --part schemas  --model ARTIFACT                   JSON by random schemas, alone and eight at once
 """
 
 import argparse
@@ -22,16 +26,23 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from support.bench_model import VOCABULARY, add_arguments, opened, verdict
+import pytest
+from guessing.answers import drafted, rate
+from guessing.schemas import of_schemas
+from guessing.trained_head import of_a_trained_head
+from support.bench_model import CONTEXT, VOCABULARY, add_arguments, built, opened, verdict
+from support.guess_heads import help_head
 from support.paths import ROOT
 
-from pi_runtime import Engine, Model, Sampling
+from pi_compile.training.guess.spec import GuessSpec, new_head
+from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.engine.generation import Generation
 from pi_runtime.engine.stream import Stream
 from pi_runtime.sequence.answer import AnswerSequence
 from pi_runtime.sequence.sampler import Sampler
 from pi_runtime.sequence.sequence import Origin
 from pi_runtime.sequence.speculation import StepTimes
+from pi_runtime.sequence.stats import Stats
 
 INSTRUCTION = "Write the following text again, with the changes that were asked for:"
 EDITED_WORDS, DROPPED = 0.03, 1 / 12
@@ -42,10 +53,16 @@ ROUNDS = 3
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", nargs="*", type=Path, default=sorted((ROOT / "docs").rglob("*.md")))
+    parser.add_argument("--part", choices=("texts", "set", "head", "schemas"), default="texts")
     parser.add_argument("--pairs", type=int, default=4, help="prompts of each kind")
-    parser.add_argument("--tokens", type=int, default=400, help="length of a passage")
+    parser.add_argument("--tokens", type=int, default=400, help="length of a passage, or of an answer")
     parser.add_argument("--speculate", default="auto")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--right", type=float, default=0.65, help="set: share of right tokens of the head")
+    parser.add_argument("--model", type=Path, help="head, schemas: an artifact")
+    parser.add_argument("--prompts", type=Path, help="head: JSON objects with a `text`, one a line")
+    parser.add_argument("--schemas", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=10, help="head, schemas: begin nothing new after these")
     add_arguments(parser)
     return parser.parse_args()
 
@@ -129,8 +146,8 @@ def together(model: Model, pairs: Sequence[tuple[list[int], list[int]]], specula
         return sum(s.generated_tokens - 1 for s in stats) / max(s.decode_s for s in stats)
 
 
-def main() -> None:
-    a = arguments()
+def of_texts(a: argparse.Namespace) -> None:
+    """Answers that repeat the prompt, answers with edits, and free text."""
     rng, words, ratios, company, times = random.Random(a.seed), Words(), {}, {}, StepTimes()
     speculate = int(a.speculate) if a.speculate.isdecimal() else a.speculate
     with opened(a) as model:
@@ -145,11 +162,9 @@ def main() -> None:
                 order = [("off", StepTimes()), (speculate, times)][:: (-1) ** len(pairs)]
                 both = [written(model, prompt, answer, *settings).stats for settings in order]
                 plain, guessed = both[:: (-1) ** len(pairs)]
-                assert plain.decode_tokens_per_s is not None
-                assert guessed.decode_tokens_per_s is not None
-                found.append(guessed.decode_tokens_per_s / plain.decode_tokens_per_s)
+                found.append(rate(guessed) / rate(plain))
                 print(
-                    f"{kind:6} {plain.decode_tokens_per_s:15.1f} {guessed.decode_tokens_per_s:14.1f} {found[-1]:7.2f} "
+                    f"{kind:6} {rate(plain):15.1f} {rate(guessed):14.1f} {found[-1]:7.2f} "
                     f"{guessed.guessed_tokens:9} {guessed.accepted_tokens:7} {guessed.acceptance or 0:18.0%}"
                 )
             ratios[kind] = statistics.median(found)
@@ -163,6 +178,32 @@ def main() -> None:
     print(verdict("edit, times as fast", ratios["edit"], at_least=2))
     print(verdict("free text, times as fast", ratios["free"], at_least=0.97))
     print(verdict("free text, several at once, times as fast", company["free"], at_least=1))
+
+
+def of_a_set_head(a: argparse.Namespace) -> None:
+    """Answers of random tokens, which a head with random weights drafts right as often as it is set to."""
+    rng = random.Random(a.seed)
+    pairs = [tuple([rng.randrange(VOCABULARY) for _ in range(n)] for n in (32, a.tokens)) for _ in range(a.pairs)]
+    spec = GuessSpec(tokens=0, steps=1, shortlist=8192, seed=0, threads=1)
+    with built(a, lambda d: new_head(d, spec)) as path, pytest.MonkeyPatch.context() as patch:
+        help_head(patch, [[*prompt, *answer] for prompt, answer in pairs], a.right, rng)
+        for mode, target in (("dense", 1.6), ("predicted", 1.05)):
+            found, times, stats = [], StepTimes(), list[Stats]()
+            with load(path, mode=mode, context=CONTEXT, threads=a.threads, device="cpu") as model:
+                for prompt, answer in pairs[:1] * 2 + pairs:  # the first ones compile kernels
+                    order = [("off", StepTimes()), (a.speculate, times)][:: (-1) ** len(found)]
+                    both = [written(model, prompt, answer, *settings).stats for settings in order]
+                    plain, guessed = both[:: (-1) ** len(found)]
+                    found.append(rate(guessed) / rate(plain))
+                    stats.append(guessed)
+                    print(f"{mode:9} {rate(plain):8.1f} tokens/s, with guesses {rate(guessed):8.1f} {found[-1]:7.2f}")
+            print(f"{mode}: {drafted(stats[2:])}")
+            print(verdict(f"{mode}, times as fast", statistics.median(found[2:]), at_least=target))
+
+
+def main() -> None:
+    a = arguments()
+    {"texts": of_texts, "set": of_a_set_head, "head": of_a_trained_head, "schemas": of_schemas}[a.part](a)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A guess head from its equations, in NumPy: nothing here is quick, and nothing is shared with the kernels.
+"""A guess head from its equations, in NumPy: nothing here is quick, and nothing is shared with the kernels. And help
+for a head with random weights, so that it drafts as if it were trained.
 
     g_t = fc · [low_t | middle_t | high_t]              states that the model computed; else y of the step before
     u_t = n₁(e_t+1) | n₂(g_t)                           the next token's embedding beside it
@@ -9,12 +10,15 @@
 Source: Li et al. 2025, EAGLE-3 (arXiv 2503.01840), section 3.2 and figure 5.
 """
 
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import pytest
 
 from pi_runtime.artifact.formats import Array
 from pi_runtime.artifact.guess_head import GuessHead
+from pi_runtime.sequence.head_draft import HeadDraft
 
 
 def norm(x: Array, weight: Array, eps: float) -> Array:
@@ -59,3 +63,15 @@ def drafted(
         found.append(int(w["ids"][z[-1].argmax()]))
         g, text = np.concatenate([g, y[-1:]]), [*text, found[-1]]
     return found, np.array(logits)
+
+
+def help_head(patch: pytest.MonkeyPatch, known: Sequence[list[int]], right: float, rng: random.Random) -> None:
+    """Let a guess head draft the answers that are known, with some wrong tokens. It computes what it would compute."""
+    make = HeadDraft._make
+
+    def helped(self: HeadDraft, count: int) -> list[int]:
+        found, so_far = make(self, count), list(self._tokens)
+        after = next((k[len(so_far) :] for k in known if k[: len(so_far)] == so_far), [])
+        return [a if rng.random() < right else f for a, f in zip(after, found, strict=False)]
+
+    patch.setattr(HeadDraft, "_make", helped)

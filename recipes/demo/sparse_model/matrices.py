@@ -11,6 +11,7 @@ import numpy as np
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import BLOCK, FORMATS, Array
+from pi_runtime.artifact.guess_head import GuessHead
 from pi_runtime.artifact.quantisation import dequantise, quantise
 
 CONSTANT = 3.0
@@ -40,6 +41,8 @@ class Spec:
     likeness: float = 0.0
     """Correlation of the embeddings of tokens whose ids follow each other: texts that count up keep neurons active."""
     seed: int = 0
+    guess: GuessHead | None = None
+    """A guess head beside it, with random weights."""
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ def _write(
                 if len(matrix.stored) < array.shape[0]:
                     matrix = matrix.rows(np.arange(array.shape[0]) % len(matrix.stored))
                 writer.add_stored(name, array, matrix.stored, matrix.scales)
+        _write_head(writer, spec)
         writer.add_file("tokenizer.json", tokenizer)
         writer.finish(
             Manifest(
@@ -67,5 +68,19 @@ def _write(
                 provenance={"made_by": "recipes/demo/sparse_model"},
                 arrays={},
                 files={},
+                guess=spec.guess,
             )
         )
+
+
+def _write_head(writer: ArtifactWriter, spec: Spec) -> None:
+    """Write a guess head of random weights, whose short list are the first tokens, if one is wanted."""
+    rng = np.random.default_rng(spec.seed)
+    for name, array in () if spec.guess is None else spec.guess.arrays(spec.decoder):
+        if array.format == "u32":
+            values: Array = np.arange(array.shape[0])
+        elif len(array.shape) == 1:
+            values = np.ones(array.shape, np.float32)
+        else:
+            values = rng.standard_normal(array.shape, np.float32) * np.float32(array.shape[-1] ** -0.5)
+        writer.add_array(name, array, [values])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.guess_heads import drafted
+from support.guess_heads import drafted, help_head
 from support.requests import CAN_CONSTRAIN, Request, alone, assert_same, found_by, random_requests, together
 from support.synthetic import random_artifact, small_decoder, small_guess_head, stored_plan
 
@@ -16,8 +16,10 @@ from pi_runtime import Engine, Grammar, Model, Sampling, load
 from pi_runtime.artifact.guess_head import PREFIX
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Text
+from pi_runtime.engine.loading import NO_HEAD
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import SequenceStep
+from pi_runtime.execution.guess_head import GuessHeadRun
 from pi_runtime.execution.plan_layout import placed_arrays
 from pi_runtime.sequence.drafts import NO_DRAFT, Acceptance, Draft, PromptLookup
 from pi_runtime.sequence.head_draft import MAX_WAITING, Floats, HeadDraft
@@ -115,7 +117,35 @@ def test_the_disk_tier_drafts_without_the_head(tmp_path: Path) -> None:
         wanted = found_by(model.generate([5, 6], max_tokens=9, sampling=Sampling()))
     with load(path, ram_budget=1 << 30) as model:
         assert model.executor.guess_head is None
+        assert model.notice == NO_HEAD
         assert found_by(model.generate([5, 6], max_tokens=9, sampling=Sampling(), speculate=4)) == wanted
+
+
+def test_keys_and_values_of_the_head_are_within_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as a sequence takes with its head runs; the pages of both never take more."""
+    heads, most = list[Any](), list[int]()
+    make, new_cache = HeadDraft._make, GuessHeadRun.new_cache
+
+    def noted_cache(self: GuessHeadRun) -> Any:
+        heads.append(new_cache(self))
+        return heads[-1]
+
+    with load(artifact(tmp_path / "a.pi"), device="cpu") as model:
+        pool = model.executor.new_pool()
+        budget = pool.budget_for(4 * pool.page_nbytes)
+        assert budget > 4 * pool.page_nbytes
+        with Engine(model, slots=2, kv_budget=budget, speculate=4) as engine:
+
+            def noted(self: HeadDraft, count: int) -> list[int]:
+                found = make(self, count)
+                most.append(engine.stats.bytes_used + sum(cache.pool.in_use_nbytes for cache in heads))
+                return found
+
+            monkeypatch.setattr(GuessHeadRun, "new_cache", noted_cache)
+            monkeypatch.setattr(HeadDraft, "_make", noted)
+            streams = [engine.generate([n, 6], max_tokens=CONTEXT - 30, sampling=Sampling()) for n in range(4)]
+            assert all(list(stream) for stream in streams)
+    assert 0 < max(most) <= budget
 
 
 def test_a_closed_model_drafts_nothing(tmp_path: Path) -> None:
@@ -150,7 +180,8 @@ def test_the_same_text_with_a_head(
                     assert_same(request, answer, found_by(generated))
                     guessed += generated.stats.head_guessed_tokens
                     accepted += generated.stats.head_accepted_tokens
-                budget = model.executor.new_pool(None).page_nbytes * rng.choice([4, 6, 50])
+                pool = model.executor.new_pool()
+                budget = pool.budget_for(pool.page_nbytes * rng.choice([4, 6, 50]))
                 with Engine(model, slots=rng.choice([1, 3, 8]), kv_budget=budget, speculate=speculate) as engine:
                     found = together(engine, requests, rng)
                     guessed += engine.stats.head_guessed_tokens
@@ -159,18 +190,6 @@ def test_the_same_text_with_a_head(
                 assert_same(request, one, other)
     assert guessed > 100
     assert accepted > 0.3 * right * guessed
-
-
-def help_head(patch: pytest.MonkeyPatch, known: Sequence[list[int]], right: float, rng: random.Random) -> None:
-    """Let a guess head draft the answers that are known, with some wrong tokens. It computes what it would compute."""
-    make = HeadDraft._make
-
-    def helped(self: HeadDraft, count: int) -> list[int]:
-        found, so_far = make(self, count), list(self._tokens)
-        after = next((k[len(so_far) :] for k in known if k[: len(so_far)] == so_far), [])
-        return [a if rng.random() < right else f for a, f in zip(after, found, strict=False)]
-
-    patch.setattr(HeadDraft, "_make", helped)
 
 
 @pytest.mark.skipif(not CAN_CONSTRAIN, reason="needs llguidance")

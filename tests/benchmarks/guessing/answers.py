@@ -1,0 +1,62 @@
+"""Answers of a model that chooses them itself, with guesses and without, in turns; each time the same text."""
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+import numpy as np
+
+from pi_runtime import Model
+from pi_runtime.engine.generation import Generation
+from pi_runtime.sequence.answer import AnswerSequence
+from pi_runtime.sequence.speculation import StepTimes
+from pi_runtime.sequence.stats import DraftFigures, Stats
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to write an answer; its times of steps are those of all answers before."""
+
+    name: str
+    speculate: str | int
+    times: StepTimes
+    head: bool = True
+    """Whether the guess head may draft."""
+
+    def write(self, model: Model, sequence: AnswerSequence) -> Generation:
+        """An answer that has not begun, written to its end."""
+        if not self.head:
+            sequence._head = None
+        rule = model.speculation(self.speculate, self.times)
+        generation = Generation(model.executor, model.new_cache(), sequence, rule)
+        "".join(generation)
+        return generation
+
+
+def rate(stats: Stats) -> float:
+    """Tokens per second behind the first."""
+    assert stats.decode_tokens_per_s is not None
+    return stats.decode_tokens_per_s
+
+
+def interval(ratios: Sequence[float], rng: random.Random) -> str:
+    """The geometric mean of ratios, and where it lies in 95 of 100 draws of as many of them."""
+    logs = np.log(ratios)
+    means = sorted(float(np.mean(rng.choices(logs, k=len(logs)))) for _ in range(2000))
+    low, middle, high = (float(np.exp(x)) for x in (means[50], logs.mean(), means[1949]))
+    return (
+        f"{middle:.3f} times as fast [{low:.3f}, {high:.3f}], median {statistics.median(ratios):.3f}, of {len(ratios)}"
+    )
+
+
+def drafted(stats: Sequence[Stats]) -> str:
+    """What became of the drafts of some answers."""
+    s = reduce(add, stats, DraftFigures())
+    if s.accepted_length is None:
+        return "no draft ran"
+    share = f", {s.head_accepted_tokens / s.head_guessed_tokens:.0%} of them right" if s.head_guessed_tokens else ""
+    tokens = f"{s.guessed_tokens} drafted tokens, {s.acceptance:.0%} right; {s.head_guessed_tokens} by the head{share}"
+    return f"{s.checked_drafts} drafts gave {s.accepted_length:.2f} tokens each: {tokens}"
