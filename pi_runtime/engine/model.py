@@ -19,6 +19,7 @@ from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.sequence.answer import AnswerSequence
+from pi_runtime.sequence.head_draft import HeadDrafts
 from pi_runtime.sequence.logprobs import TokenLogprobs
 from pi_runtime.sequence.sampling import Sampling
 from pi_runtime.sequence.sequence import ReadSequence, ScoreSequence
@@ -46,6 +47,7 @@ class Model(ChatModel):
         self.context = executor.context
         self._classes = executor.new_pool().classes
         self._step_times = StepTimes()
+        self._head = None if executor.guess_head is None else HeadDrafts(executor.guess_head)
         self.tokenizer = Tokenizer(
             artifact.file("tokenizer.json"), artifact.manifest.text, vocab_size=artifact.manifest.decoder.vocab_size
         )
@@ -136,7 +138,7 @@ class Model(ChatModel):
             end_ids=self.manifest.text.end_ids,
             selected=selected,
             stop_tokens=self._checked_ids(stop_tokens).tolist() if len(stop_tokens) else (),
-            head=self.executor.guess_head,
+            head=self._head,
             **settings,
         )
 

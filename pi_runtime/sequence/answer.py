@@ -12,7 +12,7 @@ import numpy as np
 
 from pi_runtime.errors import ContextError, PromptError, Setting, UsageError
 from pi_runtime.sequence.drafts import NO_DRAFT, Draft, ForcedText, PromptLookup
-from pi_runtime.sequence.head_draft import HeadDraft, HeadRunner
+from pi_runtime.sequence.head_draft import HeadDrafts
 from pi_runtime.sequence.logprobs import TokenLogprobs, check_logprobs, token_logprobs
 from pi_runtime.sequence.sampler import Sampler
 from pi_runtime.sequence.sampling import Sampling
@@ -36,7 +36,7 @@ class AnswerSequence(TokenSequence):
         end_ids: Sequence[int],
         selected: Sequence[bool] = (),
         stop_tokens: Sequence[int] = (),
-        head: HeadRunner | None = None,
+        head: HeadDrafts | None = None,
         **settings: Unpack[AnswerSettings],
     ) -> None:
         """`selected`: for the first tokens of the prompt whether they run with selection, as those of earlier answers
@@ -67,7 +67,7 @@ class AnswerSequence(TokenSequence):
         # What cannot come any more is of no use.
         expected = settings.get("expected", ())[: self.max_positions + 1 - len(prompt)]
         self.lookup = PromptLookup(self.tokens, self._end_ids, expected)
-        self._head = None if head is None else HeadDraft(head, self.tokens, self._sampler, self._end_ids)
+        self._head = None if head is None else head.begin(self.tokens, self._sampler, self._end_ids)
         self._forced = None if self._grammar is None else ForcedText(self._grammar)
 
     @property

@@ -22,6 +22,8 @@ MAX_DRAFT_TOKENS = 32
 """Most drafted tokens of one sequence in a step."""
 FORGET = 0.98
 """What a trial counts after the next one."""
+APPROACH = 0.03
+"""Part of the way to a share of right tokens that is gone at once."""
 FORCED_RIGHT = 0.95
 """Share of right tokens in forced text, before any is known: models mostly spell as the tokenizer does."""
 NO_TOKEN = -1
@@ -43,6 +45,10 @@ class Acceptance:
         length = min(match, LONGEST_MATCH)
         self._tried_L[length] = FORGET * self._tried_L[length] + 1
         self._right_L[length] = FORGET * self._right_L[length] + right
+
+    def approach(self, right: float) -> None:
+        """Come a bit nearer to a share: what seemed to be of no use is tried again in time."""
+        self._right_L += APPROACH * (right * self._tried_L - self._right_L)
 
     def expected(self, draft: "Draft") -> list[float]:
         """For each token of a draft the probability that it and all before it are right."""
