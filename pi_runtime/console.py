@@ -131,6 +131,12 @@ def say(message: str) -> None:
     sys.stderr.write(message + "\n")
 
 
+def say_softly(text: str) -> None:
+    """Print text on stderr as it comes, dimmed on a terminal."""
+    sys.stderr.write(f"\033[2m{text}\033[0m" if sys.stderr.isatty() else text)
+    sys.stderr.flush()
+
+
 @contextmanager
 def progress(title: str, unit: str = "bytes") -> Iterator[Progress]:
     """Show a bar with rate and time left on stderr, if that is a terminal. `unit`: bytes or a noun."""

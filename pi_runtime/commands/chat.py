@@ -2,9 +2,10 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from pi_runtime.errors import PromptError
 if TYPE_CHECKING:
     from pi_runtime.engine.generation import Generation
     from pi_runtime.engine.model import Model
+    from pi_runtime.engine.tools.output import OutputFormat, OutputParser
 
 HELP = """\
 /clear         begin anew; the system message stays
@@ -30,11 +32,13 @@ def chat(
     model: "Model", generate: Callable[..., "Generation"], system: str | None, report: Report, stats: bool
 ) -> None:
     """Answer each message that is typed, until an empty line, /bye or the end of input."""
-    _ = model.chat_template  # before anybody types: a model without one cannot talk
+    from pi_runtime.engine.tools.output import OutputFormat
+
+    template = model.chat_template  # before anybody types: a model without one cannot talk
     if sys.stdin.isatty():
         with suppress(ImportError):  # Windows has none
             import readline  # noqa: F401 (lines can be edited, and called back)
-    talk = _Talk(model, generate, report, stats)
+    talk = _Talk(model, generate, report, stats, OutputFormat.of(template.source, model.tokenizer))
     talk.begin(system)
     console.say("Your turn; an empty line or end of input ends the talk, /help shows more.")
     while (text := _read_message()) and text != "/bye":
@@ -52,6 +56,8 @@ class _Talk:
     generate: Callable[..., "Generation"]
     report: Report
     shows_stats: bool
+    output: "OutputFormat"
+    """How the template's answers are told apart: thoughts and text."""
     messages: list[dict[str, str]] = field(default_factory=list)
     last: "Generation | None" = None
 
@@ -68,10 +74,11 @@ class _Talk:
     def answer(self, text: str) -> bool:
         """Answer a message. False where the context is full."""
         self.messages.append({"role": "user", "content": text})
-        self.last = answer = self.generate(self.model.chat_prompt(self.messages), cache=self.cache)
+        prompt = self.model.chat_prompt(self.messages)
+        self.last = answer = self.generate(prompt, cache=self.cache, shown_tokens=self.output.shown_tokens())
         parts: list[str] = []
         try:
-            stream(answer, parts)
+            stream(_text(self.output.parser(prompt), answer), parts)
         except KeyboardInterrupt:
             sys.stdout.write("\n")
             self.cache = self.model.new_cache()  # a step may have been cut in two
@@ -111,6 +118,23 @@ def _messages(loaded: Any) -> list[dict[str, str]]:
     ):
         raise ValueError("not a saved talk: a list of messages, each with role and content")
     return loaded
+
+
+def _text(parser: "OutputParser", answer: Iterable[str]) -> Iterator[str]:
+    """The text of an answer; what the model thinks before it goes to stderr as it comes."""
+    from pi_runtime.engine.events import ReasoningDelta, TextDelta
+
+    thinks = False
+    for delta in chain.from_iterable(chain(map(parser.push, answer), (parser.finish() for _ in range(1)))):
+        if isinstance(delta, ReasoningDelta):
+            console.say_softly(delta.text)
+        elif thinks:
+            console.say("")
+        thinks = isinstance(delta, ReasoningDelta)
+        if isinstance(delta, TextDelta):
+            yield delta.text
+    if thinks:
+        console.say("")
 
 
 def _read_message() -> str:

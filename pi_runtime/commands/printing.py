@@ -1,7 +1,7 @@
 """How `pi-run` shows answers and figures: text to stdout as it comes, everything else to stderr, or all as JSON."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pi_runtime import console
@@ -55,7 +55,7 @@ def _placement_line(device: str, taken: "Allocation") -> str:
     )
 
 
-def stream(answer: "Generation", parts: list[str] | None = None) -> None:
+def stream(answer: Iterable[str], parts: list[str] | None = None) -> None:
     """Print the text of an answer as it comes, and gather it in `parts`."""
     for part in answer:
         if parts is not None:

@@ -6,10 +6,10 @@ ordinary text: then free text is read lazily, up to the first one.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pi_runtime.engine.tools.formats import ToolFormat
+from pi_runtime.engine.tools.formats import KEY, VALUE, ToolFormat, ends_of
 from pi_runtime.engine.tools.harmony import CONSTRAIN, MESSAGE
 from pi_runtime.engine.tools.reasoning import ReasoningFormat
 from pi_runtime.text.grammar import with_fixed_separators
@@ -19,6 +19,7 @@ TERMINALS = r"""TEXT: /(.|\n)*/
 SPACE: /[ \n]{0,4}/
 PLAIN: /\s*[^{\s](.|\n)*/
 CALL_ID: /[a-zA-Z0-9]{9}/
+ARG_KEY: /[^<>\n]{1,64}/
 """
 
 
@@ -38,7 +39,7 @@ class GrammarWriter:
         """JSON that a schema describes."""
         return f"%json {json.dumps(schema)}"
 
-    def arguments(self, schema: Mapping[str, Any]) -> str:
+    def arguments(self, schema: Schema) -> str:
         """JSON that a schema describes, with the white space of templates."""
         return self.json(with_fixed_separators(schema))
 
@@ -59,8 +60,9 @@ class GrammarWriter:
             body = f"{self._marker(tools.trigger)} {_text(tools.begin)} call{more} {_text(tools.end)}"
         else:
             gap = f" {_text(tools.gap)} " if tools.gap else " "
-            end = f"{gap}{self._marker(tools.end)}" if tools.end else ""
-            self._rules["rest_of_call"] = f"{gap.strip()} call{end}".strip()
+            around = " " if tools.has_pairs else gap
+            end = f"{around}{self._marker(tools.end)}" if tools.end else ""
+            self._rules["rest_of_call"] = f"{around.strip()} call{end}".strip()
             one = f"{self._marker(tools.trigger)} rest_of_call"
             self._rules["more_calls"] = f"({gap}{one})*" if parallel else '""'
             body = f"{one} more_calls"
@@ -100,17 +102,55 @@ class GrammarWriter:
     def _call(self, tools: ToolFormat, name: str, schema: Mapping[str, Any]) -> str:
         if tools.has_channels:
             return f"{_text(name + ' ')} {self._marker(f'{CONSTRAIN}json{MESSAGE}')} {self.arguments(schema)}"
+        if tools.has_pairs:
+            return " ".join([_text(name + tools.gap), *self._pairs(tools.gap, schema)])
         if not tools.has_head:
             head = f'{{"name": {json.dumps(name)}, "{tools.arguments}": '
             return f"{_text(head)} {self.arguments(schema)} {_text('}')}"
         call_id = f"{self._marker('[CALL_ID]')} CALL_ID " if tools.has_call_id else ""
         return f"{_text(name)} {call_id}{self._marker('[ARGS]')} {self.arguments(schema)}"
 
+    def _pairs(self, gap: str, schema: Mapping[str, Any]) -> Iterator[str]:
+        """The pairs of a call's arguments, in the order of the schema's properties."""
+        properties, required = schema.get("properties") or {}, schema.get("required") or ()
+        if not properties and not required and schema.get("additionalProperties", True):
+            yield f"({self._marker(KEY)} ARG_KEY {self._pair(gap, {'type': 'string'}, {})})*"
+        for key in dict.fromkeys([*properties, *required]):
+            pair = f"{self._marker(KEY)} {_text(key)} {self._pair(gap, properties.get(key, True), schema)}"
+            yield pair if key in required else f"({pair})?"
+
+    def _pair(self, gap: str, schema: Any, whole: Mapping[str, Any]) -> str:
+        """A pair behind its key; `whole` is the schema with the definitions to which `schema` refers."""
+        end, before = ends_of(VALUE), f"{self._marker(ends_of(KEY))} {self._marker(gap + VALUE)}"
+        after = f" {_text(gap)}" if gap else ""
+        if not isinstance(schema, Mapping) or schema.get("type") != "string":
+            definitions = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
+            value = self.arguments({**schema, **definitions} if isinstance(schema, Mapping) else schema)
+            return f"{before} {value} {self._marker(end)}{after}"
+        texts = [schema["const"]] if "const" in schema else schema.get("enum")
+        if texts is not None:
+            return f"{before} ({' | '.join(map(_text, texts))}) {self._marker(end)}{after}"
+        if end in self._tokens:
+            return f"{before} {_text_rule(schema)} {self._marker(end)}{after}"
+        name = f"text_{len(self._rules)}"
+        self._rules[f"{name}[lazy]"] = f"{_text_rule(schema)} {_text(end)}"
+        return f"{before} {name}{after}"
+
     def _marker(self, marker: str) -> str:
         """A text, whose parts that are tokens of their own are asked for by their numbers."""
         tokens = "|".join(map(re.escape, self._tokens))
         parts = re.split(f"({tokens})", marker) if tokens else [marker]
         return " ".join(f"<[{self._tokens[part]}]>" if part in self._tokens else _text(part) for part in parts if part)
+
+
+def _text_rule(schema: Mapping[str, Any]) -> str:
+    """Text that a schema of strings describes; its `format` says nothing of it."""
+    pattern, least, most = schema.get("pattern"), schema.get("minLength", 0), schema.get("maxLength", "")
+    if pattern is None:
+        return f"/(.|\\n){{{least},{most}}}/" if least or most != "" else "TEXT"
+    before, after = ("" if anchored else r"(.|\n)*" for anchored in (pattern.startswith("^"), pattern.endswith("$")))
+    inner = re.sub(r"(?<!\\)/", r"\/", pattern.removeprefix("^").removesuffix("$"))
+    return f"/{before}({inner}){after}/"
 
 
 def _text(text: str) -> str:

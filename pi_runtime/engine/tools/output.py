@@ -9,6 +9,7 @@ from pi_runtime.engine.tools.calls import CallParser, new_id
 from pi_runtime.engine.tools.formats import ToolFormat
 from pi_runtime.engine.tools.grammars import GrammarWriter
 from pi_runtime.engine.tools.harmony import HarmonyParser
+from pi_runtime.engine.tools.pairs import PairParser
 from pi_runtime.engine.tools.reasoning import ReasoningFormat, ReasoningParser
 from pi_runtime.errors import Setting, UsageError
 from pi_runtime.text.grammar import Grammar
@@ -18,6 +19,8 @@ Tool = Mapping[str, Any]
 """A function as OpenAI's chat API has it: {"type": "function", "function": {"name": …, "parameters": …}}."""
 TOOLS = Setting("tools")
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+BEYOND_PAIRS = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "enum", "const", "minProperties", "maxProperties"}
+"""Keys of a schema that pairs of keys and values, each by its own schema, do not follow."""
 
 
 class OutputParser:
@@ -87,10 +90,13 @@ class OutputFormat:
         names = [tool["function"]["name"] for tool in tools]
         if self.reasoning and self.reasoning.answer:
             return OutputParser(HarmonyParser(names, make_id, thinks=self.reasoning.is_open(prompt)), None)
-        return OutputParser(
-            ReasoningParser(self.reasoning, prompt) if self.reasoning else None,
-            CallParser(self.tools, names, make_id) if self.tools and names else None,
-        )
+        calls: CallParser | None = None
+        if self.tools and self.tools.has_pairs and names:
+            schemas = {_name(tool): tool["function"].get("parameters") or NO_PARAMETERS for tool in tools}
+            calls = PairParser(self.tools, schemas, make_id)
+        elif self.tools and names:
+            calls = CallParser(self.tools, names, make_id)
+        return OutputParser(ReasoningParser(self.reasoning, prompt) if self.reasoning else None, calls)
 
     def grammar(
         self,
@@ -139,7 +145,7 @@ class OutputFormat:
         if not strictly and otherwise is None and parallel and not any(map(_is_strict, tools)):
             return None
         chosen = [(n, tool) for n, tool in enumerate(tools) if only in {None, _name(tool)}]
-        functions = [_function(n, tool, strictly=strictly) for n, tool in chosen]
+        functions = [_function(n, tool, self.tools, strictly=strictly) for n, tool in chosen]
         calls = writer.calls(self.tools, functions, parallel=parallel and only is None)
         if must_call:
             return calls
@@ -164,11 +170,14 @@ def _is_strict(tool: Tool) -> bool:
     return bool(tool["function"].get("strict"))
 
 
-def _function(n: int, tool: Tool, *, strictly: bool) -> tuple[str, Mapping[str, Any]]:
+def _function(n: int, tool: Tool, tools: ToolFormat, *, strictly: bool) -> tuple[str, Mapping[str, Any]]:
     """A function's name, and the schema that its arguments must follow."""
     parameters = tool["function"].get("parameters") or NO_PARAMETERS
     if parameters.get("type", "object") != "object":
         place = Setting(f"tools[{n}].function.parameters")
         raise UsageError("parameters must be an object's schema", setting=place)
     is_followed = strictly or _is_strict(tool)
+    if is_followed and tools.has_pairs and (found := sorted(BEYOND_PAIRS & parameters.keys())):
+        what = f"{found[0]} of all arguments together cannot be followed in this model's form of calls"
+        raise UsageError(what, setting=Setting(f"tools[{n}].function.parameters"))
     return _name(tool), {**parameters, "type": "object"} if is_followed else {"type": "object"}

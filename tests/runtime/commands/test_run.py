@@ -197,6 +197,30 @@ def test_chat(run: Run, alphabet: Path) -> None:
     assert run(alphabet, "--chat", "-n", 1, "--stats", stdin="a\n")[2].count("generated_tokens") == 1
 
 
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    [
+        ("<|channel|>", "<|channel|>analysis<|message|>hm{}<|end|><|start|>assistant<|channel|>final<|message|>yes"),
+        ("</think>", "<think>hm{}</think>yes"),
+    ],
+)
+def test_thoughts_of_a_talk_go_to_stderr(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, answer: str
+) -> None:
+    """Of harmony's channels, and of tags; the next turn has the answer alone."""
+    files = {"chat_template.jinja": f"{{{{ messages[-1].content }}}}{{# {template} #}}".encode()}
+    path, saved, plain = (
+        random_artifact(tmp_path / "a.pi", small_decoder(), files=files),
+        tmp_path / "t.json",
+        chat._text,
+    )
+    monkeypatch.setattr(chat, "_text", lambda parser, _: plain(parser, answer.format("…")))
+    code, out, err = run(path, "--chat", "-n", 1, stdin=f"a\n/save {saved}\n")
+    assert (code, out) == (0, "yes\n")
+    assert "\nhm…\n" in err
+    assert json.loads(saved.read_text())[-1] == {"role": "assistant", "content": "yes"}
+
+
 def test_commands_of_a_talk(run: Run, alphabet: Path, tmp_path: Path) -> None:
     saved, odd = tmp_path / "talk.json", tmp_path / "odd.json"
     odd.write_text('[{"role": 1}]')

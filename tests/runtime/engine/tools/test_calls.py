@@ -11,18 +11,30 @@ from support.tool_calls import FORMATS, written
 
 from pi_runtime.engine.events import CallArguments, CallBegan, CallBroken, Delta, TextDelta, joined
 from pi_runtime.engine.tools.calls import CallParser, new_id
-from pi_runtime.engine.tools.formats import HERMES, LLAMA_3, MISTRAL, MISTRAL_CALL_ID, MISTRAL_LIST, ToolFormat
+from pi_runtime.engine.tools.formats import (
+    GLM_4_5,
+    GLM_4_7,
+    HERMES,
+    LLAMA_3,
+    MISTRAL,
+    MISTRAL_CALL_ID,
+    MISTRAL_LIST,
+    ToolFormat,
+)
 from pi_runtime.engine.tools.json_scanner import JsonScanner
+from pi_runtime.engine.tools.pairs import PairParser
 
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("look", {"city": "Zürich", "deep": {"a": [1, -2.5e3, True, None, 'x"y\\\n</tool_call>']}}),
     ("add", {}),
 ]
+FUNCTIONS: dict[str, Any] = {"look": {"properties": {"city": {"type": "string"}}}, "add": {}}
 
 
 def parse(tools: ToolFormat, pieces: list[str]) -> list[Delta]:
     count = itertools.count()
-    parser = CallParser(tools, ["look", "add"], lambda: f"id{next(count)}")
+    make_id = lambda: f"id{next(count)}"  # noqa: E731
+    parser = PairParser(tools, FUNCTIONS, make_id) if tools.has_pairs else CallParser(tools, FUNCTIONS, make_id)
     deltas = [delta for piece in pieces for delta in parser.push(piece)]
     return joined(deltas + parser.finish())
 
@@ -48,13 +60,15 @@ def test_calls_of_each_format(tools: ToolFormat) -> None:
     assert not any(isinstance(delta, CallBroken) for delta in deltas)
 
 
-@pytest.mark.parametrize("tools", [HERMES, MISTRAL_LIST, MISTRAL, MISTRAL_CALL_ID], ids=lambda tools: tools.name)
+@pytest.mark.parametrize(
+    "tools", [HERMES, MISTRAL_LIST, MISTRAL, MISTRAL_CALL_ID, GLM_4_5], ids=lambda tools: tools.name
+)
 def test_text_stands_before_calls(tools: ToolFormat) -> None:
     """White space between text and call belongs to the call."""
     assert gathered(parse(tools, ["I look.  \n" + written(tools, *CALLS)])) == ("I look.", CALLS)
 
 
-@pytest.mark.parametrize("tools", [HERMES, MISTRAL_LIST, MISTRAL], ids=lambda tools: tools.name)
+@pytest.mark.parametrize("tools", [HERMES, MISTRAL_LIST, MISTRAL, GLM_4_7], ids=lambda tools: tools.name)
 def test_text_after_a_call_is_text(tools: ToolFormat) -> None:
     assert gathered(parse(tools, [written(tools, *CALLS[:1]) + "\n\nThere."])) == ("There.", CALLS[:1])
 
@@ -104,6 +118,9 @@ NO_CALLS = {
     "a bracket": (MISTRAL, "[TOOL_CALLS]x[0] = 1"),
     "a long head": (MISTRAL, "[TOOL_CALLS]" + "a" * 300 + "[ARGS]{}"),
     "no object": (MISTRAL, "[TOOL_CALLS]add[ARGS][1]"),
+    "an unknown name": (GLM_4_5, "<tool_call>hack\n<arg_key>a</arg_key>\n</tool_call>"),
+    "no tag": (GLM_4_7, "<tool_call>add a</tool_call>"),
+    "an end in a name": (GLM_4_7, "x <tool_call>ad"),
 }
 
 
@@ -154,6 +171,40 @@ def test_a_call_after_one_that_broke_off() -> None:
     ]
     assert gathered(deltas[4:]) == ("", CALLS[:1])
     assert [delta.index for delta in deltas if isinstance(delta, CallBegan)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("rest", "shown"),
+    [
+        ("<arg_key>a</arg_key><arg_value>1", '{"a": '),
+        ("<arg_key>city</arg_key><arg_value>x</arg_", '{"city": "x'),
+        ("<arg_key>a</arg_key><arg_value>1</arg_value>", '{"a": 1'),
+        ("<arg_key>a", "{"),
+    ],
+)
+def test_pairs_that_break_off_are_left_as_they_are(rest: str, shown: str) -> None:
+    written = f"<tool_call>look{rest}"
+    assert parse(GLM_4_7, [written]) == [CallBegan(0, "id0", "look"), CallArguments(0, shown), CallBroken(0, written)]
+
+
+def test_values_have_the_types_of_their_schema() -> None:
+    """A string is taken as it is written; other values are JSON, and text where they are none."""
+    either = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    kinds = {"s": {"type": "string"}, "n": {"type": "integer"}, "e": either, "f": {"type": ["string", "number"]}}
+    values = {"s": ' 1\n"', "n": " 12 ", "e": "12", "f": "1", "x": "a b", "y": "NaN", "z": '{"a": [1]}'}
+    text = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items())
+    parser = PairParser(GLM_4_5, {"f": {"properties": kinds}}, lambda: "id")
+    found = gathered(parser.push(f"<tool_call>f\n{text}</tool_call>") + parser.finish())
+    expected = {"s": ' 1\n"', "n": 12, "e": "12", "f": 1, "x": "a b", "y": "NaN", "z": {"a": [1]}}
+    assert found == ("", [("f", expected)])
+
+
+def test_strings_in_pairs_come_as_they_are_written() -> None:
+    parser = PairParser(GLM_4_5, FUNCTIONS, lambda: "id")
+    text = "<tool_call>look\n<arg_key>city</arg_key>\n<arg_value>x\n<y</arg_value>\n</tool_call>"
+    deltas = [delta for char in text for delta in parser.push(char)]
+    seen = [delta.text for delta in deltas if isinstance(delta, CallArguments)]
+    assert seen == ["{", '"city": ', '"', "x", "\\n", "<y", '"', "}"]
 
 
 def test_what_follows_arguments_breaks_no_call() -> None:
@@ -215,6 +266,9 @@ PIECES = st.sampled_from(
             '"a": "b',
             '"a": {}',
             "[TOOL_CALLS]add[ARGS]{",
+            "<tool_call>look\n<arg_key>",
+            "</arg_key>\n<arg_value>",
+            "</arg_value>",
         ),
     ]
 )

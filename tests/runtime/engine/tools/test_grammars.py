@@ -13,7 +13,7 @@ from support.tool_calls import FORMATS, written
 from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.artifact.schema import Text
 from pi_runtime.engine.events import CallArguments, CallBegan, CallBroken, TextDelta, joined
-from pi_runtime.engine.tools.formats import HERMES, LLAMA_3, MISTRAL_LIST, ToolFormat
+from pi_runtime.engine.tools.formats import GLM_4_5, HERMES, LLAMA_3, MISTRAL_LIST, ToolFormat
 from pi_runtime.engine.tools.output import OutputFormat
 from pi_runtime.engine.tools.reasoning import ReasoningFormat
 from pi_runtime.errors import Setting, UsageError
@@ -22,8 +22,9 @@ from pi_runtime.text.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
 THINK = ReasoningFormat("<think>", "</think>")
+ARGUMENT_TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 MARKERS = {
-    **dict.fromkeys(("<tool_call>", "</tool_call>", "<think>", "</think>"), False),
+    **dict.fromkeys(("<tool_call>", "</tool_call>", "<think>", "</think>", *ARGUMENT_TAGS), False),
     **dict.fromkeys(("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>"), True),
 }
 """Whether they are special where they are tokens."""
@@ -50,7 +51,7 @@ def closed(**properties: Any) -> dict[str, Any]:
 
 LOOK = function("look", closed(city={"type": "string"}), strict=True)
 ADD = function("add", closed(a={"type": "integer"}))
-CITY, SUM, WRONG = ("look", {"city": "x"}), ("add", {"a": 1}), ("look", {"city": 1})
+CITY, SUM, WRONG = ("look", {"city": "x"}), ("add", {"a": 1}), ("look", {"city": "x", "b": 1})
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["spelled markers", "marker tokens"])
@@ -150,6 +151,9 @@ def test_what_is_impossible_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(UsageError) as refused:
         form(HERMES, tokenizer).grammar("", tools=[ADD, function("x", {"type": "array"})], choice="required")
     assert refused.value.setting == Setting("tools[1].function.parameters")
+    with pytest.raises(UsageError, match="anyOf of all arguments together") as refused:
+        form(GLM_4_5, tokenizer).grammar("", tools=[function("x", {"anyOf": [closed()]})], choice="required")
+    assert refused.value.setting == Setting("tools[0].function.parameters")
 
 
 def test_a_function_without_parameters(tokenizer: Tokenizer) -> None:
