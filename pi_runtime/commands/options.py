@@ -147,4 +147,7 @@ class BenchOptions:
     prompt_tokens: Annotated[str, typer.Option(help="Lengths of the prompts of --bench.")] = "64,512"
     repetitions: Annotated[int, typer.Option(help="Runs of each test of --bench.")] = 5
     seconds: Annotated[float, typer.Option(help="Most time that --bench takes; 0 sets no limit.")] = 60
+    beside: Annotated[
+        Path | None, typer.Option(metavar="GGUF", help="Measure llama.cpp with this file too, in turns with --bench.")
+    ] = None
     as_markdown: Annotated[bool, typer.Option("--md", help="Print the result of --bench as Markdown.")] = False

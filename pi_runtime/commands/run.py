@@ -108,7 +108,7 @@ def run(
 _FLAGS_OF = {
     "--chat": ("system",),
     "--prompts": ("slots", "piece"),
-    "--bench": ("batches", "prompt_tokens", "repetitions", "seconds"),
+    "--bench": ("batches", "prompt_tokens", "repetitions", "seconds", "beside"),
 }
 """Options that no other task takes."""
 
@@ -240,7 +240,8 @@ def _measure(artifact: Path, options: ModelOptions, bench: BenchOptions, *, as_j
     spec = BenchSpec.parse(bench.batches, bench.prompt_tokens, bench.repetitions, bench.seconds, options.threads)
     shown = {"as_json": as_json, "as_markdown": bench.as_markdown}
     if options.ram_budget is None:
-        run_bench(artifact, lambda mode: _opened(artifact, replace(options, mode=mode)), options.mode, spec, **shown)
+        opened = lambda mode: _opened(artifact, replace(options, mode=mode))  # noqa: E731
+        run_bench(artifact, opened, options.mode, spec, beside=bench.beside, **shown)
     else:
         within = lambda budget: _opened(artifact, replace(options, ram_budget=budget))  # noqa: E731
         run_sweep(artifact, within, options.ram_budget, spec, **shown)

@@ -3,27 +3,36 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pi_runtime import console
 from pi_runtime.commands.bench import ram_sweep, rendering
+from pi_runtime.commands.bench.beside import LlamaCpp
 from pi_runtime.commands.bench.measurement import Bench, BenchSpec
 from pi_runtime.commands.bench.ram_sweep import BudgetRow
 from pi_runtime.engine.model import Model
 
 
 def run_bench(
-    path: Path, open_model: Callable[[str], Model], mode: str, spec: BenchSpec, *, as_json: bool, as_markdown: bool
+    path: Path,
+    open_model: Callable[[str], Model],
+    mode: str,
+    spec: BenchSpec,
+    *,
+    beside: Path | None,
+    as_json: bool,
+    as_markdown: bool,
 ) -> None:
-    """Measure an artifact in a mode and dense, and print the result."""
-    bench = Bench(path, spec, open_model)
+    """Measure an artifact in a mode and dense, and llama.cpp with the file `beside`, and print the result."""
+    bench = Bench(path, spec, open_model, None if beside is None else partial(LlamaCpp, beside))
     try:
         with console.progress("measuring", "tests") as bar:
             bench.run(mode, bar)
     finally:
         if bench.rows:
-            rows = [rendering.values(row) for row in bench.rows]
+            rows = [rendering.values(*pair) for pair in rendering.with_dense(bench.rows)]
             drafted = [asdict(answer) for answer in bench.drafted]
             figures = {"device": bench.device, "threads": spec.threads, "rows": rows, "drafts": drafted}
             figures["left_out"] = bench.left_out

@@ -1,15 +1,18 @@
-"""Timing decoding in batches, and prompts, of one artifact, mode after mode, within a limit of time.
+"""Timing decoding in batches, and prompts, of one artifact, its modes in turns, within a limit of time.
 
 Shape letters: L layers.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from statistics import mean, stdev
-from typing import Literal
+from statistics import mean, median, stdev
+from typing import Literal, Protocol
 
 import numba
 import numpy as np
@@ -23,8 +26,6 @@ from pi_runtime.console import Progress, size
 from pi_runtime.engine.model import Model
 from pi_runtime.errors import Setting, UsageError
 from pi_runtime.execution.devices import available_memory
-from pi_runtime.execution.executor import SequenceStep
-from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.sequence.sampling import Sampling
 
 ANSWER_TOKENS = 64
@@ -68,7 +69,7 @@ def _numbers(name: str, value: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
     """One measurement: a mode, a batch or a prompt, and the seconds of each repetition."""
 
@@ -80,9 +81,9 @@ class Row:
     """Tokens of each sequence in one step, or of the prompt."""
     seconds: tuple[float, ...]
     """Time of a step, or of the prompt, in each repetition."""
-    own_share_L: tuple[float, ...] | None
+    own_share_L: tuple[float, ...] | None = None
     """Share of a layer's neurons that one token keeps, mean over the tokens; None for prompts, which are dense."""
-    union_share_L: tuple[float, ...] | None
+    union_share_L: tuple[float, ...] | None = None
     """Share of a layer's neurons that any token of a step keeps, mean over the steps."""
 
     @property
@@ -94,6 +95,14 @@ class Row:
     def tokens_per_s(self) -> float:
         """The mean of the rates of all repetitions."""
         return mean(self.rates)
+
+    def times(self, other: "Row") -> tuple[float, float, float]:
+        """How many times as fast as another row of the same test: the median of the turns, the least, the greatest.
+
+        The median of many turns lies between the two with a probability of 1 − 2^(1 − n), which is 94 % for n = 5.
+        """
+        found = sorted(theirs / own for own, theirs in zip(self.seconds, other.seconds, strict=False))
+        return median(found), found[0], found[-1]
 
     @property
     def deviation(self) -> float | None:
@@ -135,6 +144,40 @@ class DraftedAnswer:
         )
 
 
+class Contender(Protocol):
+    """What is timed: a model in a mode, or another engine's."""
+
+    @property
+    def mode(self) -> str:
+        """Its name."""
+
+    @property
+    def most(self) -> float:
+        """Most sequences that it decodes together."""
+
+    @property
+    def held(self) -> int:
+        """Sequences that are there."""
+
+    def bytes_for(self, batch: int, /) -> int:
+        """Bytes of keys and values that so many sequences take."""
+
+    def grow(self, batch: int, /) -> None:
+        """See to it that there are `batch` sequences at least."""
+
+    def seconds_a_step(self, batch: int, /) -> float:
+        """Mean time of a step of the first `batch` sequences."""
+
+    def read_prompt(self, tokens: int) -> float:
+        """Read a prompt of random tokens; returns the time."""
+
+    def shares(self, batch: int, /) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+        """(Own share, union's share) of each layer, where they are known."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
 def modes_of(manifest: Manifest, wanted: str) -> tuple[str, ...]:
     """The modes to compare: the one asked for, if it leaves out anything in this artifact, and dense."""
     sparse = wanted != "dense" and not (wanted == "auto" and all(RUNGS[layer.rung].dense for layer in manifest.layers))
@@ -149,6 +192,8 @@ class Bench:
     spec: BenchSpec
     open_model: Callable[[str], Model]
     """Opens the artifact in a mode, and says what the user should know."""
+    beside: Callable[[int, int], Contender] | None = None
+    """Opens another engine's model, with a context and threads."""
     rows: list[Row] = field(default_factory=list)
     drafted: list[DraftedAnswer] = field(default_factory=list)
     """An answer with drafts in each mode for which there was time."""
@@ -162,23 +207,44 @@ class Bench:
     def run(self, wanted: str, progress: Progress) -> None:
         """Measure in the mode asked for, and dense."""
         with Artifact.open(self.path) as artifact:
-            modes = modes_of(artifact.manifest, wanted)
-        self._waiting = total = len(modes) * (len(self.spec.batches) + len(self.spec.prompts))
-        for mode in modes:
-            with self.open_model(mode) as model:
-                self._check_room(model)
-                self.device = model.device
-                model.warm_up()
-                if mode == modes[0]:
+            modes = [*modes_of(artifact.manifest, wanted)]
+        tests = len(self.spec.batches) + len(self.spec.prompts)
+        self._waiting = total = len(modes) * tests
+        while modes:
+            with ExitStack() as stack:
+                models = [stack.enter_context(self.open_model(modes.pop(0)))]
+                # A GPU may not hold the weights twice: its modes come one after the other.
+                while modes and not models[0].device.startswith("cuda"):
+                    models.append(stack.enter_context(self.open_model(modes.pop(0))))
+                self._check_room(models[0])
+                self.device = models[0].device
+                contenders: list[Contender] = [self._contender(model, stack) for model in models]
+                if self.beside is not None:
+                    contenders.append(stack.enter_context(closing(self.beside(models[0].context, self.spec.threads))))
+                if self._end == math.inf:
                     self._end = time.perf_counter() + (self.spec.limit_s or math.inf)
                 progress(total - self._waiting, total)
-                for row in self._rows(model):
-                    self._waiting -= 1
-                    self.rows += [] if row is None else [row]
+                for rows in chain(self._decode(contenders), self._prompts(contenders, models[0].context)):
+                    self._waiting -= len(models)
+                    self.rows += rows
                     progress(total - self._waiting, total)
-                token_s = [mean(r.seconds) for r in self.rows if (r.mode, r.phase, r.batch) == (mode, "decode", 1)]
-                if token_s and ANSWER_TOKENS * token_s[0] < self._end - time.perf_counter():
-                    self.drafted.append(DraftedAnswer.of(model))
+                for model in models:
+                    self._draft(model)
+
+    def _contender(self, model: Model, stack: ExitStack) -> Sequences:
+        model.warm_up()
+        if model.mode == "dense":
+            return Sequences(model, None)
+        cache_format = "q8" if model.executor.new_pool().format == "q8" else "auto"
+        kept = KeptNeurons(
+            self.path, model.mode, context=model.context, threads=self.spec.threads, cache_format=cache_format
+        )
+        return Sequences(model, stack.enter_context(closing(kept)))
+
+    def _draft(self, model: Model) -> None:
+        token_s = [mean(r.seconds) for r in self.rows if (r.mode, r.phase, r.batch) == (model.mode, "decode", 1)]
+        if token_s and ANSWER_TOKENS * token_s[0] < self._end - time.perf_counter():
+            self.drafted.append(DraftedAnswer.of(model))
 
     def _check_room(self, model: Model) -> None:
         if model.context < LEAD + STEPS:
@@ -188,63 +254,46 @@ class Bench:
                 remedy=("raise ", Setting("context")),
             )
 
-    def _rows(self, model: Model) -> Iterator[Row | None]:
-        kept = None if model.mode == "dense" else self._kept_neurons(model)
-        try:
-            yield from self._decode(model, Sequences(model, kept))
-        finally:
-            if kept is not None:
-                kept.close()
-        yield from self._prompts(model)
-
-    def _kept_neurons(self, model: Model) -> KeptNeurons:
-        cache_format = "q8" if model.executor.new_pool().format == "q8" else "auto"
-        return KeptNeurons(
-            self.path, model.mode, context=model.context, threads=self.spec.threads, cache_format=cache_format
-        )
-
-    def _decode(self, model: Model, sequences: Sequences) -> Iterator[Row | None]:
-        token_s = 0.0  # of one sequence in the last batch
+    def _decode(self, contenders: Sequence[Contender]) -> Iterator[list[Row]]:
+        token_s = 0.0  # of one sequence of each in the last batch
         for batch in self.spec.batches:
-            what, available = f"{model.mode}, batch {batch}", available_memory()
-            if available is not None and sequences.bytes_for(batch) > available:
-                needs = f"needs {size(sequences.bytes_for(batch))} for keys and values"
-                self.left_out.append(f"{what}: {needs}, {size(available)} of memory are available")
-                yield None
+            those = [one for one in contenders if batch <= one.most]
+            what, available = f"batch {batch}", available_memory()
+            needs = sum(one.bytes_for(batch) for one in those)
+            if available is not None and needs > available:
+                needed = f"needs {size(needs)} for keys and values"
+                self.left_out.append(f"{what}: {needed}, {size(available)} of memory are available")
+                yield []
                 continue
             # Each new sequence is sampled, and then runs with its neurons listed, which takes about twice as long.
-            new = max(0, batch - len(sequences)) * (LEAD + 3 * STEPS)
+            new = max(0, batch - those[0].held) * (LEAD + 3 * STEPS)
             if not self._has_time(what, token_s * (new + batch * (1 + STEPS))):
-                yield None
+                yield []
                 continue
             began = time.perf_counter()
-            sequences.grow(batch)
-            seconds = self._repeat(lambda batch=batch: sequences.seconds_a_step(batch), STEPS, began)  # type: ignore[misc]
-            token_s = seconds[-1] / batch
-            own_L, union_L = sequences.shares(batch)
-            yield Row(
-                mode=model.mode, phase="decode", batch=batch, tokens=1, seconds=seconds,
-                own_share_L=own_L, union_share_L=union_L,
-            )  # fmt: skip
+            for one in those:
+                one.grow(batch)
+            seconds = self._in_turns([partial(one.seconds_a_step, batch) for one in those], STEPS, began)
+            token_s = sum(each[-1] for each in seconds) / batch
+            yield [
+                Row(one.mode, "decode", batch, 1, each, *one.shares(batch))
+                for one, each in zip(those, seconds, strict=True)
+            ]
 
-    def _prompts(self, model: Model) -> Iterator[Row | None]:
+    def _prompts(self, contenders: Sequence[Contender], context: int) -> Iterator[list[Row]]:
         token_s = 0.0
         for tokens in self.spec.prompts:
-            what = f"{model.mode}, prompt of {tokens}"
-            if tokens > model.context:
-                self.left_out.append(f"{what}: the context has {model.context} tokens")
-                yield None
+            what = f"prompt of {tokens}"
+            if tokens > context:
+                self.left_out.append(f"{what}: the context has {context} tokens")
+                yield []
             elif not self._has_time(what, token_s * tokens):
-                yield None
+                yield []
             else:
-                cache = model.new_cache()
-                run = lambda tokens=tokens, cache=cache: _read_prompt(model, cache, tokens)  # noqa: E731
-                seconds = self._repeat(run, 1, time.perf_counter())
-                token_s = seconds[-1] / tokens
-                yield Row(
-                    mode=model.mode, phase="prompt", batch=1, tokens=tokens, seconds=seconds,
-                    own_share_L=None, union_share_L=None,
-                )  # fmt: skip
+                runs = [partial(one.read_prompt, tokens) for one in contenders]
+                seconds = self._in_turns(runs, 1, time.perf_counter())
+                token_s = sum(each[-1] for each in seconds) / tokens
+                yield [Row(one.mode, "prompt", 1, tokens, each) for one, each in zip(contenders, seconds, strict=True)]
 
     def _has_time(self, what: str, expected_s: float) -> bool:
         left = self._end - time.perf_counter()
@@ -252,25 +301,19 @@ class Bench:
             self.left_out.append(f"{what}: would take about {expected_s:.0f} s, {max(0, left):.0f} s are left")
         return not self.rows or expected_s <= left
 
-    def _repeat(self, run: Callable[[], float], runs_of: int, began: float) -> tuple[float, ...]:
-        """Run `spec.repetitions` times, or fewer where this measurement's part of the time is used up, but once."""
-        share = (self._end - began) / max(1, self._waiting)
-        found: list[float] = []
-        if runs_of > 1:
+    def _in_turns(self, runs: Sequence[Callable[[], float]], runs_of: int, began: float) -> list[tuple[float, ...]]:
+        """Run all `spec.repetitions` times, or fewer where this test's part of the time is used up, but once.
+
+        They take turns, forwards and backwards, so that what else the machine does meets all of them.
+        """
+        share = (self._end - began) * len(runs) / max(1, self._waiting)
+        found: list[list[float]] = [[] for _ in runs]
+        for run in runs if runs_of > 1 else ():
             run()  # wakes the threads, and brings weights into memory
-        while len(found) < self.spec.repetitions:
-            found.append(run())
-            if time.perf_counter() - began + runs_of * found[-1] > share:
+        for repetition in range(self.spec.repetitions):
+            order = range(len(runs))
+            for n in order if repetition % 2 == 0 else reversed(order):
+                found[n].append(runs[n]())
+            if time.perf_counter() - began + runs_of * sum(each[-1] for each in found) > share:
                 break
-        return tuple(found)
-
-
-def _read_prompt(model: Model, cache: KVCache, tokens: int) -> float:
-    """Read a prompt of random tokens into a cache, which is emptied first; returns the time."""
-    token_T = np.random.default_rng(0).integers(0, model.manifest.decoder.vocab_size, tokens)
-    cache.truncate(0)
-    began = time.perf_counter()
-    for start in range(0, tokens, model.executor.block_tokens):
-        block = token_T[start : start + model.executor.block_tokens]
-        model.executor.step([SequenceStep(cache=cache, tokens=block, select=False)])
-    return time.perf_counter() - began
+        return [tuple(each) for each in found]

@@ -12,6 +12,10 @@ from pi_runtime.kernels.codegen.isa import ISA
 
 CURVE = "curve"
 """The name of the column with bars."""
+COLUMNS = """\
+× alone: over one sequence. × dense: over dense in turns, median (least to greatest). own: neurons that a token keeps.
+union: those that any of the sequences keeps, which are the ones read: mean (least to greatest) of the layers."""
+"""What the columns of rows mean."""
 
 
 def report(path: Path, **figures: Any) -> dict[str, Any]:
@@ -21,8 +25,8 @@ def report(path: Path, **figures: Any) -> dict[str, Any]:
     return {**described, "processor": processor_name(), "isa": ISA.name, **figures}
 
 
-def values(row: Row) -> dict[str, Any]:
-    """A row as plain values."""
+def values(row: Row, dense: Row | None) -> dict[str, Any]:
+    """A row as plain values; `dense` is the dense one of its test."""
     return {
         "mode": row.mode,
         "phase": row.phase,
@@ -32,15 +36,23 @@ def values(row: Row) -> dict[str, Any]:
         "tokens_per_s": row.tokens_per_s,
         "tokens_per_s_deviation": row.deviation,
         "seconds": row.seconds,
+        "times_dense": None if dense is None else row.times(dense),
         "own_share_by_layer": row.own_share_L,
         "union_share_by_layer": row.union_share_L,
     }
 
 
+def with_dense(rows: Sequence[Row]) -> list[tuple[Row, Row | None]]:
+    """Each row with the dense one of the same test, where there is one."""
+    dense = {(row.phase, row.batch, row.tokens): row for row in rows if row.mode == "dense"}
+    return [(row, dense.get((row.phase, row.batch, row.tokens))) for row in rows]
+
+
 def text(found: Mapping[str, Any], cells: Sequence[Mapping[str, str]]) -> str:
     """The result for a terminal."""
     facts = [(key, value) for key, value in _facts(found) if value]
-    return console.text_of(console.facts(facts), *([console.table(cells, left=[CURVE])] if cells else []))
+    table = console.text_of(console.facts(facts), *([console.table(cells, left=[CURVE])] if cells else []))
+    return f"{table}\n\n{COLUMNS}" if "rows" in found else table
 
 
 def markdown(found: Mapping[str, Any], cells: Sequence[Mapping[str, str]]) -> str:
@@ -76,7 +88,7 @@ def cells(rows: Sequence[Row]) -> list[dict[str, str]]:
     """The rows of a table, every value as it is shown."""
     alone = {row.mode: row.tokens_per_s for row in rows if row.phase == "decode" and row.batch == 1}
     found = []
-    for row in rows:
+    for row, dense in with_dense(rows):
         decodes = row.phase == "decode"
         ratio = row.tokens_per_s / alone[row.mode] if decodes and row.mode in alone else None
         found.append(
@@ -85,6 +97,7 @@ def cells(rows: Sequence[Row]) -> list[dict[str, str]]:
                 "test": f"decode × {row.batch}" if decodes else f"prompt of {row.tokens}",
                 "tokens/s": f"{row.tokens_per_s:.1f}" + ("" if row.deviation is None else f" ± {row.deviation:.1f}"),
                 "× alone": "–" if ratio is None else f"{ratio:.2f}",
+                "× dense": "–" if dense in (None, row) else "{:.2f} ({:.2f} to {:.2f})".format(*row.times(dense)),
                 "ms": f"{1e3 * sum(row.seconds) / len(row.seconds):.1f}",
                 "own": _share(row.own_share_L),
                 "union (layers)": _share(row.union_share_L, spread=True),

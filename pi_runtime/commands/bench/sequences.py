@@ -4,6 +4,7 @@ So a batch fires what texts fire, and needs no text. Shape letters: L layers, B 
 layer.
 """
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -23,14 +24,20 @@ LEAD, STEPS = 8, 4
 class Sequences:
     """Sequences that grow in number, each with `LEAD` tokens held and `STEPS` more that are its next ones."""
 
+    most = math.inf
+    """Most sequences that are decoded together."""
+
     def __init__(self, model: Model, kept: KeptNeurons | None) -> None:
+        self.mode = model.mode
         self._model, self._kept = model, kept
         self._pool = model.executor.new_pool()
         self._caches: list[KVCache] = []
         self._tokens: list[list[int]] = []
         self._kept_LBN: list[Flags] = []
 
-    def __len__(self) -> int:
+    @property
+    def held(self) -> int:
+        """Sequences that are there."""
         return len(self._caches)
 
     def bytes_for(self, batch: int) -> int:
@@ -39,7 +46,7 @@ class Sequences:
 
     def grow(self, batch: int) -> None:
         """See to it that there are `batch` sequences at least."""
-        if not (new := range(len(self), batch)):
+        if not (new := range(self.held, batch)):
             return
         self._sample(new)
         if self._kept is not None:
@@ -82,6 +89,16 @@ class Sequences:
         self._rewind(numbers)
         return taken / STEPS
 
+    def read_prompt(self, tokens: int) -> float:
+        """Read a prompt of random tokens into an empty cache; returns the time."""
+        executor, cache = self._model.executor, self._model.new_cache()
+        token_T = np.random.default_rng(0).integers(0, self._model.manifest.decoder.vocab_size, tokens)
+        began = time.perf_counter()
+        for start in range(0, tokens, executor.block_tokens):
+            block = token_T[start : start + executor.block_tokens]
+            executor.step([SequenceStep(cache=cache, tokens=block, select=False)])
+        return time.perf_counter() - began
+
     def shares(self, batch: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """(Own share, union's share) of each layer, for the first `batch` sequences."""
         if self._kept is None:
@@ -91,3 +108,7 @@ class Sequences:
         own_L = np.mean([kept_LBN.mean((1, 2)) for kept_LBN in some], axis=0)
         union_L = np.mean([kept_LBN.any(1).mean(1) for kept_LBN in some], axis=0)
         return tuple(own_L.tolist()), tuple(union_L.tolist())
+
+    def close(self) -> None:
+        """Let go of its sequences; the model is closed by whoever opened it."""
+        self._caches.clear()

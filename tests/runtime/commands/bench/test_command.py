@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.documents import assert_as_documented
+from support.paths import ROOT
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime.commands.bench import ram_sweep
@@ -14,7 +15,7 @@ from pi_runtime.commands.bench.sequences import Sequences
 Run = Callable[..., tuple[int, str, str]]
 
 BRIEF = ("--bench", "--batches", "1,3", "--prompt-tokens", "5,500", "--repetitions", "2", "--device", "cpu")
-LEFT_OUT = [f"{mode}, prompt of 500: the context has 96 tokens" for mode in ("auto", "dense")]
+LEFT_OUT = ["prompt of 500: the context has 96 tokens"]
 
 
 def test_json(run: Run, random_path: Path) -> None:
@@ -27,13 +28,14 @@ def test_json(run: Run, random_path: Path) -> None:
     assert found["digest"].encode() in random_path.read_bytes()
     assert found["left_out"] == LEFT_OUT
     assert [(r["mode"], r["phase"], r["batch"], r["tokens"]) for r in found["rows"]] == [
-        (mode, *test) for mode in ("auto", "dense") for test in [("decode", 1, 1), ("decode", 3, 1), ("prompt", 1, 5)]
+        (mode, *test) for test in [("decode", 1, 1), ("decode", 3, 1), ("prompt", 1, 5)] for mode in ("auto", "dense")
     ]
     assert [answer["mode"] for answer in found["drafts"]] == ["auto", "dense"]
     assert all(answer["tokens"] > 1 and answer["tokens_per_s"] > 0 for answer in found["drafts"])
     row = found["rows"][1]
     assert row.keys() == {
         "mode", "phase", "batch", "tokens", "repetitions", "tokens_per_s", "tokens_per_s_deviation", "seconds",
+        "times_dense",
         "own_share_by_layer", "union_share_by_layer",
     }  # fmt: skip
     assert len(row["union_share_by_layer"]) == 3
@@ -46,11 +48,24 @@ def test_a_table(run: Run, random_path: Path) -> None:
     assert code == 0
     assert lines[0].startswith("artifact   random.pi, ")
     head = next(n for n, line in enumerate(lines) if line.startswith("mode"))
-    assert lines[head].split() == ["mode", "test", "tokens/s", "×", "alone", "ms", "own", "union", "(layers)", "runs"]
+    assert lines[head].split() == [
+        "mode",
+        "test",
+        "tokens/s",
+        "×",
+        "alone",
+        "×",
+        "dense",
+        "ms",
+        "own",
+        "union",
+        "(layers)",
+        "runs",
+    ]
     assert [line.split()[:3] for line in lines[head + 1 :]][:3] == [
-        ["auto", "decode", "×"], ["auto", "decode", "×"], ["auto", "prompt", "of"]
+        ["auto", "decode", "×"], ["dense", "decode", "×"], ["auto", "decode", "×"]
     ]  # fmt: skip
-    assert lines[head + 4].endswith("100.0%  100.0% (100.0% to 100.0%)     2")
+    assert lines[head + 2].endswith("100.0%  100.0% (100.0% to 100.0%)     2")
 
 
 def test_markdown(run: Run, random_path: Path) -> None:
@@ -59,8 +74,8 @@ def test_markdown(run: Run, random_path: Path) -> None:
     assert code == 0
     assert told.startswith("random.pi, ")
     assert empty == ""
-    assert (head.count("|"), rule.count("|"), len(rows)) == (9, 9, 6)
-    assert all(row.count("|") == 9 for row in rows)
+    assert (head.count("|"), rule.count("|"), len(rows)) == (10, 10, 6)
+    assert all(row.count("|") == 10 for row in rows)
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"], ["--md"]], ids=["text", "json", "markdown"])
@@ -77,10 +92,24 @@ def test_ctrl_c_prints_what_there_is(
 
     monkeypatch.setattr(Sequences, "seconds_a_step", interrupted)
     code, out, err = run(random_path, *BRIEF, "--seconds", 0, *flags)
-    assert (code, calls) == (130, [1, 1, 1, 3])
-    assert "decode" in out
-    assert "dense" not in out
+    assert (code, calls) == (130, [1] * 6 + [3])
+    assert "decode × 1" in out or '"batch": 1' in out
+    assert "decode × 3" not in out
     assert err.endswith("interrupted\n")
+
+
+def test_llama_cpp_beside_it(run: Run, random_path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    from support.gguf_files import write_gguf
+
+    write_gguf(ROOT / "recipes" / "demo", tmp_path / "a.gguf", "f32")
+    brief = [str(part) for part in BRIEF]
+    code, out, err = run(random_path, *brief, "--beside", tmp_path / "a.gguf", "--json")
+    assert code == 0, err
+    assert [row["batch"] for row in json.loads(out)["rows"] if row["mode"] == "llama.cpp"] == [1, 1]
+    (tmp_path / "b.gguf").write_text("none")
+    assert run(random_path, *brief, "--beside", tmp_path / "b.gguf")[0] == 3
 
 
 def test_ctrl_c_before_anything_is_measured(run: Run, random_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
