@@ -37,6 +37,8 @@ def run_bench(
             figures = {"device": bench.device, "threads": spec.threads, "rows": rows, "drafts": drafted}
             figures["left_out"] = bench.left_out
             _print(rendering.report(path, **figures), rendering.cells(bench.rows), as_json, as_markdown)
+        for slow in rendering.slower_than_dense(bench.rows):
+            console.say(f"dense is quicker than {slow} here: --mode dense")
         for reason in bench.left_out:
             console.say(f"left out: {reason}")
 

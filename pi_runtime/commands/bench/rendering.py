@@ -48,6 +48,12 @@ def with_dense(rows: Sequence[Row]) -> list[tuple[Row, Row | None]]:
     return [(row, dense.get((row.phase, row.batch, row.tokens))) for row in rows]
 
 
+def slower_than_dense(rows: Sequence[Row]) -> list[str]:
+    """Modes of this artifact that decode one sequence more slowly than dense in every turn."""
+    alone = [(row, dense) for row, dense in with_dense(rows) if (row.phase, row.batch) == ("decode", 1)]
+    return [row.mode for row, dense in alone if dense and row.own_share_L and row.times(dense)[2] < 1]
+
+
 def text(found: Mapping[str, Any], cells: Sequence[Mapping[str, str]]) -> str:
     """The result for a terminal."""
     facts = [(key, value) for key, value in _facts(found) if value]

@@ -11,6 +11,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.commands.bench import measurement
 from pi_runtime.commands.bench.measurement import Bench, BenchSpec, Row, modes_of
+from pi_runtime.commands.bench.rendering import slower_than_dense
 from pi_runtime.commands.bench.sequences import Sequences
 from pi_runtime.errors import UsageError
 
@@ -112,6 +113,10 @@ def test_ratios_are_of_turns() -> None:
     fields = {"phase": "decode", "batch": 1, "tokens": 1, "own_share_L": None, "union_share_L": None}
     own, dense = (Row(mode=mode, seconds=s, **fields) for mode, s in (("auto", (1, 2, 4)), ("dense", (2, 2, 4.4))))  # type: ignore[arg-type]
     assert own.times(dense) == pytest.approx((1.1, 1, 2))
+    shares = {"own_share_L": (0.5,), "union_share_L": (0.5,)}
+    slow = Row("auto", "decode", 1, 1, (3, 3, 4.5), **shares)  # type: ignore[arg-type]
+    assert slower_than_dense([slow, dense]) == ["auto"]
+    assert slower_than_dense([own, dense, dense]) == []
 
 
 def test_models_are_closed_where_a_test_fails(random_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
