@@ -25,10 +25,14 @@ def recipe(steps: int) -> SparsifyRecipe:
     """ReLU above a threshold in place of SiLU, which is set so that 85 % of the neurons are 0 at the end."""
     data = default_sparsify_recipe("dense").model_dump()
     data["stages"] = [{"steps": steps, "penalty": 0.0, "curve": "constant"}]
-    data["train"] |= {"window": 128, "micro_batch": 16, "learning_rate": 1e-3, "warmup_steps": steps // 10}
+    data["train"] |= {
+        "window": 128,
+        "micro_batch": 16,
+        "learning_rate": 1e-3,
+        "distillation": 0.0,
+        "warmup_steps": steps // 10,
+    }
     data["corpus"] |= {"tune_tokens": 8_192, "report_tokens": 16_384}
-    data["target"] |= {"activation": "fatrelu"}
-    data["steer"] |= {"sparsity": 0.85}
     data["run"] |= {"every": max(1, steps // 5)}
     return SparsifyRecipe.model_validate(data)
 

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,7 +79,11 @@ def init(
         bool, typer.Option("--sparsify", help="Write a recipe of sparsify, for a model that is not sparse.")
     ] = False,
     activation: Annotated[
-        str, typer.Option(help="A GGUF file's activation, such as relu. Default: what llama.cpp takes.")
+        str,
+        typer.Option(
+            help="A GGUF file's activation, such as relu. Default: what llama.cpp takes. With --sparsify what it "
+            "becomes: fatrelu (the default), relu, drelu or relu2."
+        ),
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing recipe.")] = False,
     as_json: Json = False,
@@ -95,7 +100,8 @@ def init(
         from pi_compile.sparsification.model import check_base
         from pi_compile.sparsification.recipe import default_sparsify_recipe
 
-        kind = {"make": default_sparsify_recipe, "check": check_base}
+        make = partial(default_sparsify_recipe, activation=activation or "fatrelu")
+        kind, activation = {"make": make, "check": lambda found: opened.append(check_base(found))}, ""
     recipe = create_recipe(
         model,
         output,
@@ -110,6 +116,10 @@ def init(
     if as_json:
         console.print_json({"recipe": str(output), **recipe.model_dump()})
     elif for_sparsify:
+        if opened[0].decoder.sparse:
+            console.say(
+                f"{model} is sparse already ({opened[0].decoder.activation}): pi-compile init without --sparsify"
+            )
         console.say(f"{output}: written; next: pi-compile sparsify {output} -o FOLDER")
     else:
         for line in steps_after_init(output, opened[0]):

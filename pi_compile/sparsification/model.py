@@ -31,8 +31,8 @@ def open_base(section: ModelSection, folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def check_base(checkpoint: Checkpoint) -> None:
-    """Check that a checkpoint's FFNs can take another activation.
+def check_base(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint, once its FFNs can take another activation.
 
     Raises CheckpointError for a family that is not among `FAMILIES`, for quantised checkpoints and for adapters.
     """
@@ -55,6 +55,7 @@ def check_base(checkpoint: Checkpoint) -> None:
             expected=f"one of {', '.join(FAMILIES)}",
             remedy="use a model of these families",
         )
+    return checkpoint
 
 
 def load_model(checkpoint: Checkpoint) -> Any:

@@ -5,14 +5,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast, get_args
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from pi_compile.errors import RecipeError
 from pi_compile.recipe import ModelSection, RecipeFile, Section, read_toml
+from pi_runtime.errors import Setting, UsageError
 
 Curve = Literal["constant", "linear", "sine"]
+Activation = Literal["relu", "drelu", "relu2", "fatrelu"]
 Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -52,7 +54,7 @@ class MixtureSection(Section):
 class TargetSection(Section):
     """What the FFNs become."""
 
-    activation: Literal["relu", "drelu", "relu2", "fatrelu"]
+    activation: Activation
     """`relu`, `drelu` (gate and up both cut off at 0), `relu2`, or `fatrelu`: relu with a threshold above 0."""
     constant: bool
     """Train a constant vector for each layer beside its FFN, as the bias of its down projection (Llama only)."""
@@ -163,9 +165,22 @@ class SparsifyRecipe(RecipeFile):
 
 
 def default_sparsify_recipe(
-    model: str, *, revision: str = "", corpus: Sequence[str] = ("python",), ignore_config: Sequence[str] = ()
+    model: str,
+    *,
+    activation: str = "fatrelu",
+    revision: str = "",
+    corpus: Sequence[str] = ("python",),
+    ignore_config: Sequence[str] = (),
 ) -> SparsifyRecipe:
-    """The recipe that `init --sparsify` writes: ReLU, and a penalty that rises in sine steps as ProSparse's does."""
+    """The recipe that `init --sparsify` writes: a threshold steered to 85 %, beside the original's predictions.
+
+    With another activation it is a penalty that rises in sine steps as ProSparse's does. Raises UsageError for an
+    activation that is none of a sparse model.
+    """
+    if activation not in (known := get_args(Activation)):
+        raise UsageError(setting=Setting("activation", activation), expected=" or ".join(known))
+    steered = activation == "fatrelu"
+    rising = [StageSection(steps=300, penalty=penalty, curve="sine") for penalty in (0.1, 0.3, 1.0)]
     return SparsifyRecipe(
         model=ModelSection(path=model, revision=revision, ignore_config=list(ignore_config)),
         corpus=MixtureSection(
@@ -176,10 +191,12 @@ def default_sparsify_recipe(
             tune_tokens=16_384,
             report_tokens=65_536,
         ),
-        target=TargetSection(activation="relu", constant=False, thresholds=[], threshold_loss=0.001),
+        target=TargetSection(
+            activation=cast("Activation", activation), constant=False, thresholds=[], threshold_loss=0.001
+        ),
         stages=[
-            StageSection(steps=100, penalty=0.0, curve="constant"),
-            *(StageSection(steps=300, penalty=penalty, curve="sine") for penalty in (0.1, 0.3, 1.0)),
+            StageSection(steps=1000 if steered else 100, penalty=0.0, curve="constant"),
+            *([] if steered else rising),
         ],
         train=SparsifyTrainSection(
             window=512,
@@ -190,12 +207,12 @@ def default_sparsify_recipe(
             warmup_steps=50,
             weight_decay=0.1,
             clip=1.0,
-            distillation=0.0,
+            distillation=1.0 if steered else 0.0,
             dtype="f32",
             activation_checkpointing=False,
             seed=0,
         ),
-        steer=SteerSection(sparsity=0.0),
+        steer=SteerSection(sparsity=0.85 if steered else 0.0),
         stop=StopSection(sparsity=0.0, perplexity_ratio=0.0),
         run=RunSection(every=100, control=True),
     )

@@ -16,7 +16,7 @@ def write_text(path: Path) -> None:
 
 def small_recipe(model: str = "model", text: tuple[str, ...] = ("text.txt",), **changes: Any) -> SparsifyRecipe:
     """A recipe of eight steps of 8 sequences of 32 tokens; `changes` are keys of sections, or whole stages."""
-    data = default_sparsify_recipe(model, corpus=text).model_dump()
+    data = default_sparsify_recipe(model, activation="relu", corpus=text).model_dump()
     data["corpus"] |= {"tune_tokens": 128, "report_tokens": 128}
     data["train"] |= {"window": 32, "batch": 8, "micro_batch": 4, "warmup_steps": 2, "learning_rate": 2e-3}
     data["stages"] = [

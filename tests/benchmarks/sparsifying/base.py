@@ -36,7 +36,7 @@ WINDOW, BATCH = 128, 16
 
 def recipe_of(model: str, text: list[str], steps: int, **train: Any) -> SparsifyRecipe:
     """A recipe of the benchmark: `steps` steps of 2,048 tokens."""
-    data = default_sparsify_recipe(model, corpus=text).model_dump()
+    data = default_sparsify_recipe(model, activation="relu", corpus=text).model_dump()
     data["stages"] = [{"steps": steps, "penalty": 0.0, "curve": "constant"}]
     data["train"] |= {"window": WINDOW, "batch": BATCH, "micro_batch": BATCH, "warmup_steps": min(100, steps // 10)}
     data["train"] |= {"dtype": "bf16", **train}

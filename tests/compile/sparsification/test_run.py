@@ -44,6 +44,7 @@ def test_the_way_from_a_dense_model_to_tokens(bases: Path, tmp_path: Path, capsy
     run("init", bases / "model", "--sparsify", "--corpus", bases / "text.txt", "-o", tmp_path / "SPARSIFY.toml")
     assert "next: pi-compile sparsify" in capsys.readouterr().err
     written = read_sparsify_recipe(tmp_path / "SPARSIFY.toml")
+    assert (written.target.activation, written.steer.sparsity, written.train.distillation) == ("fatrelu", 0.85, 1.0)
     small = small_recipe(written.model.path, tuple(written.corpus.text), run={"control": True})
     (tmp_path / "SPARSIFY.toml").write_text(small.to_toml())
     run("sparsify", tmp_path / "SPARSIFY.toml", "-o", tmp_path / "sparse", "--json")
@@ -138,6 +139,19 @@ def test_models_that_cannot_be_made_sparse(bases: Path, tmp_path: Path, fails: F
     adapted = Path(shutil.copytree(bases / "model", tmp_path / "adapted"))
     (adapted / "adapter_config.json").write_text("{}")
     assert "has an adapter (PEFT)" in fails(3, "init", adapted, "--sparsify", "-o", tmp_path / "s.toml")
+
+
+def test_another_activation_and_a_model_that_is_sparse(
+    bases: Path, tmp_path: Path, fails: Fails, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sparse = Path(shutil.copytree(bases / "model", tmp_path / "sparse"))
+    config = json.loads((sparse / "config.json").read_text())
+    (sparse / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
+    run("init", sparse, "--sparsify", "--activation", "drelu", "-o", tmp_path / "s.toml")
+    assert "is sparse already (relu)" in capsys.readouterr().err
+    written = read_sparsify_recipe(tmp_path / "s.toml")
+    assert (written.target.activation, len(written.stages), written.steer.sparsity) == ("drelu", 4, 0.0)
+    assert "fatrelu" in fails(2, "init", sparse, "--sparsify", "--activation", "silu", "-o", tmp_path / "t.toml")
 
 
 def test_a_model_in_place_of_a_recipe(bases: Path, tmp_path: Path, fails: Fails) -> None:
