@@ -9,6 +9,7 @@ from pi_compile.cli.options import PlanOptions
 from pi_compile.machine import Machine, find_machine, in_bytes
 from pi_compile.planning import GIB, PlannedModel, PlanSpec, find_planned
 from pi_compile.recipe import PUBLISHED, Recipe, read_recipe
+from pi_compile.results.built import built_activations
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.console import parse_size
@@ -68,6 +69,7 @@ def _request(options: PlanOptions, machine_name: str | None) -> PlanSpec:
         curve=options.curve,
         density=None if options.density is None else _share(options.density),
         counts=options.counts if known else _activations(recipe, folder),
+        built=built_activations(Path(target)) if recipe and recipe.place.activations != PUBLISHED else None,
         objective=recipe.place.objective if recipe else "time",
     )
 

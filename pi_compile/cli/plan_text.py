@@ -33,6 +33,7 @@ def _planned_lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if found["experts"] > 1:
         yield "", f"{active} of them are active for a token"
     yield "machine", f"{found['machine']}; context {found['context']:,}"
+    yield "", found["machine_source"]
     of_experts = " of its experts" if found["experts"] > 1 else ""
     yield "activation", f"{found['density']:.1%} of the neurons{of_experts} fire for a token"
     yield "", found["activation"]

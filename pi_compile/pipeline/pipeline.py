@@ -34,15 +34,13 @@ from pi_compile.placement import SECONDS, Placement
 from pi_compile.planning import profile_of_dense
 from pi_compile.recipe import Recipe, read_recipe
 from pi_compile.results import ActivationProfile, GuessWeights, PredictorSet, QuantisedWeights
+from pi_compile.results.built import store_folder
 from pi_compile.training import TrainSpec
 from pi_compile.training.candidates import searches_for
 from pi_compile.workers import HEARTBEAT, LONE, Rank, Worker, WorkFolder
 from pi_runtime.artifact.rungs import DENSE
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.console import Progress
-
-STORE = ".pi-build"
-"""Folder beside the recipe that holds every recipe's intermediate results."""
 
 
 @dataclass
@@ -295,8 +293,3 @@ class Pipeline:
 
         self.ran.append("pack")
         return record.made_by(write, self.worker)
-
-
-def store_folder(recipe: Path) -> Path:
-    """The folder of a recipe's intermediate results."""
-    return recipe.resolve().parent / STORE / recipe.stem

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pi_compile.pipeline.pipeline import store_folder
 from pi_compile.pipeline.store import WORKERS
 from pi_compile.recipe import read_recipe
+from pi_compile.results.built import store_folder
 from pi_compile.workers import HEARTBEAT, PATIENCE, failures_in, silence, workers_in
 
 STAGES = ("corpus", "profile", "train", "divide", "quantise", "guess", "pack")

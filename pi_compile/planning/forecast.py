@@ -44,6 +44,8 @@ class PlanSpec:
     density: Decimal | None = None
     counts: Path | None = None
     """An activation profile of this model. If it was trained, rungs and ranks are its own."""
+    built: ActivationProfile | None = None
+    """What a build measured of this model; taken where nothing else is given."""
     objective: str = "time"
     """What the placement optimises; see `placement.stage`."""
 
@@ -64,6 +66,7 @@ def plan(spec: PlanSpec) -> dict[str, Any]:
         "active_parameters": active_parameters(decoder),
         "neurons": decoder.neurons,
         "machine": spec.machine.name,
+        "machine_source": spec.machine.source,
         "formats": dict(spec.formats),
         "context": spec.context,
         "activation": activation.source,
@@ -117,9 +120,11 @@ def _from_disk(problem: Problem, placement: Placement) -> dict[str, Any]:
 def activation_profile(spec: PlanSpec) -> ActivationProfile:
     """The profile from a file, from the curve that is named, or from what is published of the model."""
     if spec.counts is not None:
-        return _from_file(spec.counts, spec.model.decoder)
+        return _of_model(ActivationProfile.load(spec.counts), str(spec.counts), spec.model.decoder)
     if (spec.curve is None) != (spec.density is None):
         raise UsageError((Setting("curve"), " and ", Setting("density"), " go together"), expected="both, or neither")
+    if spec.curve is None and spec.built is not None:
+        return _of_model(spec.built, spec.built.source, spec.model.decoder)
     if spec.curve is None or spec.density is None or not spec.model.decoder.sparse:
         return published_profile(spec.model)
     return _from_curve(spec.model.decoder, spec.curve, spec.density, "as given")
@@ -140,7 +145,7 @@ def published_profile(model: PlannedModel) -> ActivationProfile:
             remedy=(
                 *("plain ReLU FFN: ", Setting("curve", "opt-30b"), " ", Setting("density", 0.03)),
                 *("; gated: ", Setting("curve", "reglu-70b"), " ", Setting("density", 0.2)),
-                "; of a recipe that is built: pi-compile train RECIPE --export PROFILE",
+                "; or measured: pi-compile profile RECIPE, then plan RECIPE",
             ),
         )
     return _from_curve(decoder, published.curve, published.density, published.source)
@@ -165,11 +170,10 @@ def _synthetic(decoder: Decoder, counts: Counts, source: str) -> ActivationProfi
     return ActivationProfile(decoder=decoder, tokens=TOKENS, counts=counts, order=order, source=source)
 
 
-def _from_file(path: Path, decoder: Decoder) -> ActivationProfile:
-    found = ActivationProfile.load(path)
+def _of_model(found: ActivationProfile, where: str, decoder: Decoder) -> ActivationProfile:
     expected = (decoder.n_layers, decoder.neurons)
     if found.counts.shape != expected:
-        raise ProfileError(f"{path}: of another model", expected=expected, found=found.counts.shape)
+        raise ProfileError(f"{where}: of another model", expected=expected, found=found.counts.shape)
     return replace(found, decoder=decoder)
 
 

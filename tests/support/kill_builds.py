@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 import support.imported  # noqa: F401
-from pi_compile.pipeline.pipeline import STORE, Pipeline
+from pi_compile.pipeline.pipeline import Pipeline
+from pi_compile.results.built import STORE
 
 
 def build(recipe: Path, output: Path) -> dict[str, object]:

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 import support.imported  # noqa: F401
-from pi_compile.pipeline.pipeline import STORE, Pipeline
+from pi_compile.pipeline.pipeline import Pipeline
 from pi_compile.pipeline.store import code_digest
+from pi_compile.results.built import STORE
 from pi_compile.workers import Rank, WorkFolder
 from pi_runtime.artifact.reader import Artifact
 

@@ -21,6 +21,7 @@ from support.paths import SUPPORT
 from support.small_project import prose, small_project, small_recipe
 
 from pi_compile.checkpoint import open_checkpoint
+from pi_compile.cli.main import app
 from pi_compile.errors import ProfileError
 from pi_compile.machine.profile import bundled_machines
 from pi_compile.packing import PackSpec, pack
@@ -28,7 +29,7 @@ from pi_compile.pipeline import pipeline as pipeline_module
 from pi_compile.pipeline import stages
 from pi_compile.pipeline.pipeline import Pipeline
 from pi_compile.pipeline.store import code_digest, sources_of
-from pi_runtime import load
+from pi_runtime import console, load
 from pi_runtime.artifact import verify
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.errors import DoesNotFitError
@@ -140,6 +141,16 @@ def test_a_second_build_does_nothing(built: Path, report: dict[str, object]) -> 
     written = (built / "small.pi").stat().st_mtime_ns
     assert build(built) == ([], report)
     assert (built / "small.pi").stat().st_mtime_ns == written
+
+
+def test_a_recipe_that_is_built_is_planned_with_what_it_measured(
+    built: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert console.run(app, ["plan", str(built / "small.toml"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["trained"]
+    assert found["activation"] == "measured by the last build of small.toml on 2,976 tokens"
+    assert found["machine_source"] == "chosen, not measured"
 
 
 def test_a_damaged_output_is_packed_again(built: Path, report: dict[str, object]) -> None:
