@@ -7,6 +7,7 @@ Text is made of key–value lists and tables. On a terminal a long value is fold
 one line, without colours. No digit and no path is ever cut: lines may be longer than the terminal.
 """
 
+import copy
 import functools
 import inspect
 import io
@@ -16,9 +17,10 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand
 
 from pi_runtime.errors import Setting, UsageError
 from pi_runtime.errors.exit_codes import INTERRUPTED, code_and_message
@@ -48,15 +50,35 @@ VERSION = typer.Option(
 )
 
 
-def takes(*groups: type[Any], flags: Mapping[str, Any] | None = None) -> Callable[[Callable[..., None]], Any]:
+class GroupedCommand(TyperCommand):
+    """A command whose help shows the options of each title together, and those without one last."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write all options, and the arguments before them."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        for parameter in self.get_params(ctx):
+            title = (
+                "Arguments" if parameter.param_type_name == "argument" else getattr(parameter, "rich_help_panel", "")
+            )
+            if (record := parameter.get_help_record(ctx)) is not None:
+                sections.setdefault(title or "Options", []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+def takes(
+    *groups: type[Any], flags: Mapping[str, Any] | None = None, titles: Mapping[type[Any], str] | None = None
+) -> Callable[[Callable[..., None]], Any]:
     """Let a command take the fields of dataclasses as options. It is called with an instance of each, in their order.
 
     A field has its option in its annotation, or in `flags` by its name; one that has neither keeps its default.
+    `titles` are those of groups in the help of a `GroupedCommand`.
     """
-    known = flags or {}
+    known, titled = flags or {}, titles or {}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        fields = {group: _options(group, known) for group in groups}
+        fields = {group: _options(group, known, titled.get(group)) for group in groups}
         own = list(inspect.signature(command).parameters.values())[len(groups) :]
         taken = [option for options in fields.values() for option in options]
 
@@ -74,16 +96,19 @@ def takes(*groups: type[Any], flags: Mapping[str, Any] | None = None) -> Callabl
     return decorate
 
 
-def _options(group: type[Any], flags: Mapping[str, Any]) -> list[inspect.Parameter]:
+def _options(group: type[Any], flags: Mapping[str, Any], title: str | None) -> list[inspect.Parameter]:
     found = []
     for field in inspect.signature(group).parameters.values():
-        option = flags.get(field.name)
-        if option is not None:
-            # What has a parser is text for typer.
-            kind = field.annotation if option.parser is None else str
-            found.append(field.replace(annotation=Annotated[kind, option]))
-        elif get_origin(field.annotation) is Annotated:
-            found.append(field)
+        kind, option = field.annotation, flags.get(field.name)
+        if option is None:
+            if get_origin(kind) is not Annotated:
+                continue
+            kind, option = get_args(kind)
+        elif option.parser is not None:
+            kind = str  # what has a parser is text for typer
+        option = copy.copy(option)
+        option.rich_help_panel = title
+        found.append(field.replace(annotation=Annotated[kind, option]))
     return found
 
 
@@ -111,7 +136,10 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
 
             traceback.print_exc()
         code, message = code_and_message(error)
-    print("\n".join(map(_printable, message.split("\n"))), file=sys.stderr)  # noqa: T201
+    message = "\n".join(map(_printable, message.split("\n")))
+    if "--json" in arguments:
+        message = json.dumps({"error": message.removeprefix("error: "), "exit_code": code}, ensure_ascii=False)
+    print(message, file=sys.stderr)  # noqa: T201
     return code
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from pi_runtime.console import parse_size
+from pi_runtime.engine.options import EngineOptions, ModelOptions
 
 
 def _size(name: str) -> Callable[[str], int]:
@@ -31,17 +32,34 @@ def _budget(name: str, help_text: str) -> Any:
     return typer.Option(envvar=f"PI_{name.upper()}", help=help_text, parser=_size(name), metavar="<str>")
 
 
+def _one_of(*words: str) -> Callable[[], list[str]]:
+    """What Tab completes."""
+    return lambda: [*words]
+
+
 MODEL_FLAGS: Mapping[str, Any] = {
     "context": typer.Option(
         "--ctx-size", envvar="PI_CTX_SIZE", help="Positions to hold. Default: the model's, 4096 at most."
     ),
-    "mode": typer.Option(envvar="PI_MODE", help="auto, dense, gate or predicted."),
-    "device": typer.Option(envvar="PI_DEVICE", help="auto, cpu, stand-in or cuda:N."),
-    "vram_budget": _budget("vram_budget", "GPU memory to use, like 8GiB: picks the placement."),
-    "ram_budget": _budget("ram_budget", "Memory to use, like 3GiB; the rest stays on disk."),
+    "mode": typer.Option(
+        envvar="PI_MODE",
+        help="auto, dense, gate or predicted.",
+        autocompletion=_one_of("auto", "dense", "gate", "predicted"),
+    ),
+    "device": typer.Option(
+        envvar="PI_DEVICE",
+        help="auto, cpu, stand-in or cuda:N.",
+        autocompletion=_one_of("auto", "cpu", "stand-in", "cuda:0"),
+    ),
+    "vram_budget": _budget("vram_budget", "GPU memory to use, like 8GiB: picks the placement. Default: what is free."),
+    "ram_budget": _budget("ram_budget", "Memory to use, like 3GiB; the rest stays on disk. Default: all of it, if it fits."),
     "kv_budget": _budget("kv_budget", "Memory for keys and values, like 2GiB."),
-    "cache_format": typer.Option(envvar="PI_CACHE_FORMAT", help="How keys and values are held: auto, f16 or q8."),
-    "threads": typer.Option(envvar="PI_THREADS", help="CPU threads."),
+    "cache_format": typer.Option(
+        envvar="PI_CACHE_FORMAT",
+        help="How keys and values are held: auto, f16 or q8.",
+        autocompletion=_one_of("auto", "f16", "q8"),
+    ),
+    "threads": typer.Option(envvar="PI_THREADS", help="CPU threads. Default: all."),
 }
 ENGINE_FLAGS: Mapping[str, Any] = {
     "slots": typer.Option(help="Answers that run at once.", min=1),
@@ -51,6 +69,7 @@ ENGINE_FLAGS: Mapping[str, Any] = {
         help="Tokens to guess and check together: auto, off or a number.",
         parser=_guesses,
         metavar="<str>",
+        autocompletion=_one_of("auto", "off"),
     ),
 }
 FILE_FLAGS: Mapping[str, Any] = {
@@ -151,3 +170,14 @@ class BenchOptions:
         Path | None, typer.Option(metavar="GGUF", help="Measure llama.cpp with this file too, in turns with --bench.")
     ] = None
     as_markdown: Annotated[bool, typer.Option("--md", help="Print the result of --bench as Markdown.")] = False
+
+
+TITLES: Mapping[type[Any], str] = {
+    TaskOptions: "What to do",
+    AnswerOptions: "The answer",
+    SamplingOptions: "How tokens are drawn (default: as the model's makers say)",
+    ModelOptions: "Where it runs, and in how much memory",
+    EngineOptions: "Several at once, and drafts",
+    BenchOptions: "--bench",
+}
+"""Titles of groups in the help of `pi-run`."""

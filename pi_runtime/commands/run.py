@@ -17,6 +17,7 @@ from pi_runtime.commands.options import (
     ENGINE_FLAGS,
     FILE_FLAGS,
     MODEL_FLAGS,
+    TITLES,
     AnswerOptions,
     BenchOptions,
     SamplingOptions,
@@ -43,10 +44,11 @@ def main() -> None:
     raise SystemExit(console.run(app))
 
 
-@app.command()
+@app.command(cls=console.GroupedCommand)
 @console.takes(
     *(TaskOptions, AnswerOptions, SamplingOptions, ModelOptions, EngineOptions, BenchOptions),
     flags={**MODEL_FLAGS, **ENGINE_FLAGS, **FILE_FLAGS},
+    titles=TITLES,
 )
 def run(
     task: TaskOptions,
