@@ -52,7 +52,7 @@ MODEL_FLAGS: Mapping[str, Any] = {
         autocompletion=_one_of("auto", "cpu", "stand-in", "cuda:0"),
     ),
     "vram_budget": _budget("vram_budget", "GPU memory to use, like 8GiB: picks the placement. Default: what is free."),
-    "ram_budget": _budget("ram_budget", "Memory to use, like 3GiB; the rest stays on disk. Default: all of it, if it fits."),
+    "ram_budget": _budget("ram_budget", "Memory to use, like 3GiB; the rest stays on disk. Default: all, if it fits."),
     "kv_budget": _budget("kv_budget", "Memory for keys and values, like 2GiB."),
     "cache_format": typer.Option(
         envvar="PI_CACHE_FORMAT",

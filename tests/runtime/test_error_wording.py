@@ -3,6 +3,7 @@
 Other tests of the same mistakes look at the type of the error alone.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -176,7 +177,8 @@ Run = Callable[..., tuple[int, str, str]]
 def assert_answer(found: tuple[int, str, str], code: int, lines: tuple[str, ...], **names: object) -> None:
     """Exit code, nothing on stdout, and the whole message on stderr."""
     assert found[:2] == (code, "")
-    assert found[2].splitlines() == ("error: " + "\n".join(lines)).format(**names).splitlines()
+    told = json.loads(found[2])["error"] if found[2].startswith("{") else found[2].removeprefix("error: ")
+    assert told.splitlines() == "\n".join(lines).format(**names).splitlines()
 
 
 @pytest.mark.parametrize("mistake", ARGUMENTS)

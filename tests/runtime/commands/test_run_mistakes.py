@@ -1,6 +1,7 @@
 """Mistakes of a user of `pi-run` that no table of messages can hold, and never a traceback unasked."""
 
 import io
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from support.scripted import scripted_artifact
 
 from pi_runtime import console
+from pi_runtime.commands.options import MODEL_FLAGS
 from pi_runtime.commands.run import app
 from pi_runtime.engine.generation import Generation
 
@@ -105,3 +107,21 @@ def test_interrupted(run: Run, alphabet: Path, monkeypatch: pytest.MonkeyPatch) 
     code, _, err = run(alphabet, "-p", "a")
     assert code == 130
     assert err.endswith("interrupted\n")
+
+
+def test_an_error_beside_json_is_json(run: Run) -> None:
+    code, out, err = run("nowhere.pi", "-p", "x", "--json")
+    found = json.loads(err.splitlines()[-1])
+    assert (code, out, found["exit_code"]) == (3, "", 3)
+    assert found["error"].startswith("nowhere.pi: no such file\n  try: ")
+
+
+def test_options_are_shown_by_group_and_values_completed(run: Run) -> None:
+    text = run("--help")[1]
+    places = [
+        text.index(words) for words in ("Arguments:", "What to do:", "--chat", "--bench:", "--batches", "  --json ")
+    ]
+    assert places == sorted(places)
+    complete = MODEL_FLAGS["mode"].autocompletion
+    assert complete is not None
+    assert complete() == ["auto", "dense", "gate", "predicted"]
