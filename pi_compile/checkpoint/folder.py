@@ -105,6 +105,18 @@ def fetch_offer(model: str) -> str | None:
     return f"{model}: {size(sum(map(sizes.__getitem__, files)))}, licence {licence or 'not stated'}"
 
 
+def fetched_config(model: str) -> Path | None:
+    """The config.json of a hub name, which alone is fetched: some KB. None for what is no hub name.
+
+    Raises CheckpointError where the hub does not give it.
+    """
+    named = _HUB_NAME.fullmatch(model)
+    if named is None:
+        return None
+    with _hub_faults(named["name"], None):
+        return Path(huggingface_hub.hf_hub_download(named["name"], CONFIG_FILE))
+
+
 def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
 

@@ -1,19 +1,19 @@
 """The spec of a plan from a command line: a flag overrides the recipe, the recipe overrides the default."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 from pi_compile.checkpoint.part_formats import KEEP
 from pi_compile.cli.options import PlanOptions
 from pi_compile.machine import Machine, find_machine, in_bytes
-from pi_compile.planning import GIB, PlannedModel, PlanSpec, find_planned
+from pi_compile.planning import GIB, PlannedModel, PlanSpec, built_activations, find_planned
 from pi_compile.recipe import PUBLISHED, Recipe, read_recipe
-from pi_compile.results.built import built_activations
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.console import parse_size
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import InputError, UsageError
 
 CONTEXT = 2048
 """Positions of the cache by default; all of the model's where it has fewer."""
@@ -76,7 +76,11 @@ def _request(options: PlanOptions, machine_name: str | None) -> PlanSpec:
 
 def _planned(target: str, recipe: Recipe | None, folder: Path, ignore_config: Sequence[str]) -> PlannedModel:
     if recipe is None:
-        return find_planned(target, folder, ignore_config)
+        try:
+            return find_planned(target, folder, ignore_config)
+        except InputError as error:
+            config = _fetched_config(target, error)
+        return replace(find_planned(str(config), Path(), ignore_config), name=target)
     if ignore_config:
         raise UsageError(
             f"--ignore-config {ignore_config[0]}: a recipe has its own",
@@ -84,6 +88,23 @@ def _planned(target: str, recipe: Recipe | None, folder: Path, ignore_config: Se
             remedy="write it in the recipe: [model] ignore_config",
         )
     return find_planned(recipe.model.path, folder, recipe.model.ignore_config, in_recipe=True)
+
+
+def _fetched_config(target: str, unknown: InputError) -> Path:
+    """The config of a hub name. Raises `unknown` where it is none, or where nothing is installed that fetches."""
+    if Path(target).exists():
+        raise unknown
+    try:
+        from pi_compile.checkpoint.folder import fetched_config
+
+        found = fetched_config(target)
+    except ModuleNotFoundError:
+        raise unknown from None
+    except InputError as error:
+        raise type(unknown)(unknown.what, expected=unknown.expected, found=error.what, remedy=unknown.remedy) from None
+    if found is None:
+        raise unknown
+    return found
 
 
 def _machine(name: str | None, recipe: Recipe | None, folder: Path) -> Machine:

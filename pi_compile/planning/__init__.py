@@ -15,6 +15,7 @@ from pi_compile.planning.forecast import (
 )
 from pi_compile.planning.model_config import PlannedModel, find_planned
 from pi_compile.planning.prefill_time import prefill_tokens_per_s
+from pi_compile.results.built import built_activations
 
 __all__ = [
     "AROUND",
@@ -23,6 +24,7 @@ __all__ = [
     "PlanSpec",
     "PlannedModel",
     "activation_profile",
+    "built_activations",
     "compare",
     "find_planned",
     "plan",

@@ -2,6 +2,8 @@
 
 import json
 import os
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -73,6 +75,9 @@ class ListenOptions(SourceOptions):
     log_format: Annotated[
         Literal["text", "json"], typer.Option(envvar="PI_LOG_FORMAT", help="Lines of the log; json: an object each.")
     ] = "text"
+    verify_meanwhile: Annotated[
+        bool, typer.Option("--verify-meanwhile", help="Check every byte while it serves; damage ends the server.")
+    ] = False
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate, for TLS.", show_default=False)] = None
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its private key.", show_default=False)] = None
 
@@ -104,6 +109,8 @@ def serve(
     say = console.say if listen.log_format == "text" else _say_json
     built = build_app(settings, _opening(listen.artifact, model_options, engine_options, say), console.say)
     service = built.state.service
+    if listen.verify_meanwhile:
+        threading.Thread(target=verify_meanwhile, args=(listen.artifact, service), daemon=True).start()
     reload = None if listen.api_key_file is None else partial(_reload, listen.api_key_file, built.state.keys, service)
     server = Server(config(built, settings, **tls), service, lambda url: say(f"listening on {url}"), reload)
     _listen(server, settings)
@@ -175,6 +182,25 @@ def _opening(
         return engine
 
     return opened
+
+
+def verify_meanwhile(artifact: Path, service: "Service") -> None:
+    """Check every byte in about a quarter of a core's time; a damaged artifact ends the server."""
+    from pi_runtime.artifact.verification import verify
+
+    last = time.monotonic()
+
+    def slowly(_done: int, _total: int) -> None:
+        nonlocal last
+        time.sleep(3 * (time.monotonic() - last))
+        last = time.monotonic()
+
+    try:
+        verify(artifact, slowly)
+    except PiError as error:
+        service.fail(error)
+    else:
+        service.on_event("every byte of the artifact is as it was written")
 
 
 def _reload(path: Path, keys: "ApiKeys", service: "Service") -> None:

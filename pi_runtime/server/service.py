@@ -103,7 +103,7 @@ class Service:
         try:
             self._engine = await self._in_thread(self._open)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
             return
         if self.phase == "loading":
             self.phase = "ready"
@@ -116,9 +116,10 @@ class Service:
             _ = self._engine.stalled_s  # it compares with what there was when it was last looked at
             await asyncio.sleep(WATCH_S)
         ended, cause = self._engine.ended, self._engine.ended.__cause__
-        self._fail(cause if isinstance(cause, PiError) else PiError(ended.what, found=ended.found))
+        self.fail(cause if isinstance(cause, PiError) else PiError(ended.what, found=ended.found))
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """End the server for this error; any thread may say so."""
         self.phase, self.failure = "failed", error
         self.on_failure()
 

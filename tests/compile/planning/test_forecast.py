@@ -10,6 +10,7 @@ from decimal import Decimal
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from pi_compile.cli.main import app
 from pi_compile.cli.plan_text import plan_text
 from pi_compile.cost_model.default_rungs import PREDICTOR_SHARE, untrained_layers
 from pi_compile.cost_model.workload import Workload
+from pi_compile.errors import CheckpointError
 from pi_compile.machine.profile import Disk, Machine, find_machine
 from pi_compile.pipeline.lock_file import lock_path
 from pi_compile.placement.formulation import Assignment, Problem
@@ -222,6 +224,27 @@ def test_no_torch_is_needed(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.fixture
+def hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub with one config, and nobody asked."""
+
+    def fetched(name: str) -> Path:
+        if name != "owner/model":
+            raise CheckpointError(f"{name}: the hub cannot be reached")
+        return folder / "config.json"
+
+    monkeypatch.setitem(sys.modules, "pi_compile.checkpoint.folder", SimpleNamespace(fetched_config=fetched))
+
+
+@pytest.mark.usefixtures("hub")
+def test_the_config_of_a_hub_name_is_fetched(plan: Plan, refused: Callable[..., str]) -> None:
+    assert plan("owner/model", "--machine", "m.toml", *FIRES)["model"] == "owner/model"
+    message = refused(INPUT, "nothing/here", "--machine", "m.toml")
+    assert "no config to plan from" in message
+    assert "found: nothing/here: the hub cannot be reached" in message
+
+
+@pytest.mark.usefixtures("hub")
 def test_mistakes(refused: Callable[..., str], folder: Path) -> None:
     model = ("config.json", "--machine", "m.toml")
     assert "no config to plan from" in refused(INPUT, "nothing/here", "--machine", "m.toml")

@@ -2,6 +2,8 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.commands import INPUT, USAGE, assert_a_message
@@ -9,6 +11,7 @@ from support.commands import INPUT, USAGE, assert_a_message
 from pi_runtime import console
 from pi_runtime.commands import access
 from pi_runtime.commands import serve as cli
+from pi_runtime.errors import ArtifactError
 
 for name in ("starlette", "uvicorn", "pydantic", "llguidance"):
     pytest.importorskip(name)
@@ -31,6 +34,7 @@ FLAGS = {
     "--log-requests",
     "--cache-limit",
     "--verify",
+    "--verify-meanwhile",
     "--mode",
     "--name",
     "--numa",
@@ -173,3 +177,15 @@ def test_without_the_extra_it_says_which(
     monkeypatch.setitem(sys.modules, "starlette", None)
     assert run(alphabet) == USAGE
     assert "pip install 'pi-toolchain[serve]'" in capsys.readouterr().err
+
+
+def test_an_artifact_is_checked_while_it_is_served(random_path: Path, tmp_path: Path) -> None:
+    said, failed = [], []
+    service: Any = SimpleNamespace(on_event=said.append, fail=failed.append)
+    cli.verify_meanwhile(random_path, service)
+    assert (said, failed) == (["every byte of the artifact is as it was written"], [])
+    damaged = bytearray(random_path.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    (tmp_path / "a.pi").write_bytes(damaged)
+    cli.verify_meanwhile(tmp_path / "a.pi", service)
+    assert [type(error) for error in failed] == [ArtifactError]
