@@ -24,8 +24,8 @@ os.environ.setdefault("PI_WORKERS", "1")
 
 # The same examples every time: new ones are for the sessions that fuzz, not for those that merge. How long one takes
 # depends on what else runs on the machine.
-hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
-hypothesis.settings.load_profile("suite")
+hypothesis.settings.register_profile("short", derandomize=True, deadline=None, max_examples=30)
+hypothesis.settings.register_profile("long", derandomize=True, deadline=None)
 
 # A shell's background jobs ignore it, and their children with them: then no test could interrupt a command.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,8 +37,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="the seed of the fuzzers' cases; their long form draws and prints one")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, so that no process is left with one at the end."""
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("long" if config.getoption("--long") else "short")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files with slow tests come first, so that no process is left with one at the end. The long form's may be left."""
+    for item in [] if config.getoption("--long") else items:
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.skip(reason="--long"))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

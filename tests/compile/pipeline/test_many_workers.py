@@ -30,6 +30,7 @@ pytestmark = [
 
 COMMAND = ["-m", "pi_compile", "build", "small.toml", "-o", "small.pi", "--json"]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+WORKERS = (1, 3)
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +46,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def told(project: Path, long: bool) -> list[dict[str, Any]]:
-    """What builds came to, each as recipes, workers, kills."""
-    runs = [[["small"], 1, 0], [["small"], 2, 0], [["small"], 3, 0], [["small"], 8, 0]]
-    runs += [[["small"], 3, 20 if long else 4], [["other"], 1, 0], [["small", "other"], 2, 0]]
+    """What builds came to, each as recipes, workers, kills: those of `WORKERS` first."""
+    runs = [[["small"], n, 0] for n in WORKERS]
+    runs += [[["small"], 3, 20 if long else 2], [["other"], 1, 0], [["small", "other"], 2 if long else 1, 0]]
+    runs += [[["small", "small"], 1, 0]]
     command = [sys.executable, "-m", "support.many_workers", project, json.dumps(runs), "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=SUPPORT.parent, env=ENV)
     assert done.returncode == 0, done.stderr
@@ -63,13 +65,13 @@ def alone(told: list[dict[str, Any]]) -> dict[str, str]:
 def test_any_number_of_workers_makes_the_same_bytes(told: list[dict[str, Any]], alone: dict[str, str]) -> None:
     assert set(alone) == {"corpus", "profile", "train", "placements", "artifact"}
     assert len(alone["placements"].split()) > 1
-    for workers, run in zip((1, 2, 3, 8), told, strict=False):
+    for workers, run in zip(WORKERS, told, strict=False):
         assert run["results"]["small"] == alone, workers
         assert run["lost"] == run["twice"] == 0
 
 
 def test_kills_lose_a_task_each_and_change_nothing(told: list[dict[str, Any]], alone: dict[str, str]) -> None:
-    killed = told[4]
+    killed = told[len(WORKERS)]
     print(f"{killed['kills']} kills: {killed['lost']} tasks lost, {killed['twice']} done twice")
     assert killed["results"]["small"] == alone
     assert killed["lost"] <= killed["kills"]
@@ -77,15 +79,23 @@ def test_kills_lose_a_task_each_and_change_nothing(told: list[dict[str, Any]], a
 
 
 def test_builds_of_two_recipes_in_one_folder_do_not_meet(told: list[dict[str, Any]], alone: dict[str, str]) -> None:
-    assert told[6]["results"] == {"small": alone, "other": told[5]["results"]["other"]}
-    assert told[5]["results"]["other"]["artifact"] != alone["artifact"]
+    other, both = (run["results"] for run in told[-3:-1])
+    assert both == {"small": alone, "other": other["other"]}
+    assert other["other"]["artifact"] != alone["artifact"]
+
+
+def test_two_builds_at_once_do_not_disturb_each_other(told: list[dict[str, Any]], alone: dict[str, str]) -> None:
+    """A task that one of them has finished is not the other's to do."""
+    assert told[-1]["results"] == {"small": alone}
+    assert told[-1]["lost"] == told[-1]["twice"] == 0
 
 
 def test_nothing_is_left_over(told: list[dict[str, Any]]) -> None:
     assert [run["leftover"] for run in told] == [[]] * len(told)
 
 
-# Each launcher, as users start it.
+# Each launcher, as users start it: others than the build's own take minutes, in the session `workers`. What they say
+# of a process is read in `test_tasks.py`.
 
 
 @pytest.fixture
@@ -110,12 +120,13 @@ def test_local_processes(copied: Path, alone: dict[str, str]) -> None:
     check(copied, alone)
 
 
-def test_torchrun(copied: Path, alone: dict[str, str], long: bool) -> None:
-    """Two processes, of which one prints the result; in the long form both are killed, and all are started again."""
+@pytest.mark.long
+def test_torchrun(copied: Path, alone: dict[str, str]) -> None:
+    """Two processes, of which one prints the result; both are killed, and all are started again."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "--max-restarts", "2", *COMMAND]
     process = subprocess.Popen(command, cwd=copied, stdout=subprocess.PIPE, text=True, env=ENV)
-    for rank, made in ((0, "layers-0-shard-1.npz"), (1, "pushed-0-fit-0.npz")) if long else ():
+    for rank, made in ((0, "layers-0-shard-1.npz"), (1, "pushed-0-fit-0.npz")):
         kill(copied, process, rank, made)
     out, _ = process.communicate()
     assert process.returncode == 0
@@ -134,11 +145,10 @@ def kill(folder: Path, launcher: "subprocess.Popen[str]", rank: int, made: str) 
                 kill_worker(shown)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kills", [1, 2])
-def test_a_slurm_array(copied: Path, alone: dict[str, str], kills: int, long: bool) -> None:
+def test_a_slurm_array(copied: Path, alone: dict[str, str], kills: int) -> None:
     """Jobs that begin when those before have been killed."""
-    if kills > 1 and not long:
-        pytest.skip("the long form")
     made = ["layers-0-shard-1.npz", "pushed-0-fit-0.npz"][:kills]
     array = {"SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": str(kills + 1)}
     for number in range(1, kills + 2):

@@ -86,20 +86,31 @@ def test_a_flipped_bit_among_the_generators_is_seen(saved: Path, tmp_path: Path)
         checkpoints.load(1)
 
 
+@pytest.fixture(scope="module")
+def in_one(bases: Path, tmp_path_factory: pytest.TempPathFactory, long: bool) -> tuple[Path, list[list[str]]]:
+    """Trainings in one process: their folder, and what `trained` tells of them."""
+    folder = tmp_path_factory.mktemp("in_one") / "1"
+    return folder, trained(bases, folder, 1, 20 if long else 1)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_killed_training_ends_in_the_same_bits(bases: Path, tmp_path: Path, long: bool) -> None:
-    whole, *killed = trained(bases, tmp_path / "one", 1, 20 if long else 3)
+def test_a_killed_training_ends_in_the_same_bits(in_one: tuple[Path, list[list[str]]]) -> None:
+    whole, *killed = in_one[1]
+    assert killed
     assert all(row == whole for row in killed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_processes_train_on_the_same_text_as_one(bases: Path, tmp_path: Path, long: bool) -> None:
-    ((_, text, _),) = trained(bases, tmp_path / "1", 1, 0)
-    whole, *killed = trained(bases, tmp_path / "2", 2, 5 if long else 1)
+def test_two_processes_train_on_the_same_text_as_one(
+    bases: Path, in_one: tuple[Path, list[list[str]]], tmp_path: Path, long: bool
+) -> None:
+    """In the long form they are killed too."""
+    alone, ((_, text, _), *_) = in_one
+    whole, *killed = trained(bases, tmp_path / "2", 2, 5 if long else 0)
     assert all(row == whole for row in killed)
     assert whole[1:] == [text, "2"]
-    one, two = (load_file(tmp_path / processes / "whole" / "model.safetensors") for processes in "12")
+    one, two = (load_file(folder / "whole" / "model.safetensors") for folder in (alone, tmp_path / "2"))
     for name, tensor in one.items():
         assert torch.allclose(tensor, two[name], atol=1e-4), name

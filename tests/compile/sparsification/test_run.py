@@ -301,12 +301,25 @@ def test_events_are_written_where_tensorboard_is(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_example_of_the_docs_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_docs_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With less text than it reads."""
     found = spec_from_file_location("sparsify_example", ROOT / "docs" / "examples" / "sparsify.py")
     assert found is not None
     assert found.loader is not None
     example = module_from_spec(found)
     sys.modules[found.name] = example
     found.loader.exec_module(example)
+    read = example.recipe
+
+    def shorter(steps: int) -> Any:
+        plan = read(steps)
+        text = {"text": [str(ROOT / "docs" / "explanation")], "tune_tokens": 512, "report_tokens": 512}
+        corpus = plan.corpus.model_copy(update=text)
+        train = plan.train.model_copy(update={"batch": 8, "micro_batch": 8})
+        return plan.model_copy(update={"corpus": corpus, "train": train})
+
+    monkeypatch.setattr(example, "recipe", shorter)
     example.main(tmp_path, 2, 5)
     assert "never fired" in capsys.readouterr().out

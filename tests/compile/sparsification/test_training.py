@@ -190,9 +190,13 @@ def test_another_recipe_does_not_go_on_with_a_training(sparsified: Any, monkeypa
         sparsified(stages=FEW)
 
 
+FURTHER = [("relu", 0.7), ("relu", 0.8), ("drelu", 0.9), ("fatrelu", 0.9)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("activation", "wanted"), [("relu", 0.7), ("relu", 0.8), ("relu", 0.9), ("drelu", 0.9), ("fatrelu", 0.9)]
+    ("activation", "wanted"),
+    [("relu", 0.9), *(pytest.param(*case, marks=pytest.mark.long) for case in FURTHER)],
 )
 def test_steering_comes_within_two_points(sparsified: Any, activation: str, wanted: float) -> None:
     record = sparsified(

@@ -106,7 +106,7 @@ def _parts(executor: CudaExecutor) -> tuple[float | None, float | None, float, f
 
 def _seconds(device: Device, calls: Sequence[Call], repeats: int = 3) -> float:
     best = float("inf")
-    for _ in range(repeats):
+    for _ in range(repeats if device.device.type == "cuda" else 1):
         device.synchronize()
         began = time.perf_counter()
         for call in calls:
