@@ -171,7 +171,12 @@ class Reader:
 
     def submit(self, batch: int) -> None:
         """Begin to read what was appended to a batch."""
-        reading.submit(self.shared, batch, len(self._threads))
+        reading.submit(self.shared, batch, self.threads)
+
+    @property
+    def threads(self) -> int:
+        """Threads that read."""
+        return len(self._threads)
 
     def wait(self, batch: int) -> None:
         """Wait until a batch is read. Raises ArtifactError where it cannot be; a signal's handler runs meanwhile."""
@@ -190,9 +195,8 @@ class Reader:
     def _wait_for_reads(self, batch: int) -> None:
         began = moved = time.monotonic()
         before = self.bytes_read
-        # The semaphore only wakes; the count decides, because Ctrl-C may come after the one was taken.
-        while self._is_pending(batch):
-            if reading.wait(self.shared, batch, _SLICE_NANOSECONDS) == reading.DONE:
+        while (ended := reading.wait(self.shared, batch, _SLICE_NANOSECONDS)) != reading.DONE:
+            if ended == reading.WOKEN_EARLY:
                 continue
             now = time.monotonic()
             if self.bytes_read != before:

@@ -8,8 +8,8 @@ Shape letters: I neurons, C chunks.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, islice, pairwise
+from itertools import islice, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,7 @@ REGIONS = 2
 """Regions of staged rows that ranges take in turn; behind them is one for each of two layers' rows read ahead."""
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """Neurons of one expert whose rows are needed, by array."""
 
     layer: int
@@ -39,8 +38,7 @@ class Request:
         return any(name == array for array, _ in self.needs)
 
 
-@dataclass(frozen=True)
-class RowRange:
+class RowRange(NamedTuple):
     """The chunks [begin, end) of one expert's FFN, and the rows of them that are requested."""
 
     request: Request
@@ -71,9 +69,20 @@ class RowStore:
         The first two are asked for at once, a further one whenever the rows of one are let go. `keep`: rows may enter
         the caches.
         """
-        cut = enumerate(chain.from_iterable(map(self._cut, requests)))
-        coming = ((self._asked(part, n % REGIONS, keep), n % REGIONS) for n, part in cut)
+        coming = self._coming(requests, keep)
         return self._used(deque(islice(coming, REGIONS)), coming)
+
+    def _coming(self, requests: Iterable[Request], keep: bool) -> Iterator[tuple[RowRange, int]]:
+        """Ask for each range, into the regions by turns, as they are taken from here."""
+        region = 0
+        for request in requests:
+            if self._asked_whole(request, region, keep, self.plan.staged):
+                yield RowRange(request, 0, CHUNKS), region
+                region = (region + 1) % REGIONS
+                continue
+            for part in self._cut(request):
+                yield self._asked(part, region, keep), region
+                region = (region + 1) % REGIONS
 
     def _used(self, asked: deque[tuple[RowRange, int]], coming: Iterator[tuple[RowRange, int]]) -> Iterator[RowRange]:
         """Wait for each of the ranges that are asked for, let it be used, and ask for one more."""
@@ -85,6 +94,22 @@ class RowStore:
             for name, _ in part.request.needs:
                 self._clear(name, part.request.layer, region)
             asked.extend(islice(coming, 1))
+
+    def _asked_whole(self, request: Request, region: int, keep: bool, room: int) -> bool:
+        """Begin the turn of a request for one array, and to read all that is missing, in one call; False where it is
+        more than there is room for, or the request is for more arrays."""
+        if len(request.needs) > 1:
+            return False
+        ((name, neuron_I),) = request.needs
+        layer, arena, ahead = request.layer, self.arenas[name], self._ahead.get(request.layer)
+        wanted = fetching.Wanted(request.expert * self._d_ff, neuron_I, 0, CHUNKS, keep, arena.region_R[region])
+        staged = fetching.fetch_turn(
+            arena.rows_L[layer], self.reader.shared, region, wanted, arena.places_L[layer], self._row_I, self._slot_I,
+            ahead is not None and ahead.has(name), room, self.reader.threads,
+        )  # fmt: skip
+        if staged > 0:
+            self._staged[name, region] = staged
+        return bool(staged >= 0)
 
     def _cut(self, request: Request) -> list[RowRange]:
         """Begin a turn, so that rows that are there stay; cut the request into ranges that fit into a region."""
@@ -142,9 +167,11 @@ class RowStore:
         """
         layer = request.layer
         before = {name: self.arenas[name].counts_L2[layer].copy() for name, _ in request.needs}
-        if self._begin_turn(request) > self.plan.ahead:
-            request = replace(request, needs=[(name, self._fitting(layer, name, i)) for name, i in request.needs])
-        self._asked(RowRange(request, 0, CHUNKS), REGIONS + layer % 2, keep=True)
+        region = REGIONS + layer % 2
+        if not self._asked_whole(request, region, True, self.plan.ahead):
+            if self._begin_turn(request) > self.plan.ahead:
+                request = request._replace(needs=[(name, self._fitting(layer, name, i)) for name, i in request.needs])
+            self._asked(RowRange(request, 0, CHUNKS), region, keep=True)
         self._ahead[layer] = request
         for name, counts_2 in before.items():  # they are counted when they are needed
             self.arenas[name].counts_L2[layer] = counts_2

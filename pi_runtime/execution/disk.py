@@ -27,7 +27,7 @@ from pi_runtime.execution.disk_prompt import PromptOps
 from pi_runtime.execution.executor import DiskStats, Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.pages import Allowance
 from pi_runtime.execution.plan_layout import CPU
-from pi_runtime.execution.schedule import one_side_schedule
+from pi_runtime.execution.schedule import Side, one_side_schedule
 
 
 class DiskModel(CpuModel):
@@ -107,8 +107,9 @@ class DiskExecutor(HostExecutor):
         ops: DiskOps | PromptOps = self._prompt_ops if len(sequences[0].tokens) > BLOCK_TOKENS else self._ops
         numba.set_num_threads(self._model.threads)
         ops.take(sequences)
+        sides: dict[str, Side] = {CPU: ops}
         for operation in self._schedule:
-            operation.run({CPU: ops})
+            operation.run(sides)
         return self._model.finished(sequences)
 
     def _counted(self) -> DiskStats:

@@ -54,14 +54,12 @@ class ReadAhead:
         self._ffn = ffn_of(model.cfg, self._ws)
         self._named_F = np.empty(d.d_ff + 1, np.int64)
         self.way = FasterWay()
-
-    def pays(self, layer: int) -> bool:
-        """Whether to read rows of this layer ahead."""
-        cfg, table_LX = self._model.cfg, self._model.table_LX
-        if not self.way.second or layer >= len(table_LX) or self._rows.is_whole(layer):
-            return False
-        before = cfg.block in (weight_table.SEQUENTIAL, weight_table.PARALLEL)  # the FFN reads a norm of the residual
-        return before and bool(table_LX[layer, 0]["selector"] != 0)
+        before = model.cfg.block in (weight_table.SEQUENTIAL, weight_table.PARALLEL)
+        self.can_L = [
+            before and w["selector"] != 0 and not rows.is_whole(n) for n, w in enumerate(model.table_LX[:, 0])
+        ]
+        """Layers with rows to be read, and an FFN that reads a norm of the residual."""
+        self.can_L.append(False)  # behind the last one
 
     def read(self, layer: int, arrays: tuple[str, ...], x_TD: Floats, select_T: Ints) -> None:
         """Begin to read what a layer will probably need of these arrays, for a few tokens with this residual."""

@@ -9,6 +9,8 @@ Shape letters: T tokens, D model width, L layers, N tokens that take one expert,
 expert.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from pi_runtime.artifact.footprint import BLOCK_TOKENS, FEW_TOKENS, padded_width
@@ -17,7 +19,7 @@ from pi_runtime.disk.row_store import Request, RowStore
 from pi_runtime.execution.cpu import CpuModel
 from pi_runtime.execution.cpu_ops import CpuOps
 from pi_runtime.execution.disk_ahead import ReadAhead
-from pi_runtime.execution.executor import Ints
+from pi_runtime.execution.executor import Ints, SequenceStep
 from pi_runtime.kernels.ffn import steps
 from pi_runtime.kernels.ffn.experts import tokens_by_expert
 from pi_runtime.kernels.ffn.memory import Batch, whole_batch
@@ -35,28 +37,38 @@ class DiskOps(CpuOps):
         self._all_F = np.arange(d.d_ff)
         self._named_F, self._fire_F = np.empty(d.d_ff + 1, np.int64), np.empty(d.d_ff + 1, np.int64)
         self._carried_TD = np.zeros((BLOCK_TOKENS, padded_width(d.d_model)), np.float32)
+        self._whole_L = self.whole_L.tolist()
         self._spared_L = np.zeros(d.n_layers)
         """Share of the named neurons that did not fire lately."""
         self._rest_share = rows.arenas["rest"].nbytes / sum(arena.nbytes for arena in rows.arenas.values())
+        self._two_phases_L = list(rows.plan.two_phases_L)
+        """Whether a layer's `rest` is read only when it is known what fires: on the gate rung, or where that saves."""
+
+    def take(self, sequences: Sequence[SequenceStep]) -> None:
+        """Go on with the next tokens of some sequences."""
+        super().take(sequences)
+        self._all_select, self._reads_ahead = bool(self.select_T.all()), self.ahead.way.second and self.select_T.any()
 
     def learn(self, seconds: float) -> None:
         """Learn from a step with a few tokens, which took so long, how to run the next ones."""
         read_L, kept_L = self.model.workspace.counts_LT3[:, : len(self.x_TD), 1:].sum(1).T
         self._spared_L += 0.1 * (1 - kept_L / np.maximum(read_L, 1) - self._spared_L)
+        saves_L = self._spared_L * self._rest_share >= TWO_PHASES_FROM
+        self._two_phases_L = (saves_L | self._rows.plan.two_phases_L).tolist()
         self.ahead.way.count(seconds / len(self.x_TD))
 
     def ffn(self, layer: int) -> None:
         """x ← x + the FFN: `CpuOps.ffn` in parts, where rows may be missing."""
-        if self.whole_L[layer]:
+        if self._whole_L[layer]:
             super().ffn(layer)
             return
         m, ws, tokens = self.model, self.model.workspace, len(self.x_TD)
         tally_T3 = ws.counts_LT3[layer, :tokens]
         steps.prepare(m.ffn, m.table_LX[layer, 0], self.input_TD)
         tally_T3[:] = 0
-        taken = tokens_by_expert(ws.expert_TK[:tokens], ws.route_weight_TK, m.cfg.experts)
+        w_X, taken = m.table_LX[layer], tokens_by_expert(ws.expert_TK[:tokens], ws.route_weight_TK, m.cfg.experts)
         for expert, token_N, weight_N in taken:
-            batch = whole_batch(m.ffn, m.table_LX[layer], expert, token_N, self.select_T[token_N], weight_N)
+            batch = whole_batch(m.ffn, w_X, expert, token_N, self.select_T[token_N], weight_N)
             if tokens > FEW_TOKENS or self.count_all:
                 self._expert_of_many(layer, batch)
             else:
@@ -78,9 +90,9 @@ class DiskOps(CpuOps):
 
     def _expert_of_few(self, layer: int, e: Batch, is_last: bool) -> None:
         """x ← x + one expert's FFN for its tokens: what fires is listed while rows of `rest` still come."""
-        f, named_I, keep = self.model.ffn, self._named(e), bool(e.select_N.any())
+        f, named_I, keep = self.model.ffn, self._named(e), self._all_select or bool(e.select_N.any())
         requests = [Request(layer, e.expert, [("first", named_I)])]
-        if self._two_phases(layer):
+        if self._two_phases_L[layer]:
             for part in self._rows.ranges(requests, keep):
                 steps.list_chunks(f, e, part.begin, part.end)
             fire_I = self._fire_F[: steps.firing(f, e, self._fire_F)]
@@ -88,9 +100,9 @@ class DiskOps(CpuOps):
         else:
             requests.append(Request(layer, e.expert, [("rest", named_I)]))
         ranges = self._rows.ranges(requests, keep)
-        if is_last and bool(self.select_T.any()) and self.ahead.pays(layer + 1):
+        if is_last and self._reads_ahead and self.ahead.can_L[layer + 1]:
             # Behind this layer's rows, so that the disk has work while these are waited for.
-            arrays = ROW_ARRAYS[:1] if self._two_phases(layer + 1) else ROW_ARRAYS
+            arrays = ROW_ARRAYS[:1] if self._two_phases_L[layer + 1] else ROW_ARRAYS
             self.ahead.read(layer + 1, arrays, self.x_TD, self.select_T)
         for part in ranges:
             if part.request.has("first"):
@@ -98,8 +110,3 @@ class DiskOps(CpuOps):
             else:
                 steps.sum_chunks(f, e, part.begin, part.end)
         steps.merge(f, e, self.x_TD)
-
-    def _two_phases(self, layer: int) -> bool:
-        """Whether a layer's `rest` is read only when it is known what fires: on the gate rung, or where that saves."""
-        spared = self._spared_L[layer] * self._rest_share
-        return self._rows.plan.two_phases_L[layer] or bool(spared >= TWO_PHASES_FROM)

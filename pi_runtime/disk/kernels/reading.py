@@ -35,7 +35,7 @@ OFFSET, LENGTH, NEEDED, FIRST_COPY, COPIES = range(5)
 SOURCE, TARGET, NBYTES = range(3)
 END_OF_FILE = -1
 """Stands for an errno: the file ended before the rows did."""
-DONE, LATER, INTERRUPTED = range(3)
+DONE, WOKEN_EARLY, LATER, INTERRUPTED = range(4)
 """How waiting ended."""
 EINTR = 4
 _DONT_NEED = 4
@@ -226,14 +226,17 @@ def pending(place: int) -> int:
 
 @public
 def wait(s: Shared, batch: int, nanoseconds: int) -> int:
-    """Wait for a batch that was submitted; returns `DONE`, `LATER` after so long, or `INTERRUPTED` by a signal."""
+    """Wait for a batch that was submitted; returns `DONE`, `LATER` after so long, or `INTERRUPTED` by a signal.
+
+    The count decides: a semaphore may be left from an earlier batch, whose waiting Ctrl-C ended (`WOKEN_EARLY`).
+    """
     control, time_2 = s.control, np.empty(2, np.int64)
     call_c(control[CLOCK], 0, address_of(time_2), 0, 0)
     time_2[1] += nanoseconds
     time_2[0] += time_2[1] // 1_000_000_000
     time_2[1] %= 1_000_000_000
     if _low(call_c(control[SEM_TIMEDWAIT], _semaphore(s, 1 + batch), address_of(time_2), 0, 0)) == 0:
-        return DONE
+        return WOKEN_EARLY if load_acquire(_place(s.batch_N4[batch], PENDING)) > 0 else DONE
     return INTERRUPTED if last_error(s) == EINTR else LATER
 
 

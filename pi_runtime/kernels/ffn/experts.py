@@ -31,5 +31,7 @@ def tokens_of(expert_TK: Ints, route_weight_TK: Floats, expert: int) -> tuple[In
 
 def tokens_by_expert(expert_TK: Ints, route_weight_TK: Floats, experts: int) -> list[tuple[int, Ints, Floats]]:
     """Each expert with `tokens_of` it; experts that no token takes are left out."""
+    if experts == 1:
+        return [(0, np.arange(len(expert_TK)), route_weight_TK[: len(expert_TK), 0])]
     found = ((expert, *tokens_of(expert_TK, route_weight_TK, expert)) for expert in range(experts))
     return [taken for taken in found if len(taken[1])]

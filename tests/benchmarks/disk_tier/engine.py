@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,16 +147,17 @@ def plan() -> dict[str, list[tuple[int, int]]]:
 def trace(tokens: list[int], named: str, fired: str) -> dict[str, Any]:
     """Decode tokens in two phases; write to files what each layer's predictor names, and what fires, for each."""
     needed: dict[str, dict[int, list[np.ndarray]]] = {"first": {}, "rest": {}}
-    cut = RowStore._cut
+    ranges = RowStore.ranges
 
-    def spy(self: RowStore, request: Request) -> list[RowRange]:
-        for name, neuron_I in request.needs:
-            needed[name].setdefault(request.layer, []).append(neuron_I.copy())
-        return cut(self, request)
+    def spy(self: RowStore, requests: Sequence[Request], keep: bool) -> Iterator[RowRange]:
+        for request in requests:
+            for name, neuron_I in request.needs:
+                needed[name].setdefault(request.layer, []).append(neuron_I.copy())
+        return ranges(self, requests, keep)
 
-    RowStore._cut = spy  # type: ignore[method-assign]
+    RowStore.ranges = spy  # type: ignore[method-assign, assignment]
     decode(tokens, 1)
-    RowStore._cut = cut  # type: ignore[method-assign]
+    RowStore.ranges = ranges  # type: ignore[method-assign]
     for path, by_layer in ((named, needed["first"]), (fired, needed["rest"])):
         traces = [by_layer[layer] for layer in sorted(by_layer)]
         flat = {f"{n}": np.concatenate(trace) for n, trace in enumerate(traces)}
