@@ -9,9 +9,11 @@ import ast
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -148,7 +150,7 @@ class Store:
         that has no tasks is made by one worker `alone`.
         """
         path = self.folder / f"{stage}-{key[:16]}{suffix}"
-        if shared.exists(path):
+        if shared.exists(path) or self._link(path):
             self.clear(stage, key)  # a kill after saving left it
             return load(path), False
 
@@ -160,6 +162,18 @@ class Store:
         for older in self._of_other_keys(path):
             shared.remove(older)
         return load(path), True
+
+    def _link(self, path: Path) -> bool:
+        """Whether another recipe beside this one has the result of this name: what is made from the same is the same.
+
+        It becomes this recipe's too. Where the file system has no links, it is made again.
+        """
+        for other in shared.names_in(self.folder.parent):
+            with suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                os.link(self.folder.parent / other / path.name, path)
+                return True
+        return False
 
     def share(self, stage: str, key: str, work: Callable[[WorkFolder], object], finished: Callable[[], bool]) -> None:
         """Have a stage `finished` by all workers that `work` in its folder; then the folder is removed."""

@@ -51,6 +51,15 @@ def test_a_changed_key_makes_it_again_and_removes_the_old(store: Store) -> None:
     assert get(store, key_of(n=1), lambda _: "one again") == ("one again", True)
 
 
+def test_what_another_recipe_made_of_the_same_is_taken(store: Store) -> None:
+    get(store, "a", lambda _scratch: "made")
+    renamed = Store(store.folder.parent / "renamed", store.worker)
+    assert get(renamed, "a") == ("made", False)
+    assert files(renamed) == files(store)
+    assert get(renamed, "b", lambda _scratch: "other") == ("other", True)
+    assert get(store, "a") == ("made", False)
+
+
 def test_stages_do_not_touch_each_other(store: Store) -> None:
     get(store, key_of(n=1), lambda _: "one")
     get(store, key_of(n=1), lambda _: "other", stage="order")
