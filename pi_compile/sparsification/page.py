@@ -56,6 +56,17 @@ def curves_page(
     )
 
 
+def curves_table(model: Sequence[Point], control: Sequence[Point]) -> str:
+    """The evaluations as CSV, a row each: what the curves are drawn from."""
+    lines = ["arm,step,tokens,loss,penalty,perplexity,sparsity,wanted,dead"]
+    for arm, points in (("model", model), ("control", control)):
+        for p in points:
+            sparsity = float(np.mean(p.sparsity_by_layer)) if p.sparsity_by_layer else 0.0
+            figures = (p.step, p.tokens, p.loss, p.penalty, p.perplexity, sparsity, p.wanted, p.dead)
+            lines.append(",".join([arm, *(f"{value:.9g}" for value in figures)]))
+    return "\n".join(lines) + "\n"
+
+
 def _perplexities(base: float, model: Sequence[Point], control: Sequence[Point]) -> Chart:
     with figure(3.3) as (drawn, (axis,)):
         axis.axhline(base, color=colour("ink"), ls=":")

@@ -32,7 +32,7 @@ from pi_compile.sparsification.data import EvaluationText, Packing, open_mixture
 from pi_compile.sparsification.estimate import check_room, estimate
 from pi_compile.sparsification.evaluation import Evaluation, evaluate
 from pi_compile.sparsification.model import add_constants, load_model, open_base, packing_of
-from pi_compile.sparsification.page import curves_page
+from pi_compile.sparsification.page import curves_page, curves_table
 from pi_compile.sparsification.recipe import SparsifyRecipe, read_sparsify_recipe
 from pi_compile.sparsification.training import Base, Training, Watch
 from pi_compile.workers import StageDoneError, Worker, WorkFolder
@@ -307,6 +307,7 @@ class _Sparsification:
         points = () if control is None else control.trained.points
         page = curves_page(record, base_perplexity, model.trained.points, points)
         (out / "training.html").write_text(page, encoding="utf-8")
+        (out / "curves.csv").write_text(curves_table(model.trained.points, points), encoding="utf-8")
         if (self.work / "events").is_dir():
             # A run that was killed here may have left a part of them.
             shutil.copytree(self.work / "events", out / "events", dirs_exist_ok=True)

@@ -57,6 +57,8 @@ def test_the_way_from_a_dense_model_to_tokens(bases: Path, tmp_path: Path, capsy
     assert "license: unknown" in card
     assert f"| sparsity, mean over layers | {record['sparsity']:.1%} |" in card
     assert len({path.stat().st_mode for path in (tmp_path / "sparse").iterdir() if path.is_file()}) == 1
+    head, first, *_ = (tmp_path / "sparse" / "curves.csv").read_text().splitlines()
+    assert (head.count(","), first.split(",")[:2]) == (first.count(","), ["model", "4"])
     html = (tmp_path / "sparse" / "training.html").read_text()
     assert html.count("<svg") == 4
     assert "http" not in re.sub(r'"Content-Security-Policy"|http-equiv', "", html)
