@@ -42,12 +42,13 @@ def log_p(checkpoint: Checkpoint, layers: list[dict[str, torch.Tensor]], ends: d
 
 
 def test_the_squares_are_those_of_the_whole_model_at_once(checkpoint: Checkpoint) -> None:
-    found = sensitivities(checkpoint, IDS, 1, lambda _done, _all: None)
+    some = IDS[:2]
+    found = sensitivities(checkpoint, some, 1, lambda _done, _all: None)
     layers, ends = weights_of(checkpoint)
     d, generator = checkpoint.decoder, torch.Generator().manual_seed(0)
     leaves = {f"layers/{n}/{name}": w[name].requires_grad_() for n, w in enumerate(layers) for name in MATRICES}
     rows = {name: torch.zeros(leaf.shape[:-1], dtype=torch.float64) for name, leaf in leaves.items()}
-    for ids_T in IDS:
+    for ids_T in some:
         with torch.autograd.graph.allow_mutation_on_saved_tensors():
             *_, (x,) = td.layers(d, layers, [td.embed(d, ends, ids_T[None])])
             log_p_TV = td.logits(d, ends, x)[0].log_softmax(-1)
@@ -55,7 +56,7 @@ def test_the_squares_are_those_of_the_whole_model_at_once(checkpoint: Checkpoint
             signs = 2 * torch.randint(2, y.shape, generator=generator) - 1
             gradients = torch.autograd.grad((log_p_TV.gather(1, y) * signs).sum(), list(leaves.values()))
         for name, gradient in zip(leaves, gradients, strict=True):
-            rows[name] += gradient.double().square().sum(-1) / IDS.numel()
+            rows[name] += gradient.double().square().sum(-1) / some.numel()
     for name, expected in rows.items():
         sums = found[name].rows_Rk
         np.testing.assert_allclose(sums, expected.numpy().reshape(sums.shape), rtol=1e-3, atol=1e-9)

@@ -181,13 +181,23 @@ def change_recipe(**changes: dict[str, object]) -> object:
         pytest.param(change_model, ["profile", "train", "pack"], id="model"),
         pytest.param(change_text, ["corpus", "profile", "train", "pack"], id="text"),
         pytest.param(
-            change_recipe(profile={"window": 16}), ["corpus", "profile", "train", "pack"], id="profile-section"
+            change_recipe(profile={"window": 16}),
+            ["corpus", "profile", "train", "pack"],
+            id="profile-section",
+            marks=pytest.mark.long,
         ),
         pytest.param(change_recipe(train={"seed": 1}), ["train", "pack"], id="train-section"),
-        pytest.param(change_recipe(quality={"perplexity_increase": 0.5}), ["train", "pack"], id="quality-section"),
+        pytest.param(
+            change_recipe(quality={"perplexity_increase": 0.5}),
+            ["train", "pack"],
+            id="quality-section",
+            marks=pytest.mark.long,
+        ),
         pytest.param(change_recipe(place={"vram_gib": [0.0001]}), ["pack"], id="place-section"),
         # Rungs are chosen for the machine; here they come out the same.
-        pytest.param(change_recipe(place={"machine": "pc-low"}), ["train", "pack"], id="machine"),
+        pytest.param(
+            change_recipe(place={"machine": "pc-low"}), ["train", "pack"], id="machine", marks=pytest.mark.long
+        ),
         pytest.param(change_recipe(pack={"head": "f16", "embedding": "f16"}), ["pack"], id="pack-section"),
         pytest.param(change_recipe(quantise={"tokens": 512}), ["quantise", "pack"], id="quantise-section"),
     ],
@@ -202,11 +212,11 @@ def test_what_changed_and_what_depends_on_it_runs_again(built: Path, change: obj
     ("module", "stages"),
     [
         # Where the same result comes out, nothing after it depends on the code.
-        ("pi_compile.corpus.streams", ["corpus"]),
+        pytest.param("pi_compile.corpus.streams", ["corpus"], marks=pytest.mark.long),
         ("pi_compile.calibration.profiling", ["profile"]),
         ("pi_compile.torch_model.predictor", ["train"]),
-        ("pi_compile.torch_model.decoder", ["profile", "train"]),
-        ("pi_compile.cost_model.ffn_time", ["train"]),
+        pytest.param("pi_compile.torch_model.decoder", ["profile", "train"], marks=pytest.mark.long),
+        pytest.param("pi_compile.cost_model.ffn_time", ["train"], marks=pytest.mark.long),
         ("pi_compile.results.predictor_set", ["train", "pack"]),
         ("pi_compile.packing", ["pack"]),
         ("pi_compile.pipeline.summary", []),

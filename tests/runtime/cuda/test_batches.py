@@ -20,6 +20,7 @@ from support.gpu_running import (
     read,
     running,
 )
+from support.long_form import marked_long
 
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Plan
@@ -74,12 +75,12 @@ CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
     "q4": (SPLIT, FEW_HEADS | {"fmt": "q4"}),
     "signs, a threshold and dense": (SPLIT, FEW_HEADS | {"layers": OTHERS}),
 }
+FURTHER = ("cold neurons on the CPU", "whole layers on either side", "all on the GPU, OPT", "q4")
 
 
-@pytest.mark.parametrize(("plan", "shape"), CASES.values(), ids=CASES)
-def test_a_sequence_gets_the_same_bits_in_any_company(
-    plan: Plan, shape: dict[str, Any], tmp_path: Path, gpu: Device
-) -> None:
+@pytest.mark.parametrize("name", marked_long(CASES, FURTHER))
+def test_a_sequence_gets_the_same_bits_in_any_company(name: str, tmp_path: Path, gpu: Device) -> None:
+    plan, shape = CASES[name]
     path = model(tmp_path / "a.pi", **shape)
     with running(path, plan, gpu, context=128) as executor:
         logits = assert_as_alone(executor)
@@ -92,7 +93,7 @@ def test_a_sequence_gets_the_same_bits_in_any_company(
         one.close()
 
 
-@pytest.mark.parametrize("name", ["cold neurons on the CPU", "attention on the CPU", "experts"])
+@pytest.mark.parametrize("name", marked_long(["cold neurons on the CPU", "attention on the CPU", "experts"], FURTHER))
 def test_guesses_are_checked_together(name: str, tmp_path: Path, gpu: Device) -> None:
     """Tokens of a sequence get the bits that they get one by one, across two pages, and after some were wrong."""
     plan, shape = CASES[name]
@@ -114,10 +115,10 @@ def test_guesses_are_checked_together(name: str, tmp_path: Path, gpu: Device) ->
         assert executor.draft_tokens == executor.allocation.batch_tokens == 8
 
 
-@pytest.mark.parametrize("plan", [SPLIT, MIXED], ids=["cold neurons on the CPU", "layers on either side"])
-def test_sequences_whose_caches_do_not_fit_together_take_turns(plan: Plan, tmp_path: Path, gpu: Device) -> None:
+@pytest.mark.parametrize("name", marked_long(["cold neurons on the CPU", "whole layers on either side"], FURTHER[:1]))
+def test_sequences_whose_caches_do_not_fit_together_take_turns(name: str, tmp_path: Path, gpu: Device) -> None:
     """The GPU has two pages; the sequences need four."""
-    with running(model(tmp_path / "a.pi", **FEW_HEADS), plan, gpu, context=64) as executor:
+    with running(model(tmp_path / "a.pi", **FEW_HEADS), CASES[name][0], gpu, context=64) as executor:
         assert_as_alone(executor)
         assert max(executor._schedules) == 2
 

@@ -17,6 +17,7 @@ from support.gpu_bench.placing import all_on_cpu
 from support.gpu_bench.planned import planned_seconds
 from support.gpu_bench.stored import dequantised, store
 from support.gpu_bench.targets import plan_verdicts, verdicts
+from support.long_form import marked_long
 from support.paths import BENCHMARKS
 
 from pi_compile.machine import find_machine
@@ -114,7 +115,7 @@ def test_what_plan_says() -> None:
     assert weights / rate < seconds[2] < 1.2 * weights / rate
 
 
-@pytest.mark.parametrize("fmt", ["f16", "q4"])
+@pytest.mark.parametrize("fmt", marked_long(["f16", "q4"], ["q4"]))
 def test_predictions(tmp_path: Path, fmt: str, capsys: pytest.CaptureFixture[str]) -> None:
     predicting.show(fmt, tmp_path / "rows.json")
     assert capsys.readouterr().out.startswith("Predicted, not measured")

@@ -22,6 +22,7 @@ from support.gpu_running import (
     read,
     running,
 )  # fmt: skip
+from support.long_form import marked_long
 from support.steps import step
 
 from pi_runtime.artifact.reader import Artifact
@@ -46,10 +47,9 @@ CASES = (
 PROMPT, GOING_ON = [5, 9, 250, 3], [7, 11]
 
 
-@pytest.mark.parametrize(("family", "sides", "cuts", "ends"), CASES, ids=["-".join(case) for case in CASES])
-def test_any_plan_gives_what_the_cpu_gives(
-    family: str, sides: str, cuts: str, ends: str, tmp_path: Path, gpu: Device
-) -> None:
+@pytest.mark.parametrize("case", marked_long(CASES, CASES[::2]), ids="-".join)
+def test_any_plan_gives_what_the_cpu_gives(case: tuple[str, ...], tmp_path: Path, gpu: Device) -> None:
+    family, sides, cuts, ends = case
     path = model(tmp_path / "a.pi", family)
     one = CpuExecutor(Artifact.open(path), "auto", CONTEXT, 1)
     with running(path, plan_of(SIDES[sides], CUTS[cuts], ends), gpu) as two:
@@ -96,7 +96,7 @@ def assert_follows_the_definition(path: Path, gpu: Device, error: float = 1e-4) 
         assert_same(decoded(executor, cache, ids)[0], reference.forward(artifact, ids, "predicted"), error)
 
 
-@pytest.mark.parametrize("fmt", ["f16", "bf16", "q8", "q4"])
+@pytest.mark.parametrize("fmt", marked_long(["f16", "bf16", "q8", "q4"], ["f16", "q8"]))
 def test_number_formats(fmt: str, tmp_path: Path, gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU inputs are not rounded to bytes."""
     monkeypatch.setattr(reference, "rounded", lambda x_TD: x_TD)

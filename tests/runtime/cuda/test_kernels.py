@@ -28,6 +28,9 @@ from pi_runtime.kernels import reference
 @example("q4", 320, 5, 2, Tiling(dot_rows=4, dot_width=64), True, True, 0)
 @example("q8", 513, 5, 1, Tiling(row_words=32), False, True, 0)
 @example("q4", 5120, 9, 1, Tiling(), False, False, 0)
+@example("q5", 300, 5, 2, Tiling(dot_rows=8), True, False, 0)
+@example("q4_1", 129, 5, 2, Tiling(row_words=32), False, True, 0)
+@example("bf16", 129, 5, 2, Tiling(dot_rows=8), False, True, 0)
 def test_products(
     device: torch.device, fmt: str, columns: int, rows: int, tokens: int, tiling: Tiling, biased: bool, add: bool,
     seed: int,
@@ -58,6 +61,8 @@ def test_products_do_not_suffer_from_what_integers_are_raised_by(device: torch.d
 
 @FEW
 @given(FORMAT, COLUMNS, st.integers(1, 20), st.sampled_from(["f32", "f16"]), st.booleans(), st.integers(0, 9))
+@example("q5", 300, 5, "f32", True, 0)
+@example("q4_1", 129, 5, "f16", False, 0)
 def test_stored_rows_as_numbers(
     device: torch.device, fmt: str, columns: int, tokens: int, out: str, listed: bool, seed: int
 ) -> None:
@@ -143,6 +148,8 @@ class UnroundedWeights(LayerWeights):
 @example("q4", 320, 90, "relu", "gated", True, "predicted", Tiling(word_rows=2, row_words=32, splits=3), 0.5, 0)
 @example("q8", 300, 70, "silu", "gated", False, "gate", Tiling(word_rows=2, sum_words=16, splits=2), 0.5, 0)
 @example("f16", 33, 70, "relu", "plain", True, "dense", Tiling(dot_rows=8, splits=2), 0.0, 0)
+@example("q5", 300, 40, "relu", "gated", True, "gate", Tiling(word_rows=2, sum_words=16, splits=2), 0.5, 0)
+@example("q4_1", 300, 40, "relu", "gated", False, "gate", Tiling(word_rows=2, sum_words=16, splits=2), 0.5, 0)
 def test_neurons(
     device: torch.device, fmt: str, d_model: int, d_ff: int, activation: str, kind: str, biased: bool, rung: str,
     tiling: Tiling, limit: float, seed: int,

@@ -1,5 +1,6 @@
 """A mixture of experts on GPU and CPU gives by any plan what the CPU alone gives."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from support.gpu_running import (
     running,
     weight_bytes,
 )
+from support.long_form import marked_long
 from support.steps import step
 
 from pi_runtime.artifact.reader import Artifact
@@ -57,12 +59,15 @@ def both(path: Path, plan: Plan, gpu: Device, mode: str = "auto", **more: Any) -
     assert (rows[..., 0] > 0).all()
 
 
-@pytest.mark.parametrize("layers", RUNGS.values(), ids=RUNGS)
-@pytest.mark.parametrize("plan", CASES.values(), ids=CASES)
-def test_any_plan_and_rung_give_what_the_cpu_gives(
-    plan: Plan, layers: tuple[Layer, ...], tmp_path: Path, gpu: Device
-) -> None:
-    both(model(tmp_path / "a.pi", layers=layers, **SHAPE), plan, gpu)
+PAIRS = list(product(CASES, RUNGS))
+FURTHER = {pair for n, pair in enumerate(PAIRS) if n // len(RUNGS) % len(RUNGS) != n % len(RUNGS)}
+"""All but one rung of each plan; each rung has some plans left."""
+
+
+@pytest.mark.parametrize("pair", marked_long(PAIRS, FURTHER), ids=" by ".join)
+def test_any_plan_and_rung_give_what_the_cpu_gives(pair: tuple[str, str], tmp_path: Path, gpu: Device) -> None:
+    plan, layers = pair
+    both(model(tmp_path / "a.pi", layers=RUNGS[layers], **SHAPE), CASES[plan], gpu)
 
 
 SPLIT = CASES["split, residual on the GPU"]
@@ -88,7 +93,7 @@ def test_modes(mode: str, tmp_path: Path, gpu: Device) -> None:
     both(model(tmp_path / "a.pi", layers=PREDICTED, **SHAPE), SPLIT, gpu, mode)
 
 
-@pytest.mark.parametrize("fmt", ["f16", "bf16", "q8", "q4"])
+@pytest.mark.parametrize("fmt", marked_long(["f16", "bf16", "q8", "q4"], ["f16", "q8"]))
 def test_number_formats(fmt: str, tmp_path: Path, gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU inputs are not rounded to bytes; prompts are multiplied in 16 bits."""
     monkeypatch.setattr(reference, "rounded", lambda x_TD: x_TD)
@@ -120,12 +125,13 @@ def test_weights_are_what_was_counted(tmp_path: Path, gpu: Device) -> None:
         assert weight_bytes(artifact.manifest, CASES["all on the GPU"]) == every
 
 
-@pytest.mark.parametrize("layers", RUNGS.values(), ids=RUNGS)
-@pytest.mark.parametrize("plan", ["split, residual on the GPU", "either side"])
-def test_what_decoding_computes_and_what_fires(
-    plan: str, layers: tuple[Layer, ...], tmp_path: Path, gpu: Device
-) -> None:
-    path = model(tmp_path / "a.pi", layers=layers, **SHAPE)
+BOTH_SIDES = [pair for pair in PAIRS if pair[0] in ("split, residual on the GPU", "either side")]
+
+
+@pytest.mark.parametrize("pair", marked_long(BOTH_SIDES, BOTH_SIDES[1::2]), ids=" by ".join)
+def test_what_decoding_computes_and_what_fires(pair: tuple[str, str], tmp_path: Path, gpu: Device) -> None:
+    plan, layers = pair
+    path = model(tmp_path / "a.pi", layers=RUNGS[layers], **SHAPE)
     one = CpuExecutor(Artifact.open(path), "auto", CONTEXT, 1)
     with running(path, CASES[plan], gpu) as two:
         caches = [two.new_cache() for _ in range(2)]

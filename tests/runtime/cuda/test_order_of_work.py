@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.gpu_ordering import POLICIES, out_of_order
 from support.gpu_running import ALL_ON_GPU, EXPERTS, LAYERS, NEURONS, SPLIT, decoded, model, plan_of, read, running
+from support.long_form import marked_long
 
 from pi_runtime.cuda.executor import CudaExecutor, Decoding
 from pi_runtime.cuda.memory.devices import Cuda, Device, Op
@@ -40,7 +41,7 @@ def answers(executor: CudaExecutor, runs: Sequence[Op] | None = None) -> np.ndar
     return np.concatenate([np.concatenate([*found, *logits]), rows.ravel()])
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", marked_long(PLANS, ("all on the GPU", "attention on either side")))
 def test_any_order_gives_the_same_bits(gpu: Device, name: str, tmp_path: Path, long: bool) -> None:
     plan, shape = PLANS[name]
     path, device = model(tmp_path / "m.pi", **shape), out_of_order(gpu)
@@ -52,11 +53,9 @@ def test_any_order_gives_the_same_bits(gpu: Device, name: str, tmp_path: Path, l
             np.testing.assert_array_equal(answers(executor), wanted, str(policy))
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_every_wait_is_needed(gpu: Device, name: str, tmp_path: Path, long: bool) -> None:
+@pytest.mark.parametrize("name", marked_long(PLANS, PLANS.keys() - {"attention on the CPU"}))
+def test_every_wait_is_needed(gpu: Device, name: str, tmp_path: Path) -> None:
     """Without a wait, or the event that it waits for, the host goes on with what it had before."""
-    if not long and name not in ("cold neurons on the CPU", "attention on the CPU"):
-        pytest.skip("only with --long")
     plan, shape = PLANS[name]
     with running(model(tmp_path / "m.pi", **shape), plan, out_of_order(gpu)) as executor:
         wanted, runs = answers(executor), [call.run for call in executor.calls]

@@ -44,8 +44,12 @@ def all_logits(executor: Executor, ids: Sequence[int], cache: KVCache, *, select
 
 @pytest.mark.parametrize(
     ("plan", "layers", "mode"),
-    [(SPLIT, PREDICTED, "auto"), (MIXED, OTHERS, "auto"), (ALL_ON_GPU, OTHERS, "auto"), (SPLIT, OTHERS, "dense")],
-    ids=["split", "mixed", "all on the GPU", "dense"],
+    [
+        pytest.param(SPLIT, PREDICTED, "auto", id="split"),
+        pytest.param(MIXED, OTHERS, "auto", id="mixed"),
+        pytest.param(ALL_ON_GPU, OTHERS, "auto", id="all on the GPU", marks=pytest.mark.long),
+        pytest.param(SPLIT, OTHERS, "dense", id="dense", marks=pytest.mark.long),
+    ],
 )
 def test_what_decoding_computes_and_what_fires(
     plan: Plan, layers: tuple[Layer, ...], mode: str, tmp_path: Path, gpu: Device

@@ -1,4 +1,4 @@
-"""The same bits at any number of threads, and whether kernels are compiled or loaded."""
+"""The same bits at any number of threads. `test_isa.py` has them for kernels just compiled and for loaded ones."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support.long_form import marked_long
 from support.paths import SUPPORT
 from support.synthetic import random_artifact, small_decoder
 
@@ -18,7 +19,7 @@ THREADS = (1, 2, 3, 5)
 CHILD = SUPPORT / "thread_bits.py"
 
 
-def bits(fmt: str, folder: Path, threads: Sequence[int], **environment: str) -> dict[str, list[str]]:
+def bits(fmt: str, folder: Path, threads: Sequence[int]) -> dict[str, list[str]]:
     """Digests of what operators and two models give, one for each number of threads, in a process of its own."""
     shape = {"d_model": 72, "d_ff": 300, "context_length": 100}
     paths = [
@@ -30,7 +31,7 @@ def bits(fmt: str, folder: Path, threads: Sequence[int], **environment: str) -> 
         [sys.executable, CHILD, fmt, os.pathsep.join(map(str, paths)), *map(str, threads)],
         capture_output=True,
         text=True,
-        env={**os.environ, **own, **environment},
+        env={**os.environ, **own},
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -38,7 +39,7 @@ def bits(fmt: str, folder: Path, threads: Sequence[int], **environment: str) -> 
     return found
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", marked_long(FORMATS, ["q8"]))
 def test_threads_do_not_change_a_bit(fmt: str, tmp_path: Path) -> None:
     found = bits(fmt, tmp_path, THREADS)
     assert len(found) == 6 + 3 * 5 + 2 * 3 * 7
@@ -47,8 +48,3 @@ def test_threads_do_not_change_a_bit(fmt: str, tmp_path: Path) -> None:
         assert len(set(digests)) == 1, what
     for name in ("one", "experts"):
         assert found[f"{name} dense decode 7"] != found[f"{name} predicted decode 7"], "nothing was skipped"
-
-
-def test_a_process_that_compiles_gets_the_bits_of_one_that_loads(tmp_path: Path) -> None:
-    compiled, loaded = (bits("f16", tmp_path, [2], PI_CACHE_DIR=str(tmp_path / "kernels")) for _ in range(2))
-    assert compiled == loaded
