@@ -82,6 +82,7 @@ def pack(
         decoder=checkpoint.decoder,
         formats=formats,
         layers=_layers(checkpoint.decoder, predictor_set),
+        ffn_layout=checkpoint.layout,
         profiled_tokens=0 if profile is None else profile.tokens,
         plans=tuple(plans),
         row_plans=tuple(row_plans),
@@ -108,14 +109,8 @@ def pack(
         for name, data in text.files.items():
             writer.add_file(name, data)
         manifest = writer.finish(manifest)
-    return PackResult(
-        path=output,
-        sha256=file_digest(output),
-        nbytes=output.stat().st_size,
-        manifest=manifest,
-        errors=errors,
-        notices=text.notices,
-    )
+    digest, nbytes = file_digest(output), output.stat().st_size
+    return PackResult(path=output, sha256=digest, nbytes=nbytes, manifest=manifest, errors=errors, notices=text.notices)
 
 
 def _check_profile(profile: ActivationProfile | None, checkpoint: Checkpoint) -> None:

@@ -7,7 +7,7 @@ Shape letters: D model width, F neurons. `ffn/rest` has one row for each neuron 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,8 @@ from pi_compile.errors import CheckpointError
 from pi_compile.files import file_digest, json_digest
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS, Format
 from pi_runtime.artifact.quantisation import as_stored, dequantise, pack_rows, quantise
-from pi_runtime.artifact.sizes import PARTS, array_specs
+from pi_runtime.artifact.sizes import BY_NEURON, LAYOUTS, PARTS, array_specs
+from pi_runtime.errors import Setting, UsageError
 
 if TYPE_CHECKING:
     from pi_compile.checkpoint.tokenizer_files import TextFiles
@@ -42,6 +43,19 @@ class Checkpoint(ResolvedCheckpoint):
 
     revision: str | None
     """Commit of a hub model; None for a local folder."""
+    layout: str = BY_NEURON
+    """How the arrays of FFNs are made of its tensors (see `sizes.LAYOUTS`)."""
+
+    def in_layout(self, layout: str) -> "Checkpoint":
+        """The same checkpoint with FFNs in a layout. Raises UsageError for one that it cannot have."""
+        if layout not in LAYOUTS:
+            raise UsageError(setting=Setting("layout", layout), expected=", ".join(LAYOUTS))
+        if layout != BY_NEURON and (self.decoder.n_experts > 1 or self.decoder.sparse):
+            raise UsageError(
+                f"{self.folder}: the layout {layout} is for models that compute every neuron",
+                expected=f"{BY_NEURON}, as the model is sparse or has experts",
+            )
+        return replace(self, layout=layout)
 
     @property
     def folder(self) -> Path:
@@ -55,7 +69,8 @@ class Checkpoint(ResolvedCheckpoint):
     @cached_property
     def array_shapes(self) -> dict[str, tuple[int, ...]]:
         """Logical shape of every artifact array that comes from the checkpoint."""
-        specs = array_specs(self.decoder, dict.fromkeys(PARTS, "f32"), [None] * self.decoder.n_layers, profiled=False)
+        formats, ranks = dict.fromkeys(PARTS, "f32"), [None] * self.decoder.n_layers
+        specs = array_specs(self.decoder, formats, ranks, False, self.layout)
         return {name: spec.shape for name, spec in specs.items()}
 
     def tensor_names(self, array: str) -> tuple[str, ...]:
@@ -198,7 +213,11 @@ class Checkpoint(ResolvedCheckpoint):
             )
 
     def _source_tensors(self, array: str) -> tuple[SourceTensor, ...]:
-        return self.adapter.source_tensors(array, self.prefix, self.decoder)
+        layer, _, local = array.rpartition("/ffn/")
+        if local not in ("up", "down"):
+            return self.adapter.source_tensors(array, self.prefix, self.decoder)
+        *up, down = self.adapter.source_tensors(f"{layer}/ffn/rest", self.prefix, self.decoder)
+        return tuple(up) if local == "up" else (replace(down, transposed=not down.transposed),)
 
     def _joined(
         self, array: str, order: Order | None, read: Callable[[SourceTensor, RowReader, Index], tuple[Array, ...]]
@@ -312,9 +331,7 @@ def _rows_of(values: Array, tensor: SourceTensor) -> Array:
     if tensor.rows is None:
         return values
     blocks = values.reshape(tensor.rows.groups, tensor.rows.size, *values.shape[1:])
-    wanted = blocks[:, tensor.rows.start : tensor.rows.stop : tensor.rows.step]
-    wanted = wanted.mT if tensor.rows.is_turned else wanted
-    wanted = wanted.reshape(-1, *wanted.shape[2:])
+    wanted = blocks[:, tensor.rows.start : tensor.rows.stop].reshape(-1, *values.shape[1:])
     missing = max(0, tensor.padded - len(wanted))
     return np.concatenate([wanted, np.zeros((missing, *wanted.shape[1:]), wanted.dtype)]) if missing else wanted
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pi_compile.cli import artifact, planning
-from pi_compile.cli.options import BuildOptions, Debug, Export, IgnoreConfig, Json, Output, RecipePath
+from pi_compile.cli.options import BuildOptions, Debug, Export, IgnoreConfig, Json, LayoutOption, Output, RecipePath
 from pi_compile.cli.rendering import emit, findings_text, show, show_artifact, show_placements, sparsify_text
 from pi_runtime import console
 from pi_runtime.errors import UsageError
@@ -228,12 +228,12 @@ def pack(
     options: BuildOptions,
     output: Output = None,
     plain: Annotated[bool, typer.Option("--plain", help="Without profile and predictors: exact, quick.")] = False,
+    layout: LayoutOption = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Write the artifact, with the results of all stages. With --plain, RECIPE may be a model that has none: a folder,
-    a GGUF file or a hub name, which is packed as init proposes."""
-    if not plain:
+    """Write the artifact, with the results of all stages; with --plain without them, of a recipe or of any model."""
+    if not plain and layout is None:
         _build(options, output, as_json)
         return
     from pi_compile.machine.doctor import EXTRAS
@@ -247,10 +247,10 @@ def pack(
     if names_model(source):
         path = artifact_path(Path(f"{Path(source).name if Path(source).is_dir() else Path(source).stem}.toml"), output)
         _agree(fetch_offer(source))
-        packed = pack_model(source, path, progress=console.progress, notice=console.say)
+        packed = pack_model(source, path, layout=layout, progress=console.progress, notice=console.say)
     else:
         path = artifact_path(options.recipe, output)
-        packed = pack_plain(options.recipe, path, progress=console.progress, notice=console.say)
+        packed = pack_plain(options.recipe, path, layout=layout, progress=console.progress, notice=console.say)
     show_artifact(packed, ["pack"], as_json)
 
 

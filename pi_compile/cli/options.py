@@ -11,6 +11,14 @@ from pi_runtime.errors import DeviceError, UsageError
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (see init).", show_default=False)]
 ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A packed model.", show_default=False)]
+LayoutOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="neurons|matrices",
+        help="Pack plain, with FFNs by neuron, to be placed or read from disk, or as the model's own matrices. "
+        "Default: matrices, unless the model is sparse or has experts.",
+    ),
+]
 Output = Annotated[
     Path | None, typer.Option("--output", "-o", help="Where to write. Default: the recipe's name with .pi")
 ]

@@ -218,7 +218,7 @@ def other_bytes(m: Manifest) -> int:
 
     The one row of an untied embedding that a token reads is not counted.
     """
-    skipped = ("ffn/first", "ffn/rest", "ffn/order", "ffn/counts", "positions")
+    skipped = ("ffn/first", "ffn/rest", "ffn/up", "ffn/down", "ffn/order", "ffn/counts", "positions")
     total = 0
     for array, entry in m.arrays.items():
         name = without_scales(array)

@@ -26,7 +26,7 @@ from pi_compile.placement.solvers.multiple_choice_knapsack import ItemClass, sol
 from pi_compile.results import Division
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.layout import ALIGN, ALIGN_LARGE, LARGE_FROM
-from pi_runtime.artifact.sizes import MATRICES, PARTS, ArraySpec, array_specs, is_scales
+from pi_runtime.artifact.sizes import BY_NEURON, MATRICES, PARTS, ArraySpec, array_specs, is_scales
 from pi_runtime.console import size
 from pi_runtime.errors import NotMetError
 
@@ -89,7 +89,7 @@ def _divided(
 ) -> Division:
     """The division of a budget of (bytes, perplexity), one of which is 0."""
     d, (nbytes, perplexity_increase) = checkpoint.decoder, budget
-    specs = array_specs(d, formats, [None] * d.n_layers, profiled=True)
+    specs = array_specs(d, formats, [None] * d.n_layers, checkpoint.layout == BY_NEURON, checkpoint.layout)
     groups = _groups(specs)
     plain = {name: _stored(spec) for name, spec in specs.items() if not is_scales(name)}
     fixed = _MANIFEST * len(specs) + sum(map(len, checkpoint.text_files.files.values())) + sum(plain.values())

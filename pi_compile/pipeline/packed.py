@@ -17,6 +17,7 @@ from pi_compile.pipeline.summary import pack_report
 from pi_compile.recipe import Recipe, default_recipe, read_recipe
 from pi_compile.workers import Worker
 from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.sizes import BY_NEURON, WHOLE
 from pi_runtime.console import Progress
 
 if TYPE_CHECKING:
@@ -77,12 +78,17 @@ def pack_plain(
     recipe_path: Path,
     output: Path,
     *,
+    layout: str | None = None,
     progress: Callable[..., AbstractContextManager[Progress]],
     notice: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Write an artifact without profile and predictors, and report on it. It skips nothing, and is quick to make."""
+    """Write an artifact without profile and predictors, and report on it. It is quick to make.
+
+    FFNs of a model that is not sparse are stored as whole matrices, of which nothing can be skipped, unless a `layout`
+    is named (see `sizes.LAYOUTS`).
+    """
     recipe, folder = read_recipe(recipe_path), recipe_path.resolve().parent
-    checkpoint = recipe_checkpoint(recipe, folder)
+    checkpoint = _in_layout(recipe_checkpoint(recipe, folder), layout)
     return _packed(checkpoint, recipe, folder, output, progress, notice)
 
 
@@ -90,14 +96,21 @@ def pack_model(
     model: str,
     output: Path,
     *,
+    layout: str | None = None,
     progress: Callable[..., AbstractContextManager[Progress]],
     notice: Callable[[str], None],
 ) -> dict[str, Any]:
     """The same of a model without a recipe, with what `init` proposes. The artifact names it as it is called."""
-    checkpoint = open_checkpoint(model)
+    checkpoint = _in_layout(open_checkpoint(model), layout)
     name = checkpoint.location.name if checkpoint.revision is None else model
     recipe = proposed_recipe(checkpoint, name, default_recipe, lambda _: None)  # no recipe to change is there
     return _packed(checkpoint, recipe, checkpoint.folder, output, progress, notice)
+
+
+def _in_layout(checkpoint: Checkpoint, layout: str | None) -> Checkpoint:
+    """The checkpoint in a layout, or in the one that fits it best where none is named."""
+    whole = not checkpoint.decoder.sparse and checkpoint.decoder.n_experts == 1
+    return checkpoint.in_layout(layout or (WHOLE if whole else BY_NEURON))
 
 
 def _packed(

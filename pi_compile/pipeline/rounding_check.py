@@ -160,7 +160,7 @@ class RoundingCheck:
 
     def _specs(self, formats: Mapping[str, str]) -> dict[str, ArraySpec]:
         d = self.checkpoint.decoder
-        return array_specs(d, formats, [None] * d.n_layers, profiled=False)
+        return array_specs(d, formats, [None] * d.n_layers, False, self.checkpoint.layout)
 
 
 def _matrices(specs: Mapping[str, ArraySpec]) -> list[tuple[str, ArraySpec]]:

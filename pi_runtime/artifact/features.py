@@ -13,7 +13,7 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import UNLESS_DEFAULT
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.schema import FEATURE_VERSION, FORMAT_VERSION, Manifest
-from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.artifact.sizes import BY_NEURON, PARTS
 
 
 def _differs(m: Manifest, name: str, default: Any) -> bool:
@@ -36,6 +36,7 @@ FEATURES: dict[str, Callable[[Manifest], bool]] = {
     "decoder.block.reordered": lambda m: m.decoder.block == "reordered",
     "decoder.activation.clamped_swiglu": lambda m: m.decoder.activation == "clamped_swiglu",
     "decoder.block.sandwich": lambda m: m.decoder.block == "sandwich",
+    "ffn_layout": lambda m: m.ffn_layout != BY_NEURON,
     "formats.matrices": lambda m: len(m.formats) > len(PARTS),
     **{f"formats.{name}": partial(_has_format, name=name) for name in WEIGHT_FORMATS[len(_FIRST_FORMATS) :]},
     "guess_head": lambda m: m.guess is not None,

@@ -1,7 +1,8 @@
 """Number formats of stored arrays: what the bytes mean.
 
-A matrix is stored row by row, each row padded with zero bytes to a multiple of the format's `row_align`, so that every
-row of weights in a mapped array starts on a cache line. A vector is stored as it is. All formats are little-endian.
+A matrix is stored row by row, each row padded with zero bytes to a multiple of the format's `row_align`: mostly a cache
+line, so that a row of weights in a mapped array touches no line more than it must. A vector is stored as it is. All
+formats are little-endian.
 
     name   value                                    stored as
     f32    IEEE 754 binary32                        float32
@@ -12,8 +13,8 @@ row of weights in a mapped array starts on a cache line. A vector is stored as i
     q4     scale · (q − 8), q in 0…15               uint8, two q in one, and scales beside it
     q5     scale · (q − 16), q in 0…31              uint8, two q's lower bits in one, then fifth bits; scales beside it
     q6     scale · (q − 32), q in 0…63              the same, with two upper bits
-    q4_1   scale · q + minimum, q in 0…15           as q4, and scales and minima beside it
-    q4z    scale · (q − zero), q and zero in 0…15   as q4, and scales and zeros beside it
+    q4_1   scale · q + minimum, q in 0…15           as q4, rows padded to 32 bytes; scales and minima beside it
+    q4z    scale · (q − zero), q and zero in 0…15   as q4, rows padded to 32 bytes; scales and zeros beside it
     scale  binary16, one for 32 columns of a row    float16, rows padded to 8 bytes
     u32    unsigned integer                         uint32
     u64    unsigned integer                         uint64
@@ -159,8 +160,8 @@ FORMATS = {
         Format("q4", 4, np.dtype("<u1"), block_bits=4, overflows_from=65520.0 * 8),
         Format("q5", 5, np.dtype("<u1"), block_bits=5, overflows_from=65520.0 * 16),
         Format("q6", 6, np.dtype("<u1"), block_bits=6, overflows_from=65520.0 * 32),
-        Format("q4_1", 7, np.dtype("<u1"), block_bits=4, offset="minimum", overflows_from=65520.0),
-        Format("q4z", 8, np.dtype("<u1"), block_bits=4, offset="zero", overflows_from=65520.0 * 7.5),
+        Format("q4_1", 7, np.dtype("<u1"), 32, block_bits=4, offset="minimum", overflows_from=65520.0),
+        Format("q4z", 8, np.dtype("<u1"), 32, block_bits=4, offset="zero", overflows_from=65520.0 * 7.5),
         Format("scale", 15, np.dtype("<f2"), row_align=8),
         Format("u32", 16, np.dtype("<u4")),
         Format("u64", 17, np.dtype("<u8")),

@@ -47,7 +47,7 @@ def place_files(sizes: Iterable[tuple[str, int]], offset: int) -> tuple[dict[str
 def manifest_specs(manifest: Manifest) -> dict[str, ArraySpec]:
     """The arrays an artifact with this manifest holds."""
     ranks = [layer.predictor for layer in manifest.layers]
-    specs = array_specs(manifest.decoder, manifest.formats, ranks, manifest.profiled_tokens > 0)
+    specs = array_specs(manifest.decoder, manifest.formats, ranks, manifest.profiled_tokens > 0, manifest.ffn_layout)
     return specs if manifest.guess is None else specs | with_scales(manifest.guess.arrays(manifest.decoder))
 
 

@@ -143,6 +143,8 @@ class Manifest:
     """Weight format of each part: embedding, attention, ffn, head, predictor. Matrices with fewer bytes than their part
     says are named too, as arrays are (see `sizes.MATRICES`)."""
     layers: tuple[Layer, ...]
+    ffn_layout: str = field(default="neurons", metadata=UNLESS_DEFAULT)
+    """How FFNs are stored (see `sizes.LAYOUTS`)."""
     profiled_tokens: int
     """Tokens behind the stored counts; 0 where the model was not profiled (then order and counts are absent)."""
     plans: tuple[Plan, ...] = ()

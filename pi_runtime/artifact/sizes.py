@@ -9,14 +9,11 @@ rows of `rest` a neuron, R predictor rank.
     embedding_in [D, W]   embedding_out [W, D]   only where W is not D: x = in · e, and the head reads out · x
     layers/N/attention/norm/{weight,bias} [D]   …/qkv [(H+2G)·E, D]   …/qkv_bias   …/out [D, H·E]   …/out_bias [D]
     layers/N/attention/sinks [H]
-    layers/N/attention/qkv [Q + L + P, D]   …/q_norm [Q]   …/k_norm [L]   …/q_up [H·E, Q]   …/k_up [H·L, E − P]
-    layers/N/attention/v_up [H·U, L]   …/out [D, H·U]   with a latent of L numbers beside P rotated ones and U values a
-    head; Q is the queries' latent, or H·E without it. Rows of queries are those that are not rotated, head by head,
-    then the first halves of the others, then the second ones
     layers/N/attention/{q_norm,k_norm} [E], or [H·E] and [G·E] where the norm is joint
     layers/N/attention/out_norm/{weight,bias} [D], layers/N/ffn/out_norm/{weight,bias} [D] of a sandwich block
     layers/N/ffn/norm/{weight,bias} [D]         …/first [F, D]        …/first_bias [F]
     layers/N/ffn/rest [F, k, D]                 …/up_bias [F]         …/down_bias [D], or …/expert_bias [X, D]
+    layers/N/ffn/up [F, D]   …/down [D, F]      in place of `rest` in the layout `matrices`; `up` only where it is gated
     layers/N/ffn/router [X, D]   …/{router_bias,router_choice_bias} [X]    where the router takes experts
     layers/N/ffn/order [F]    original index of each stored neuron
     layers/N/ffn/counts [F]   how often it fired while profiling
@@ -39,8 +36,14 @@ from pi_runtime.artifact.rungs import SIGNS
 
 PREDICTOR_ARRAYS = ("down", "up", "bias", "signs")
 """Arrays `layers/N/predictor/…` that selectors store; each selector has some of them."""
+LAYOUTS = BY_NEURON, WHOLE = "neurons", "matrices"
+"""How FFNs are stored: by neuron, so that neurons can be skipped, placed, and read one by one; or as the matrices that
+checkpoints have, which keeps the blocks of `down` and is only for models that compute every neuron."""
 PARTS = ("embedding", "attention", "ffn", "head", "predictor")
-MATRICES = {"attention/qkv": "attention", "attention/out": "attention", "ffn/first": "ffn", "ffn/rest": "ffn"}
+MATRICES = {
+    **dict.fromkeys(("attention/qkv", "attention/out"), "attention"),
+    **dict.fromkeys(("ffn/first", "ffn/rest", "ffn/up", "ffn/down"), "ffn"),
+}
 """The matrices of a layer that may have a format of their own, and their parts."""
 
 
@@ -122,15 +125,15 @@ class FfnBytes:
 
 
 def array_specs(
-    decoder: Decoder, formats: Mapping[str, str], ranks: Sequence[int | None], profiled: bool
+    decoder: Decoder, formats: Mapping[str, str], ranks: Sequence[int | None], profiled: bool, layout: str = BY_NEURON
 ) -> dict[str, ArraySpec]:
     """Every array of an artifact, in the order in which it is written.
 
     `formats` maps each of `PARTS` to a weight format, and may name matrices (`layers/N/` and one of `MATRICES`) with
     another one. `ranks` has a predictor rank, `SIGNS` or None for each layer. `profiled` says whether neuron order and
-    counts are stored. Norms, biases and routers are always f32.
+    counts are stored, `layout` how FFNs are (see `LAYOUTS`). Norms, biases and routers are always f32.
     """
-    plain = _plain_specs(decoder, formats, ranks, profiled)
+    plain = _plain_specs(decoder, formats, ranks, profiled, layout)
     return with_scales((name, ArraySpec(formats.get(name, spec.format), spec.shape)) for name, spec in plain)
 
 
@@ -145,7 +148,7 @@ def with_scales(arrays: Iterable[tuple[str, ArraySpec]]) -> dict[str, ArraySpec]
 
 
 def _plain_specs(
-    d: Decoder, formats: Mapping[str, str], ranks: Sequence[int | None], profiled: bool
+    d: Decoder, formats: Mapping[str, str], ranks: Sequence[int | None], profiled: bool, layout: str
 ) -> Iterator[tuple[str, ArraySpec]]:
     narrow = d.d_embedding != d.d_model
     yield "embedding", ArraySpec(formats["embedding"], (d.vocab_size, d.d_embedding))
@@ -156,7 +159,7 @@ def _plain_specs(
     if d.embedding_norm:
         yield from _norm(d, "embedding_norm")
     for n, rank in enumerate(ranks):
-        for name, spec in _layer_specs(d.of_layer(n), formats, rank, profiled):
+        for name, spec in _layer_specs(d.of_layer(n), formats, rank, profiled, layout):
             yield f"layers/{n}/{name}", spec
     if d.final_norm:
         yield from _norm(d, "final_norm")
@@ -169,7 +172,7 @@ def _plain_specs(
 
 
 def _layer_specs(
-    d: Decoder, formats: Mapping[str, str], rank: int | None, profiled: bool
+    d: Decoder, formats: Mapping[str, str], rank: int | None, profiled: bool, layout: str
 ) -> Iterator[tuple[str, ArraySpec]]:
     yield from _attention_specs(d, formats["attention"])
     if not d.shared_norm:
@@ -182,8 +185,7 @@ def _layer_specs(
             yield "ffn/router_bias", ArraySpec("f32", (d.experts_routed,))
         if d.router_choice_bias:
             yield "ffn/router_choice_bias", ArraySpec("f32", (d.experts_routed,))
-    yield "ffn/first", ArraySpec(formats["ffn"], (d.neurons, d.d_model))
-    yield "ffn/rest", ArraySpec(formats["ffn"], (d.neurons, 2 if d.ffn == "gated" else 1, d.d_model))
+    yield from _ffn_matrices(d, formats["ffn"], layout)
     if d.ffn_bias:
         yield "ffn/first_bias", ArraySpec("f32", (d.neurons,))
         if d.ffn == "gated":
@@ -203,34 +205,34 @@ def _layer_specs(
         yield "predictor/bias", ArraySpec("f32", (d.neurons,))
 
 
+def _ffn_matrices(d: Decoder, fmt: str, layout: str) -> Iterator[tuple[str, ArraySpec]]:
+    by_neuron = d.neurons, d.d_model
+    yield "ffn/first", ArraySpec(fmt, by_neuron)
+    if layout == BY_NEURON:
+        yield "ffn/rest", ArraySpec(fmt, (d.neurons, 2 if d.ffn == "gated" else 1, d.d_model))
+        return
+    if d.ffn == "gated":
+        yield "ffn/up", ArraySpec(fmt, by_neuron)
+    yield "ffn/down", ArraySpec(fmt, (d.d_model, d.neurons))
+
+
 def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
-    qkv = d.qkv_width
+    qkv, heads = (d.n_heads + 2 * d.n_kv_heads) * d.head_dim, d.n_heads * d.head_dim
     yield from _norm(d, "attention/norm")
     yield "attention/qkv", ArraySpec(fmt, (qkv, d.d_model))
     if d.qkv_bias:
         yield "attention/qkv_bias", ArraySpec("f32", (qkv,))
-    if d.latent_rank:
-        yield from _latent_specs(d, fmt)
     if d.qk_norm:
         queries, keys = (d.n_heads, d.n_kv_heads) if d.joint_qk_norm else (1, 1)
         yield "attention/q_norm", ArraySpec("f32", (queries * d.head_dim,))
         yield "attention/k_norm", ArraySpec("f32", (keys * d.head_dim,))
     if d.attention_sinks:
         yield "attention/sinks", ArraySpec("f32", (d.n_heads,))
-    yield "attention/out", ArraySpec(fmt, (d.d_model, d.mixed_width))
+    yield "attention/out", ArraySpec(fmt, (d.d_model, heads))
     if d.out_bias:
         yield "attention/out_bias", ArraySpec("f32", (d.d_model,))
     if d.block == "sandwich":
         yield from _norm(d, "attention/out_norm")
-
-
-def _latent_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
-    if d.query_rank:
-        yield "attention/q_norm", ArraySpec("f32", (d.query_rank,))
-        yield "attention/q_up", ArraySpec(fmt, (d.n_heads * d.head_dim, d.query_rank))
-    yield "attention/k_norm", ArraySpec("f32", (d.latent_rank,))
-    yield "attention/k_up", ArraySpec(fmt, (d.n_heads * d.latent_rank, d.head_dim - d.rotary_dim))
-    yield "attention/v_up", ArraySpec(fmt, (d.mixed_width, d.latent_rank))
 
 
 def _signs(neurons: int, d: Decoder) -> ArraySpec:

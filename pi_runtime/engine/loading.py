@@ -12,6 +12,7 @@ from pi_runtime.artifact.buffers import CACHE_FORMATS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest
+from pi_runtime.artifact.sizes import BY_NEURON
 from pi_runtime.engine.model import Model
 from pi_runtime.engine.options import ModelOptions
 from pi_runtime.errors import DeviceError, DoesNotFitError, Setting, UsageError, spelled
@@ -142,8 +143,13 @@ def _executor(
 ) -> Executor:
     """What computes the model: `options.device` is a device that is there."""
     device, mode, held, vram = options.device, options.mode, options.cache_format, options.vram_budget
-    budget = options.ram_budget
-    if budget is None and device == "cpu":
+    budget, whole = options.ram_budget, artifact.manifest.ffn_layout != BY_NEURON
+    if whole and (device != "cpu" or budget is not None):
+        raise DeviceError(
+            f"{artifact.path}: its FFNs are whole matrices, which run on the CPU, in memory",
+            remedy="pi-compile pack MODEL --plain --layout neurons makes a file for GPUs and budgets of RAM",
+        )
+    if budget is None and device == "cpu" and not whole:
         budget = ram_budget_for(artifact.nbytes)
     if budget is not None:
         from pi_runtime.execution.disk import open_from_disk  # noqa: PLC0415  few runs need it

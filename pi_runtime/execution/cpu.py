@@ -27,7 +27,7 @@ from pi_runtime.kernels.data.weight_table import StoredArrays
 from pi_runtime.kernels.data.workspace import allocate_workspace
 from pi_runtime.kernels.ffn.memory import Ffn, ffn_of
 from pi_runtime.kernels.forward import Positions, Step, forward
-from pi_runtime.kernels.reference_attention import rotary_table
+from pi_runtime.kernels.reference import rotary_table
 
 
 def _rotary_tables(d: Decoder, context: int) -> tuple[Floats, Floats]:
@@ -66,7 +66,8 @@ class CpuModel:
         self.table_LX = weight_table.table_of(artifact, mode)
         self.eps = np.float32(decoder.norm_eps)
         self.largest_rank = max((layer.rank or 0 for layer in layers), default=0)
-        self.workspace = allocate_workspace(decoder, self.largest_rank, cache=cache)
+        layout = artifact.manifest.ffn_layout
+        self.workspace = allocate_workspace(decoder, self.largest_rank, cache=cache, layout=layout)
         self.cos_SJ, self.sin_SJ = _rotary_tables(decoder, context)
 
     @cached_property

@@ -12,11 +12,12 @@ from pi_runtime.kernels.data.matrix_view import F32, Floats, Ints, address_of, m
 from pi_runtime.kernels.data.weight_table import KernelConfig, LayerRecord, LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.ffn.experts import take_expert
+from pi_runtime.kernels.ffn.matrices import add_matrices
 from pi_runtime.kernels.ffn.memory import ffn_of, whole_expert
 from pi_runtime.kernels.ffn.network import add, prepare
 from pi_runtime.kernels.ops.linear import linear
 
-_add = by_address(add)
+_add, _add_matrices = by_address(add), by_address(add_matrices)
 
 
 @public
@@ -30,13 +31,12 @@ def route(cfg: KernelConfig, w: LayerRecord, x_TD: Floats, ws: Workspace) -> Non
     if w.experts_chosen > 0:
         router, routed = matrix(F32, w.router, 0, cfg.d_model), cfg.experts - w.experts_shared
         value_TX = _rows(ws.router_TX, 0, tokens, routed)
-        has_choices = w.router_choice_bias != 0 or cfg.router_groups_taken < cfg.router_groups
-        choice_TX = value_TX if not has_choices else _rows(ws.router_TX, tokens * routed, tokens, routed)
+        choice_TX = value_TX if w.router_choice_bias == 0 else _rows(ws.router_TX, tokens * routed, tokens, routed)
         linear(router, routed, w.router_bias, x_TD, address_of(ws.inputs), value_TX)
         for t in range(tokens):
             expert_K, route_weight_K = ws.expert_TK[t, : w.experts_chosen], ws.route_weight_TK[t, : w.experts_chosen]
-            if has_choices:
-                _choices(cfg, w.router_choice_bias, value_TX[t], choice_TX[t])
+            if w.router_choice_bias != 0:
+                _choices(cfg, vector(w.router_choice_bias, routed), value_TX[t], choice_TX[t])
             _take_largest(choice_TX[t], expert_K)
             _weigh(cfg, w, value_TX[t], expert_K, route_weight_K)
     for t in range(tokens):
@@ -66,34 +66,30 @@ def _rows(memory_TX: Floats, first: int, rows: int, columns: int) -> Floats:
 
 
 @device
-def _choices(cfg: KernelConfig, bias: int, value_X: Floats, choice_X: Floats) -> None:
-    """choice ← value, or with a bias value ← s(value) and choice ← that + bias; but −∞ in groups that are not taken."""
+def _choices(cfg: KernelConfig, bias_X: Floats, value_X: Floats, choice_X: Floats) -> None:
+    """value ← s(value), and choice ← that + bias, but −∞ in the groups from which none is taken."""
     size = value_X.shape[0] // cfg.router_groups
     for e in range(value_X.shape[0]):
-        if bias != 0:
-            value_X[e] = _sigmoid(value_X[e])
-            choice_X[e] = value_X[e] + vector(bias, e + 1)[e]
-        else:
-            choice_X[e] = value_X[e]
+        value_X[e] = _sigmoid(value_X[e])
+        choice_X[e] = value_X[e] + bias_X[e]
     for _ in range(cfg.router_groups - cfg.router_groups_taken):
         least, least_sum = -1, np.float32(0)
         for first in range(0, value_X.shape[0], size):
-            top = _sum_of_largest(cfg.router_group_top, choice_X[first : first + size])
-            if top > -np.inf and (least < 0 or top <= least_sum):
-                least, least_sum = first, top
+            two = _sum_of_two_largest(choice_X[first : first + size])
+            if two > -np.inf and (least < 0 or two <= least_sum):
+                least, least_sum = first, two
         choice_X[least : least + size] = np.float32(-np.inf)
 
 
 @device
-def _sum_of_largest(count: int, value_X: Floats) -> np.float32:
-    """The largest value, or the sum of the two largest."""
+def _sum_of_two_largest(value_X: Floats) -> np.float32:
     largest, second = np.float32(-np.inf), np.float32(-np.inf)
     for value in value_X:
         if value > largest:
             largest, second = value, largest
         elif value > second:
             second = value
-    return largest if count == 1 else largest + second
+    return largest + second
 
 
 @device
@@ -148,11 +144,14 @@ def ffn_of_experts(
     cfg: KernelConfig, w_X: LayerRecords, x_TD: Floats, select_T: Ints, count_all: bool, ws: Workspace, tally_T3: Ints,
     y_TD: Floats,
 ) -> None:  # fmt: skip
-    """y ← y + the FFN of T tokens; see `network.add_neurons`.
+    """y ← y + the FFN of T tokens, by neuron or, where `down` is one, as matrices; see `network.add_neurons`.
 
     The results of a token's experts are added in the order of the experts, so that no other token changes it.
     """
     tokens, f = x_TD.shape[0], ffn_of(cfg, ws)
+    if w_X[0].down != 0:
+        _add_matrices(f, w_X, x_TD, count_all, ws.attended_TD[:tokens], tally_T3, y_TD)
+        return
     prepare(f, w_X[0], x_TD)
     tally_T3[:] = 0
     if cfg.experts == 1:

@@ -154,6 +154,9 @@ class LayerWeights:
 
     matrices: Mapping[str, StoredMatrix]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.matrices
+
     def __getitem__(self, name: str) -> F32:
         return self.matrices[name].values
 

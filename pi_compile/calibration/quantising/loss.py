@@ -69,7 +69,7 @@ def packed_values(
 ) -> Values:
     """The values of each array as an artifact has them: rounded already in `quantised`, or by its format."""
     d = checkpoint.decoder
-    specs = array_specs(d, formats, [None] * d.n_layers, profiled=False)
+    specs = array_specs(d, formats, [None] * d.n_layers, False, checkpoint.layout)
 
     def values(name: str, source: Array) -> Array:
         fmt = specs[name].format

@@ -110,7 +110,7 @@ def _sensitivities(
                 ((y,),) = td.layers(d, [w], [x_leaf], first=n)
                 y.backward(backward[number])  # type: ignore[no-untyped-call]
             backward[number] = _gradient(x_leaf)
-            _add(found, {f"layers/{n}/{name}": w[name] for name in MATRICES})
+            _add(found, {f"layers/{n}/{name}": w[name] for name in MATRICES if name in w})
         progress(2 * d.n_layers - n, total)
     for ids_T, x_grad in zip(ids_NT, backward, strict=True):
         w = _leaves(globals_w)

@@ -16,7 +16,7 @@ from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pi_runtime.artifact.formats import BLOCK, FORMATS, ROW_ALIGN, RUN, WEIGHT_FORMATS
+from pi_runtime.artifact.formats import BLOCK, FORMATS, RUN, WEIGHT_FORMATS
 from pi_runtime.kernels.codegen import float16
 from pi_runtime.kernels.codegen.jit import device, public
 
@@ -31,6 +31,8 @@ _WITH_OFFSETS = tuple(f.code for f in _WEIGHTS if f.offset)
 _QUANTISED = tuple(f.code for f in _WEIGHTS if f.quantised)
 _BITS_F = np.array([f.bits for f in _WEIGHTS])
 """Bits of a value, by the codes of the weight formats."""
+_ALIGN_F = np.array([f.row_align for f in _WEIGHTS])
+"""Bytes to a multiple of which rows are padded."""
 assert [f.code for f in _WEIGHTS] == list(range(len(_WEIGHTS)))
 
 
@@ -163,7 +165,8 @@ def is_quantised(fmt: int) -> bool:
 def row_stride(fmt: int, columns: int) -> int:
     """Bytes from one stored row to the next, scales not counted."""
     run = RUN if fmt in _QUANTISED else 1
-    return ((columns + run - 1) // run * run * _BITS_F[fmt] // 8 + ROW_ALIGN - 1) // ROW_ALIGN * ROW_ALIGN
+    align = _ALIGN_F[fmt]
+    return ((columns + run - 1) // run * run * _BITS_F[fmt] // 8 + align - 1) // align * align
 
 
 @public

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from pi_runtime.artifact.buffers import cpu_workspace
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
+from pi_runtime.artifact.sizes import BY_NEURON
 from pi_runtime.kernels.data.matrix_view import Floats, Ints, Words
 
 
@@ -29,12 +30,6 @@ class Workspace(NamedTuple):
     embedding_TW: Floats
     """States as wide as the embedding, where the model has another width."""
     qkv_TQ: Floats
-    query_TQ: Floats
-    """The queries, where they are made of a latent."""
-    latent_TQ: Floats
-    """Each head's query of latents, then the sum of these."""
-    latent_inputs: npt.NDArray[np.uint8]
-    """Inputs of products by head, for each part of the work."""
     mixed_TQ: Floats
     router_TX: Floats
     expert_TK: Ints
@@ -84,10 +79,10 @@ class Workspace(NamedTuple):
 
 
 def allocate_workspace(
-    decoder: Decoder, largest_rank: int, tokens: int = BLOCK_TOKENS, cache: str = "f16"
+    decoder: Decoder, largest_rank: int, tokens: int = BLOCK_TOKENS, cache: str = "f16", layout: str = BY_NEURON
 ) -> Workspace:
-    """The workspace for calls of up to `tokens` tokens with a cache in this format."""
-    table = cpu_workspace(decoder, largest_rank, tokens, cache)
+    """The workspace for calls of up to `tokens` tokens with a cache in this format and FFNs in this layout."""
+    table = cpu_workspace(decoder, largest_rank, tokens, cache, layout)
     found = Workspace(**{name: buffer.in_ram() for name, buffer in table.items()})
     found.token_T[:] = np.arange(tokens)
     return found

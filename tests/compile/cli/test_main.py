@@ -42,7 +42,7 @@ FLAGS = {
     "train": {*BUILD, "--export"},
     "guess": {*BUILD},
     "place": {*BUILD, "--lock", "--locked", "--solver", "--time-limit"},
-    "pack": {*BUILD, "-o", "--output", "--plain"},
+    "pack": {*BUILD, "-o", "--output", "--plain", "--layout"},
     "build": {*BUILD, "-o", "--output"},
     "status": {"RECIPE", "--watch"},
     "eval": {

@@ -14,8 +14,10 @@ from support.gguf_files import rounded_checkpoint, write_byte_tokenizer, write_g
 from pi_compile.machine.doctor import EXTRAS
 from pi_compile.pipeline.init_recipe import create_recipe
 from pi_compile.pipeline.packed import pack_model, pack_plain
+from pi_runtime import load
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.console import progress
+from pi_runtime.errors import DeviceError, UsageError
 
 OTHERS = {name for extra, names in EXTRAS.items() if extra not in ("runtime", "pack") for name in names}
 WITHOUT_OTHERS = f"""
@@ -77,3 +79,37 @@ def test_it_is_packed_as_init_proposes(models: dict[str, Path], tmp_path: Path) 
         assert one.manifest.arrays == other.manifest.arrays
         assert {**one.manifest.recipe, "model": {}} == {**other.manifest.recipe, "model": {}}
         assert other.manifest.recipe["model"]["path"] == "q8.gguf"  # no path of this machine
+
+
+@pytest.mark.parametrize("kind", ["bf16", "q8"])
+def test_a_model_that_is_not_sparse_keeps_its_own_matrices(kind: str, tmp_path: Path) -> None:
+    """So what a file has in blocks is taken bit for bit, `down` too, and logits are those of the model."""
+    model = rounded_checkpoint(tmp_path / "dense", "llama", kind, hidden_act="silu")
+    write_byte_tokenizer(tmp_path / "dense")
+    write_gguf(tmp_path / "dense", tmp_path / "a.gguf", kind)
+    notices: list[str] = []
+    report = pack_model(str(tmp_path / "a.gguf"), tmp_path / "a.pi", progress=progress, notice=notices.append)
+    assert all(row["largest_error"] == 0 for row in report.get("quantisation", []))
+    with Artifact.open(tmp_path / "a.pi") as artifact:
+        assert (artifact.manifest.ffn_layout, artifact.manifest.formats["ffn"]) == ("matrices", kind)
+        assert "layers/0/ffn/down" in artifact.manifest.arrays
+    import torch
+
+    ids = torch.arange(3, 40)
+    with torch.inference_mode(), load(tmp_path / "a.pi") as running:
+        wanted, found = model(ids[None]).logits[0].numpy(), running.logits(ids.numpy())
+    error = (found - wanted).std() / wanted.std()
+    assert error < (2e-3 if kind == "bf16" else 0.05)
+    for asked in ({"device": "stand-in"}, {"ram_budget": "1GiB"}):
+        with pytest.raises(DeviceError, match="--plain --layout neurons"):
+            load(tmp_path / "a.pi", **asked)
+
+
+def test_a_layout_is_refused_where_it_cannot_be(tmp_path: Path) -> None:
+    rounded_checkpoint(tmp_path / "sparse", "llama", "bf16", hidden_act="relu")
+    write_byte_tokenizer(tmp_path / "sparse")
+    with pytest.raises(UsageError, match="is for models that compute every neuron"):
+        pack_model(str(tmp_path / "sparse"), tmp_path / "a.pi", layout="matrices", progress=progress, notice=print)
+    with pytest.raises(UsageError, match="rows"):
+        pack_model(str(tmp_path / "sparse"), tmp_path / "a.pi", layout="rows", progress=progress, notice=print)
+    assert not (tmp_path / "a.pi").exists()

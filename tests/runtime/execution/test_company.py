@@ -21,6 +21,7 @@ SHAPES = {
     "shared heads": ({"n_kv_heads": 1, "activation": "silu"}, "threshold", None),
 }
 FURTHER = {name: (fields, "predicted", 3) for name, fields in FACTS.items()}
+WHOLE = {"whole matrices": ({"d_ff": 700, "d_model": 288, "activation": "silu", "ffn_bias": True}, "dense", None)}
 ANSWER = (5, 9, 11)
 
 
@@ -29,19 +30,21 @@ CASES = [
     *(("f16", shape, "q8") for shape in SHAPES),
     ("f32", "plain", "f16"),
     *(("f16", shape, "auto") for shape in FURTHER),
+    *((fmt, "whole matrices", "auto") for fmt in ("f16", "q8", "q4_1")),
 ]
 
 
 @pytest.fixture(params=CASES, ids=" ".join)
 def executor(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CpuExecutor]:
     fmt, shape, cache = request.param
-    fields, rung, rank = (SHAPES | FURTHER)[shape]
+    fields, rung, rank = (SHAPES | FURTHER | WHOLE)[shape]
     decoder = small_decoder(context_length=128, **fields)
     layers = (
         Layer(rung=rung, rank=rank, threshold=0.2 if rung == "threshold" else 0.0),
         Layer(rung="dense" if decoder.activation == "silu" else "gate"),
     )
-    path = random_artifact(tmp_path / "a.pi", decoder, format=fmt, ranks=[rank, None], layers=layers)
+    layout = {"ffn_layout": "matrices"} if shape in WHOLE else {}
+    path = random_artifact(tmp_path / "a.pi", decoder, format=fmt, ranks=[rank, None], layers=layers, **layout)
     found = CpuExecutor(Artifact.open(path), "auto", 128, 2, cache)
     yield found
     found.close()
