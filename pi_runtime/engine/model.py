@@ -4,6 +4,7 @@ Shape letters: T tokens, V vocabulary, L layers.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Self, Unpack
 
 import numpy as np
@@ -19,7 +20,8 @@ from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.sequence.answer import AnswerSequence
-from pi_runtime.sequence.head_draft import HeadDrafts
+from pi_runtime.sequence.drafts import Acceptance
+from pi_runtime.sequence.head_draft import HEAD_RIGHT, HeadDraft
 from pi_runtime.sequence.logprobs import TokenLogprobs
 from pi_runtime.sequence.sampling import Sampling
 from pi_runtime.sequence.sequence import ReadSequence, ScoreSequence
@@ -47,7 +49,8 @@ class Model(ChatModel):
         self.context = executor.context
         self._classes = executor.new_pool().classes
         self._step_times = StepTimes()
-        self._head = None if executor.guess_head is None else HeadDrafts(executor.guess_head)
+        head = executor.guess_head
+        self._head = None if head is None else partial(HeadDraft, head, Acceptance(right=HEAD_RIGHT))
         self.tokenizer = Tokenizer(
             artifact.file("tokenizer.json"), artifact.manifest.text, vocab_size=artifact.manifest.decoder.vocab_size
         )

@@ -4,7 +4,7 @@ Shape letters: T tokens of a step, V vocabulary, L layers.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Unpack
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from pi_runtime.errors import ContextError, PromptError, Setting, UsageError
 from pi_runtime.sequence.drafts import NO_DRAFT, Draft, ForcedText, PromptLookup
-from pi_runtime.sequence.head_draft import HeadDrafts
+from pi_runtime.sequence.head_draft import HeadDraft
 from pi_runtime.sequence.logprobs import TokenLogprobs, check_logprobs, token_logprobs
 from pi_runtime.sequence.sampler import Sampler
 from pi_runtime.sequence.sampling import Sampling
@@ -36,11 +36,11 @@ class AnswerSequence(TokenSequence):
         end_ids: Sequence[int],
         selected: Sequence[bool] = (),
         stop_tokens: Sequence[int] = (),
-        head: HeadDrafts | None = None,
+        head: Callable[..., HeadDraft] | None = None,
         **settings: Unpack[AnswerSettings],
     ) -> None:
         """`selected`: for the first tokens of the prompt whether they run with selection, as those of earlier answers
-        in it do. `stop_tokens` end the answer, and become part of it. `head`: a guess head that may draft."""
+        in it do. `stop_tokens` end the answer, and become part of it. `head`: makes the drafts of a guess head."""
         _check(prompt, context, settings)
         super().__init__(prompt, selected)
         self._max_tokens, self._min_tokens = settings.get("max_tokens"), settings.get("min_tokens", 0)
@@ -67,7 +67,7 @@ class AnswerSequence(TokenSequence):
         # What cannot come any more is of no use.
         expected = settings.get("expected", ())[: self.max_positions + 1 - len(prompt)]
         self.lookup = PromptLookup(self.tokens, self._end_ids, expected)
-        self._head = None if head is None else head.begin(self.tokens, self._sampler, self._end_ids)
+        self._head = None if head is None else head(self.tokens, self._sampler, self._end_ids)
         self._forced = None if self._grammar is None else ForcedText(self._grammar)
 
     @property

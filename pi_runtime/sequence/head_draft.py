@@ -50,14 +50,15 @@ class HeadDraft:
     def __init__(
         self,
         runner: HeadRunner,
+        acceptance: Acceptance,
         tokens: Sequence[int],
         choose: Callable[[Floats, Sequence[int]], int],
         end_ids: frozenset[int],
-        acceptance: Acceptance,
     ) -> None:
-        """`tokens` is the sequence itself, which grows. `choose` is its sampler. `acceptance` is that of the head."""
+        """`tokens` is the sequence itself, which grows. `choose` is its sampler. Sequences share the `acceptance`."""
         self._runner, self._tokens, self._choose, self._end_ids = runner, tokens, choose, end_ids
         self._acceptance = acceptance
+        acceptance.approach(HEAD_RIGHT)
         self._cache: Any = None
         self._begin = self._end = 0
         """The positions whose states it was given, without a gap; its cache holds the first of them."""
@@ -126,17 +127,3 @@ class HeadDraft:
         except UsageError:
             return None
         return None if token in self._end_ids else token
-
-
-class HeadDrafts:
-    """Begins the drafts of sequences by one guess head, which share what is known of how often it is right."""
-
-    def __init__(self, runner: HeadRunner) -> None:
-        self._runner, self.acceptance = runner, Acceptance(right=HEAD_RIGHT)
-
-    def begin(
-        self, tokens: Sequence[int], choose: Callable[[Floats, Sequence[int]], int], end_ids: frozenset[int]
-    ) -> HeadDraft:
-        """Drafts for a sequence; the arguments are those of `HeadDraft`."""
-        self.acceptance.approach(HEAD_RIGHT)
-        return HeadDraft(self._runner, tokens, choose, end_ids, self.acceptance)

@@ -22,7 +22,7 @@ from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.guess_head import GuessHeadRun
 from pi_runtime.execution.plan_layout import placed_arrays
 from pi_runtime.sequence.drafts import NO_DRAFT, Acceptance, Draft, PromptLookup
-from pi_runtime.sequence.head_draft import HEAD_RIGHT, MAX_WAITING, Floats, HeadDraft, HeadDrafts
+from pi_runtime.sequence.head_draft import HEAD_RIGHT, MAX_WAITING, Floats, HeadDraft
 from pi_runtime.sequence.speculation import LEAST_DRAFTINGS, STALE_STEPS, Speculation, StepTimes
 
 CONTEXT = 128
@@ -243,7 +243,11 @@ class Positions:
 
 def new_draft(tokens: list[int], end_ids: frozenset[int] = frozenset()) -> tuple[HeadDraft, Runner]:
     runner = Runner()
-    return HeadDrafts(runner).begin(tokens, lambda logits_V, _seen: int(logits_V.argmax()), end_ids), runner
+    return begun(runner, Acceptance(right=HEAD_RIGHT), tokens, end_ids), runner
+
+
+def begun(runner: Runner, acceptance: Acceptance, tokens: list[int], end_ids: frozenset[int]) -> HeadDraft:
+    return HeadDraft(runner, acceptance, tokens, lambda logits_V, _seen: int(logits_V.argmax()), end_ids)
 
 
 def states(*numbers: float) -> Floats:
@@ -298,17 +302,17 @@ def test_a_head_that_is_not_asked_keeps_few_states() -> None:
 
 
 def test_the_next_answer_knows_how_often_the_head_was_right() -> None:
-    drafts, text = HeadDrafts(Runner()), [1, 2, 3, 4]
+    runner, acceptance, text = Runner(), Acceptance(right=HEAD_RIGHT), [1, 2, 3, 4]
     expected = list[float]()
     for right in (1, 0, 0, 0, 0):
-        draft = drafts.begin(text, lambda logits_V, _seen: int(logits_V.argmax()), frozenset())
+        draft = begun(runner, acceptance, text, frozenset())
         draft.take(0, states(10, 20, 30))
         expected.append(draft.draft(1).expected[0])
         for _ in range(8):
-            Draft([32], 0, acceptance=drafts.acceptance).count([32 if right else 7])
+            Draft([32], 0, acceptance=acceptance).count([32 if right else 7])
     assert expected[0] < expected[1] > expected[2] > expected[3] > expected[4]
     for _ in range(200):
-        drafts.begin(text, lambda logits_V, _seen: int(logits_V.argmax()), frozenset())
+        begun(runner, acceptance, text, frozenset())
     assert draft.draft(1).expected[0] == pytest.approx(HEAD_RIGHT, abs=0.01), "it is tried again in time"
 
 
