@@ -2,7 +2,9 @@
 
 import random
 import statistics
-from collections.abc import Sequence
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -15,6 +17,13 @@ from pi_runtime.sequence.answer import AnswerSequence
 from pi_runtime.sequence.speculation import StepTimes
 from pi_runtime.sequence.stats import DraftFigures, Stats
 
+Clock = Callable[[], float]
+
+
+def clock_of(a: Namespace) -> Clock:
+    """What measures seconds."""
+    return time.process_time if a.processor_time else time.perf_counter
+
 
 @dataclass(frozen=True)
 class Way:
@@ -23,23 +32,15 @@ class Way:
     name: str
     speculate: str | int
     times: StepTimes
-    head: bool = True
-    """Whether the guess head may draft."""
 
-    def write(self, model: Model, sequence: AnswerSequence) -> Generation:
-        """An answer that has not begun, written to its end."""
-        if not self.head:
-            sequence._head = None
+    def write(self, model: Model, sequence: AnswerSequence, clock: Clock) -> tuple[Generation, float]:
+        """An answer that has not begun, written to its end, and its seconds behind the first part."""
         rule = model.speculation(self.speculate, self.times)
         generation = Generation(model.executor, model.new_cache(), sequence, rule)
+        next(generation, "")
+        began = clock()
         "".join(generation)
-        return generation
-
-
-def rate(stats: Stats) -> float:
-    """Tokens per second behind the first."""
-    assert stats.decode_tokens_per_s is not None
-    return stats.decode_tokens_per_s
+        return generation, clock() - began
 
 
 def interval(ratios: Sequence[float], rng: random.Random) -> str:

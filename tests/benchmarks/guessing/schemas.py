@@ -10,13 +10,13 @@ from typing import Any
 from support.bench_model import verdict
 from support.schemas import random_schema
 
-from guessing.answers import Way, drafted, interval, rate
+from guessing.answers import Clock, Way, clock_of, drafted, interval
 from pi_runtime import Engine, Grammar, Model, Sampling, load
 from pi_runtime.engine.stream import Stream
 from pi_runtime.sequence.speculation import StepTimes
 from pi_runtime.sequence.stats import Stats
 
-AT_ONCE, MOST_TOKENS = 8, 64
+AT_ONCE, LEAST_TOKENS, MOST_TOKENS = 8, 4, 48
 PROMPT = "A record as JSON:\n"
 
 
@@ -40,7 +40,7 @@ def of_schemas(a: Namespace) -> None:
             for company, measure, target in (("", alone, 1.5 if fixed else 1), (f", {AT_ONCE} at once", together, 1)):
                 ratios, stats = [], list[Stats]()
                 until = time.monotonic() + 60 * a.minutes / 4
-                for ratio, some in measure(model, asked):
+                for ratio, some in measure(model, asked, clock_of(a)):
                     ratios.append(ratio)
                     stats += some
                     if time.monotonic() > until:
@@ -53,18 +53,18 @@ Measured = Iterator[tuple[float, list[Stats]]]
 """How many times as fast answers came with guesses, and their figures."""
 
 
-def alone(model: Model, asked: list[dict[str, Any]]) -> Measured:
+def alone(model: Model, asked: list[dict[str, Any]], clock: Clock) -> Measured:
     """One answer after the other; the first one, which compiles kernels, does not count."""
     ways = [Way("off", "off", StepTimes()), Way("auto", "auto", StepTimes())]
     for n, settings in enumerate(asked):
-        both = [way.write(model, model.new_answer(PROMPT, **settings)) for way in ways[:: (-1) ** n]]
-        plain, guessed = both[:: (-1) ** n]
+        both = [way.write(model, model.new_answer(PROMPT, **settings), clock) for way in ways[:: (-1) ** n]]
+        (plain, plain_s), (guessed, guessed_s) = both[:: (-1) ** n]
         assert plain.token_ids == guessed.token_ids, "guesses changed a text"
-        if plain.stats.generated_tokens > 1 and n:
-            yield rate(guessed.stats) / rate(plain.stats), [guessed.stats]
+        if plain.stats.generated_tokens >= LEAST_TOKENS and n:
+            yield plain_s / guessed_s, [guessed.stats]
 
 
-def together(model: Model, asked: list[dict[str, Any]]) -> Measured:
+def together(model: Model, asked: list[dict[str, Any]], clock: Clock) -> Measured:
     """Eight answers at once by engines of which one guesses; the first eight do not count."""
     slots = {"slots": AT_ONCE, "decode_share": 0.0}
     with Engine(model, speculate="off", **slots) as off, Engine(model, speculate="auto", **slots) as auto:
@@ -73,11 +73,11 @@ def together(model: Model, asked: list[dict[str, Any]]) -> Measured:
             for settings in some:  # compiles the grammar, which is kept
                 model.new_answer(PROMPT, **settings)
             for engine in (off, auto)[:: (-1) ** (first // AT_ONCE)]:
-                began = time.perf_counter()
+                began = clock()
                 streams = [engine.generate(PROMPT, **settings) for settings in some]
                 for stream in streams:
                     "".join(stream)
-                found[engine] = time.perf_counter() - began, streams
+                found[engine] = clock() - began, streams
             (plain_s, plain), (guessed_s, guessed) = found[off], found[auto]
             assert [s.token_ids for s in plain] == [s.token_ids for s in guessed], "guesses changed a text"
             if first:
