@@ -73,6 +73,24 @@ class ChatAnswer(Gathered):
                 yield delta.text
 
 
+def _check_tools(tools: Sequence[Message], choice: str | Message) -> None:
+    """Raise UsageError for what are no functions, and for a choice that there is none of."""
+    form = '{"type": "function", "function": {"name": …, "parameters": …}}'
+    for tool in (*tools, *(() if isinstance(choice, str) else (choice,))):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise UsageError("not a function", setting=Setting("tools"), expected=form, found=repr(tool)[:80])
+    words = ("auto", "none", "required")
+    if choice in words[:2]:
+        return
+    names = [tool["function"]["name"] for tool in tools]
+    if choice != "required" if isinstance(choice, str) else choice["function"]["name"] not in names:
+        expected = f"{', '.join(words)}, or one of the tools"
+        raise UsageError(setting=Setting("tool_choice", choice), expected=expected)
+    if not tools:
+        raise UsageError("there are no tools", setting=Setting("tool_choice", choice))
+
+
 class ChatModel:
     """The part of a model that talks, by its chat template. `Model` is the rest."""
 
@@ -119,6 +137,7 @@ class ChatModel:
 
         Raises what `chat_prompt` and `generate` raise, and UsageError for a form that cannot be.
         """
+        _check_tools(tools, tool_choice)
         tools = () if tool_choice == "none" else tools
         if (schema is not None or tools) and settings.get("grammar") is not None:
             raise UsageError("it does not go with a schema or tools", setting=Setting("grammar"))
@@ -126,7 +145,13 @@ class ChatModel:
         if schema is not None or tools:
             settings["grammar"] = self.output.grammar(prompt, tools=tools, choice=tool_choice, schema=schema)
         settings["shown_tokens"] = [*settings.get("shown_tokens", ()), *self.output.shown_tokens(tools)]
-        answer = self.generate(prompt, cache=cache, speculate=speculate, **settings)
+        try:
+            answer = self.generate(prompt, cache=cache, speculate=speculate, **settings)
+        except UsageError as error:  # the grammar is ours, and its name means nothing to the caller
+            if error.setting is None or error.setting.name != "lark":
+                raise
+            name = "tools" if schema is None else "schema"
+            raise UsageError("cannot be used", setting=Setting(name), found=error.found) from None
         found = ChatAnswer(answer, self.output.parser(prompt, tools))
         if not stream:
             for _ in found:

@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict, TypeVar
+from functools import wraps
+from typing import Any, TypedDict, TypeVar, cast
 
 from pi_runtime.sequence.sampling import Sampling
 from pi_runtime.text.grammar import Grammar
@@ -34,12 +35,23 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def names_settings(function: _Function) -> _Function:
-    """Let the signature of a function name each setting that its `**settings` takes, where help and notebooks look."""
+    """Let a function that takes `**settings` refuse what is no setting, and its signature name each one.
+
+    Help and notebooks look at the signature. The error is Python's own TypeError.
+    """
     signature = inspect.signature(function)
     *own, _ = signature.parameters.values()
     settings = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS.get(name), annotation=kind)
         for name, kind in AnswerSettings.__annotations__.items()
     ]
-    function.__signature__ = signature.replace(parameters=[*own, *settings])  # type: ignore[attr-defined]
-    return function
+    known = frozenset(parameter.name for parameter in (*own, *settings))
+
+    @wraps(function)
+    def checked(*args: Any, **keywords: Any) -> Any:
+        for name in keywords.keys() - known:
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
+        return function(*args, **keywords)
+
+    checked.__signature__ = signature.replace(parameters=[*own, *settings])  # type: ignore[attr-defined]
+    return cast("_Function", checked)

@@ -37,6 +37,8 @@ def test_what_a_model_is(model: Model) -> None:
     assert repr(model).startswith("<Model a.pi: 2 layers, mode auto, context 1024, ")
     for function in (Model.generate, Model.chat, Engine.generate_many):
         assert {"max_tokens", "sampling", "stop"} <= inspect.signature(function).parameters.keys()
+    with pytest.raises(TypeError, match="max_token'"):
+        model.generate("a", max_token=1)  # type: ignore[call-arg]
 
 
 def test_a_text_as_it_comes(model: Model) -> None:
@@ -67,6 +69,22 @@ def test_a_tool_of_a_template_that_knows_none(model: Model) -> None:
     arguments = json.dumps(json.loads(call.arguments))
     written = f'<tool_call>\n{{"name": "set", "arguments": {arguments}}}\n</tool_call>'
     assert prompt.endswith(f";u:hi;a:{written};u:<tool_response>\ndone\n</tool_response>;a:")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tools": [{}]}, "not a function"),
+        ({"tools": [TOOL], "tool_choice": "requird"}, "tool_choice='requird'"),
+        ({"tools": [TOOL], "tool_choice": {"function": {"name": "get"}}}, "one of the tools"),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"schema": {"type": "nothing"}}, "schema: cannot be used"),
+    ],
+)
+def test_what_cannot_be(model: Model, settings: Any, message: str) -> None:
+    pytest.importorskip("llguidance")
+    with pytest.raises(UsageError, match=message):
+        model.chat(HI, **settings)
 
 
 @pytest.mark.parametrize("has_system", [True, False])
