@@ -12,7 +12,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import Literal, Protocol
+from typing import Literal
 
 import numba
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest
+from pi_runtime.commands.bench.beside import LlamaCpp
 from pi_runtime.commands.bench.kept_neurons import KeptNeurons
 from pi_runtime.commands.bench.sequences import LEAD, STEPS, Sequences
 from pi_runtime.console import Progress, size
@@ -144,38 +145,8 @@ class DraftedAnswer:
         )
 
 
-class Contender(Protocol):
-    """What is timed: a model in a mode, or another engine's."""
-
-    @property
-    def mode(self) -> str:
-        """Its name."""
-
-    @property
-    def most(self) -> float:
-        """Most sequences that it decodes together."""
-
-    @property
-    def held(self) -> int:
-        """Sequences that are there."""
-
-    def bytes_for(self, batch: int, /) -> int:
-        """Bytes of keys and values that so many sequences take."""
-
-    def grow(self, batch: int, /) -> None:
-        """See to it that there are `batch` sequences at least."""
-
-    def seconds_a_step(self, batch: int, /) -> float:
-        """Mean time of a step of the first `batch` sequences."""
-
-    def read_prompt(self, tokens: int) -> float:
-        """Read a prompt of random tokens; returns the time."""
-
-    def shares(self, batch: int, /) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
-        """(Own share, union's share) of each layer, where they are known."""
-
-    def close(self) -> None:
-        """Let go of it."""
+Contender = Sequences | LlamaCpp
+"""What is timed: this model in a mode, or another engine's."""
 
 
 def modes_of(manifest: Manifest, wanted: str) -> tuple[str, ...]:
