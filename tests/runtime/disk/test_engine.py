@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.disk_models import from_disk
+from support.long_form import marked_long
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import Engine, Model, Sampling, load
@@ -52,11 +53,12 @@ def together(model: Model, piece: int | None) -> list[list[int]]:
         return [stream.token_ids for stream in streams]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("share", [0, 0.2, 0.6, 2])
-def test_each_answer_is_the_one_that_it_is_alone(
-    path: Path, alone: list[list[int]], share: float, threads: int
-) -> None:
+CASES = [(share, threads) for share in (0, 0.2, 0.6, 2) for threads in (1, 2)]
+
+
+@pytest.mark.parametrize("case", marked_long(CASES, [(0, 2), (0.2, 1), (0.6, 2), (2, 1)]))
+def test_each_answer_is_the_one_that_it_is_alone(path: Path, alone: list[list[int]], case: tuple[float, int]) -> None:
+    share, threads = case
     with from_disk(path, share, threads=threads, block_tokens=1024) as model:
         for piece in (32, 100, None):
             assert together(model, piece) == alone

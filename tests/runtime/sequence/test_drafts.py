@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.long_form import marked_long
 from support.requests import alone, found_by, oracle, random_requests
 
 from pi_runtime import Model, Sampling, load
@@ -174,12 +175,16 @@ def test_a_loop_is_drafted(loop: Model, endless: Path) -> None:
     assert "".join(loop.generate("a", speculate=8)) == "".join(loop.generate("a", speculate="off"))
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("speculate", [1, 5, 32, "auto"])
+DRAFTED: list[tuple[bool, str | int]] = [(True, 1), (False, 5), (True, 32), (False, "auto")]
+OTHERWISE = [(not sampled, speculate) for sampled, speculate in DRAFTED]
+
+
+@pytest.mark.parametrize("case", marked_long(DRAFTED + OTHERWISE, OTHERWISE))
 def test_the_same_text_with_drafts(
-    random_path: Path, monkeypatch: pytest.MonkeyPatch, sampled: bool, speculate: str | int
+    random_path: Path, monkeypatch: pytest.MonkeyPatch, case: tuple[bool, str | int]
 ) -> None:
     """With stop strings, limits and the context's edge inside of blocks, and one cache for all."""
+    sampled, speculate = case
     requests = random_requests(random.Random(4), 25, sampled=sampled, context=96, cancels=False)
     with load(random_path, mode="predicted", device="cpu") as model:
         wanted = [alone(model, request) for request in requests]

@@ -157,15 +157,17 @@ def test_a_curve_over_budgets(run: Run, wide: Path) -> None:
 
 
 @pytest.mark.usefixtures("few_tokens")
-def test_a_curve_is_drawn(run: Run, wide: Path) -> None:
-    code, out, _ = run(wide, *SWEEP)
+def test_a_curve_is_drawn(run: Run, wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ram_sweep, "BUDGETS", 2)
+    code, out, _ = run(wide, *SWEEP, "--threads", 1)
     assert code == 0
     head = next(n for n, line in enumerate(out.splitlines()) if line.startswith("budget"))
     rows = [line.split() for line in out.splitlines()[head + 1 :]]
     rates, bars = [float(row[2]) for row in rows], [row[-1] for row in rows]
     assert len(bars[rates.index(max(rates))]) == max(map(len, bars)) == 30
     assert all(set(bar) == {"█"} for bar in bars)
-    _, out, _ = run(wide, *SWEEP, "--md")
+    assert len(rows) == 2
+    _, out, _ = run(wide, *SWEEP, "--md", "--threads", 1)
     assert out.splitlines()[2].startswith("| budget | tokens/s |")
 
 
