@@ -55,10 +55,9 @@ def show_placements(found: Mapping[str, Any], ran: Sequence[str], as_json: bool)
 
 def print_report(report: Mapping[str, Any]) -> None:
     """Print plain values as a key–value list, and lists of rows as tables."""
-    tables = [table(value) for value in report.values() if isinstance(value, list) and value]
-    values = [
-        (name.replace("_", " "), console.shown(value)) for name, value in report.items() if not isinstance(value, list)
-    ]
+    rows = {n: v for n, v in report.items() if isinstance(v, list) and all(isinstance(row, Mapping) for row in v)}
+    tables = [table(value) for value in rows.values() if value]
+    values = [(n.replace("_", " "), console.shown(value)) for n, value in report.items() if n not in rows]
     blocks = [*([facts(values)] if values else []), *tables]
     if blocks:
         typer.echo(text_of(*blocks))

@@ -21,9 +21,9 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_digit_of_a_table_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
-    print_report({"total": 3, "rows": ROWS, "more": 4})
+    print_report({"total": 3, "rows": ROWS, "none": [], "more": [4, 5]})
     out = capsys.readouterr().out
-    assert out.splitlines()[:3] == ["total  3", "more   4", ""]
+    assert out.splitlines()[:3] == ["total  3", "more   4 5", ""]
     assert all(f"{1234567 + n:,}" in out for n in range(12))
     assert len(out.splitlines()) == 6
     assert "…" not in out
