@@ -15,7 +15,7 @@ from pi_runtime.artifact.schema import ArrayEntry
 from pi_runtime.disk.kernels import neuron_cache
 from pi_runtime.disk.kernels.fetching import Places
 from pi_runtime.disk.kernels.neuron_cache import LayerRows
-from pi_runtime.disk.ram_plan import RamPlan, places_of, resident_nbytes
+from pi_runtime.disk.ram_plan import RamPlan, expert_counts, places_of, resident_nbytes
 from pi_runtime.disk.reader import Reader, page_aligned
 from pi_runtime.kernels.data.matrix_view import Ints
 
@@ -78,6 +78,7 @@ class ResidentArrays:
         self._memory = np.empty(0, np.uint8)
 
 
+PAGE = 4096
 MOST_REFERENCES = 3
 """Chosen on recorded traces (see docs/explanation/disk.md)."""
 
@@ -115,43 +116,53 @@ def row_arena(artifact: Artifact, name: str, plan: RamPlan, reader: Reader) -> R
     d = m.decoder
     nbytes = row_nbytes(d, m.formats["ffn"])[name]
     assert nbytes <= reader.piece, (nbytes, reader.piece)  # it would be read beyond the reader's memory
-    memory = page_aligned(slots * nbytes)
-    reader.hold(memory)
-    owner_S, references_S, turn_S = (np.full(slots, first, np.int64) for first in (-1, 0, -1))
-    rows_L: list[LayerRows] = []
-    places_L: list[Places] = []
-    begin = 1
-    regions = slots - np.cumsum([plan.ahead, plan.ahead, plan.staged, plan.staged])[::-1]
     slots_L = plan.first_L if name == "first" else plan.rest_L
+    pooled = [n for n, by_expert in enumerate(plan.by_expert_L) if by_expert]
+    pool_slots = sum(slots_L[n].cached for n in pooled)
+    regions = slots - np.cumsum([plan.ahead, plan.ahead, plan.staged, plan.staged])[::-1]
+    ring = int(regions[0]) - pool_slots
+    memory = page_aligned(slots * nbytes + PAGE)[-ring * nbytes % PAGE :]  # units may be read straight to the ring
+    reader.hold(memory)
+    shared_S = [np.full(slots, first, np.int64) for first in (-1, 0, -1)]
+    pool = neuron_cache.rows_of(d.neurons, ring, ring + pool_slots, MOST_REFERENCES, *shared_S)
+    floor = min(d.experts_per_token, pool_slots // d.d_ff // max(1, len(pooled)))
+    of_pool = iter(neuron_cache.in_one_ring(pool, len(pooled), d.d_ff, floor))
     whole_L = tuple(own.pinned == d.neurons for own in slots_L)
     counts_L2 = np.zeros((len(slots_L), 2), np.int64)
-    arena = RowArena(nbytes, memory, rows_L, places_L, tuple(regions.tolist()), whole_L, counts_L2)
+    arena = RowArena(nbytes, memory, [], [], tuple(regions.tolist()), whole_L, counts_L2)
+    begin = 1
     for n, own in enumerate(slots_L):
-        cached = begin + own.pinned
-        rows = neuron_cache.rows_of(
-            d.neurons, cached, cached + own.cached, MOST_REFERENCES, owner_S, references_S, turn_S
-        )
-        rows = rows._replace(counts_2=counts_L2[n])
-        rows_L.append(rows)
+        cached = ring if plan.by_expert_L[n] else begin + own.pinned
+        rows = (
+            next(of_pool)
+            if plan.by_expert_L[n]
+            else neuron_cache.rows_of(d.neurons, cached, cached + own.cached, MOST_REFERENCES, *shared_S)
+        )._replace(counts_2=counts_L2[n])
+        arena.rows_L.append(rows)
         entry = m.arrays[f"layers/{n}/ffn/{name}"]
         places = Places(entry.offset, entry.nbytes // d.neurons, arena.address, nbytes)
-        places_L.append(places)
+        arena.places_L.append(places)
+        hottest = np.arange(d.neurons) if whole_L[n] else _hottest(artifact, n, plan.by_expert_L[n])
+        neuron_cache.place(rows, hottest[: own.pinned], begin)
+        neuron_cache.place(rows, hottest[own.pinned : own.pinned + own.cached], cached)
         if whole_L[n]:
-            neuron_cache.place(rows, np.arange(d.neurons), begin)
             reader.read_range(entry.offset, entry.nbytes, arena.address_of(n, 0))
         else:
-            held = _hottest(own.pinned + own.cached, d.n_experts, d.d_ff)
-            neuron_cache.place(rows, held, begin)
-            held.sort()
+            held = np.sort(hottest[: own.pinned + own.cached])
             read_rows(reader, held, rows.slot_N[held], places)
-        begin = cached + own.cached
+        begin += own.pinned + (0 if plan.by_expert_L[n] else own.cached)
+        ring += own.cached if plan.by_expert_L[n] else 0
     return arena
 
 
-def _hottest(count: int, experts: int, neurons: int) -> Ints:
-    """So many rows of a layer: of each expert those that are stored first, pinned ones before others."""
-    by_heat = np.arange(experts * neurons).reshape(experts, neurons).T.ravel()
-    return by_heat[:count]
+def _hottest(artifact: Artifact, layer: int, by_expert: bool) -> Ints:
+    """The rows of a layer: of each expert those that are stored first before others, or expert by expert."""
+    d = artifact.manifest.decoder
+    row_XF = np.arange(d.neurons).reshape(d.n_experts, d.d_ff)
+    if not by_expert:
+        return row_XF.T.ravel()
+    counts_X = expert_counts(artifact, layer)
+    return row_XF[np.argsort(-counts_X, kind="stable")].ravel()
 
 
 def read_rows(reader: Reader, row_I: Ints, slot_I: Ints, places: Places) -> None:

@@ -43,8 +43,9 @@ class Slots:
     """The slots of one layer's rows of one array."""
 
     pinned: int
-    """Rows that stay: of each expert, equally many of those that are stored first."""
+    """Rows that stay: of each expert, equally many of those that are stored first, or whole experts."""
     cached: int
+    """Rows of the layer's cache, or its part of what layers share whose experts are read as a whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,8 @@ class RamPlan:
     """Most tokens of a prompt that go through a layer before the next one is read."""
     two_phases_L: tuple[bool, ...]
     """Whether a layer's `rest` is read only for neurons that turned out to fire."""
+    by_expert_L: tuple[bool, ...]
+    """Whether a layer's experts come and go as a whole: all of their rows are needed."""
     whole_embedding: bool
     """Whether all of the embedding is in memory."""
     stored: RowPlan | None = None
@@ -147,7 +150,12 @@ def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
     gate_L, packed_L = ([rung_in_mode(layer.rung, how).needs_all_first for layer in m.layers] for how in (mode, "auto"))
     holds_rows = budget >= most - embedding_on_disk_nbytes(m.decoder, m.formats["embedding"])
     stored = None if gate_L != packed_L or holds_rows else _largest(m, room)
-    slots = _by_rule(artifact, nbytes, gate_L, room) if stored is None else _as_stored(m, stored, nbytes, gate_L, room)
+    whole_L = [rung_in_mode(layer.rung, mode).dense and m.decoder.n_experts > 1 for layer in m.layers]
+    slots = (
+        _by_rule(artifact, nbytes, gate_L, whole_L, room)
+        if stored is None
+        else _as_stored(m, stored, nbytes, gate_L, whole_L, room)
+    )
     return RamPlan(
         budget=budget,
         fixed=fixed,
@@ -157,6 +165,7 @@ def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
         ahead=buffers.staged // 2,
         block_tokens=buffers.tokens or BLOCK_TOKENS,
         two_phases_L=tuple(gate_L),
+        by_expert_L=tuple(whole_L),
         whole_embedding=budget >= most,
         stored=stored,
     )
@@ -168,21 +177,29 @@ def _largest(m: Manifest, room: int) -> RowPlan | None:
 
 
 def _as_stored(
-    m: Manifest, plan: RowPlan, nbytes: Mapping[str, int], gate_L: Sequence[bool], room: int
+    m: Manifest, plan: RowPlan, nbytes: Mapping[str, int], gate_L: Sequence[bool], whole_L: Sequence[bool], room: int
 ) -> dict[str, list[Slots]]:
     """The slots of a stored division; every layer's cache gets equally many of those that are left."""
     neurons = m.decoder.neurons
     more = (room - plan.slot_bytes) // sum(_row_cost(nbytes, gate) for gate in gate_L)
     rest = [
-        Slots(pinned, min(neurons - pinned, cached + more))
-        for pinned, cached in zip(plan.pinned, plan.cached, strict=True)
+        _slots(pinned, min(neurons - pinned, cached + more), m.decoder.d_ff if whole else 1)
+        for pinned, cached, whole in zip(plan.pinned, plan.cached, whole_L, strict=True)
     ]
     whole = [Slots(neurons if resident else 0, 0) for resident in plan.first]
     first = [whole[n] if gate else rest[n] for n, gate in enumerate(gate_L)]
     return {"first": first, "rest": rest}
 
 
-def _by_rule(artifact: Artifact, nbytes: dict[str, int], gate_L: Sequence[bool], room: int) -> dict[str, list[Slots]]:
+def _slots(pinned: int, cached: int, unit: int) -> Slots:
+    """As many of so many slots as hold whole units."""
+    kept = pinned // unit * unit
+    return Slots(kept, (pinned - kept + cached) // unit * unit)
+
+
+def _by_rule(
+    artifact: Artifact, nbytes: dict[str, int], gate_L: Sequence[bool], whole_L: Sequence[bool], room: int
+) -> dict[str, list[Slots]]:
     """The slots of a division by rule."""
     d, layers = artifact.manifest.decoder, len(gate_L)
     slots: dict[str, list[Slots]] = {name: [Slots(0, 0)] * layers for name in ROW_ARRAYS}
@@ -190,8 +207,11 @@ def _by_rule(artifact: Artifact, nbytes: dict[str, int], gate_L: Sequence[bool],
         if room >= d.neurons * nbytes["first"]:
             slots["first"][n] = Slots(d.neurons, 0)
             room -= d.neurons * nbytes["first"]
-    often_LN = _often(artifact)
-    divided = _divided(often_LN, [_row_cost(nbytes, gate) for gate in gate_L], room, d.n_experts)
+    often_LG = [
+        np.sort(expert_counts(artifact, n) if whole else _often(artifact, n).reshape(d.n_experts, -1).sum(0))[::-1]
+        for n, whole in enumerate(whole_L)
+    ]
+    divided = _divided(often_LG, [_row_cost(nbytes, gate) for gate in gate_L], whole_L, room, d.neurons)
     for n, found in enumerate(divided):
         slots["rest"][n] = found
         if not gate_L[n]:
@@ -203,35 +223,50 @@ def _row_cost(nbytes: Mapping[str, int], gate: bool) -> int:
     return nbytes["rest"] + (0 if gate else nbytes["first"])
 
 
-def _often(artifact: Artifact) -> list[np.ndarray]:
-    """How often each neuron fires in each layer, by the profile's counts; without one, by a law of stored order."""
-    found = []
-    for n in range(len(artifact.manifest.layers)):
-        name = f"layers/{n}/ffn/counts"
-        if name in artifact.manifest.arrays:
-            found.append(artifact.values(name).astype(np.float64))
-        else:
-            d = artifact.manifest.decoder
-            found.append(np.tile(np.arange(1.0, d.d_ff + 1) ** -_EXPONENT, d.n_experts))
-    return found
+def _counts(artifact: Artifact, layer: int) -> np.ndarray | None:
+    """How often each neuron of a layer fires, by the profile's counts, if there are any."""
+    name = f"layers/{layer}/ffn/counts"
+    return artifact.values(name).astype(np.float64) if name in artifact.manifest.arrays else None
 
 
-def _divided(often_LN: Sequence[np.ndarray], cost_L: Sequence[int], room: int, experts: int) -> list[Slots]:
-    """Slots of each layer: a share of the room pins the rows that fire most often, the rest goes by what is left."""
-    neurons = len(often_LN[0])
+def _often(artifact: Artifact, layer: int) -> np.ndarray:
+    """How often each neuron of a layer fires, by the profile's counts; without one, by a law of stored order."""
+    d, found = artifact.manifest.decoder, _counts(artifact, layer)
+    return np.tile(np.arange(1.0, d.d_ff + 1) ** -_EXPONENT, d.n_experts) if found is None else found
+
+
+def expert_counts(artifact: Artifact, layer: int) -> np.ndarray:
+    """How often neurons of each expert of a layer fire, by the profile's counts; all 0 without one."""
+    d, found = artifact.manifest.decoder, _counts(artifact, layer)
+    return np.zeros(d.n_experts) if found is None else found.reshape(d.n_experts, -1).sum(1)
+
+
+def _divided(
+    often_LG: Sequence[np.ndarray], cost_L: Sequence[int], whole_L: Sequence[bool], room: int, neurons: int
+) -> list[Slots]:
+    """Slots of each layer: a share of the room pins the rows that fire most often, the rest goes by what is left.
+
+    Rows are pinned in groups: equally many of each expert, or whole experts, if anything is known of them. `often_LG`
+    has the groups of each layer, those that fire most often first.
+    """
     if room >= sum(cost * neurons for cost in cost_L):
-        return [Slots(neurons, 0)] * len(often_LN)
-    hottest_LN = [np.sort(often_N.reshape(experts, -1).sum(0))[::-1] for often_N in often_LN]
-    step = experts * np.array(cost_L)
-    worth = np.concatenate([hot_N / cost for hot_N, cost in zip(hottest_LN, step, strict=True)])
-    layer = np.repeat(np.arange(len(often_LN)), neurons // experts)
+        return [Slots(neurons, 0)] * len(often_LG)
+    rows_L = np.array([neurons // len(often_G) for often_G in often_LG])
+    step_L = rows_L * np.array(cost_L)
+    worth = np.concatenate([often_G / step for often_G, step in zip(often_LG, step_L, strict=True)])
+    layer = np.repeat(np.arange(len(often_LG)), [len(often_G) for often_G in often_LG])
     order = np.argsort(-worth, kind="stable")
-    taken = np.cumsum(step[layer[order]]) <= room * _PINNED_SHARE
-    pinned_L = np.bincount(layer[order[taken]], minlength=len(often_LN))
-    room -= int((pinned_L * step).sum())
-    left_L = np.array([hot_N[p:].sum() for hot_N, p in zip(hottest_LN, pinned_L, strict=True)])
-    share_L = left_L / left_L.sum() if left_L.sum() else np.full(len(left_L), 1 / len(left_L))
-    found = []
-    for p, share, cost in zip(pinned_L.tolist(), share_L, cost_L, strict=True):
-        found.append(Slots(p * experts, min(neurons - p * experts, int(room * share) // cost)))
+    known = (worth[order] > 0) | ~np.array(whole_L)[layer[order]]
+    taken = (np.cumsum(step_L[layer[order]]) <= room * _PINNED_SHARE) & known
+    pinned_L = np.bincount(layer[order[taken]], minlength=len(often_LG))
+    room -= int((pinned_L * step_L).sum())
+    left_L = np.array([often_G[p:].sum() for often_G, p in zip(often_LG, pinned_L, strict=True)])
+    if any(whole_L) or not left_L.sum():  # layers of whole experts share one cache
+        left_L = np.ones(len(left_L))
+    found, spare = [], 0
+    for n, share in enumerate(left_L / left_L.sum()):
+        pinned, own = int(pinned_L[n] * rows_L[n]), int(room * share) + spare
+        cached = min(neurons - pinned, own // cost_L[n])
+        found.append(_slots(pinned, cached, int(rows_L[n]) if whole_L[n] else 1))
+        spare = own - found[n].cached * cost_L[n] if whole_L[n] else 0
     return found

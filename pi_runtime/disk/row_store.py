@@ -7,7 +7,8 @@ Shape letters: I neurons, C chunks.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import islice, pairwise
 from typing import NamedTuple
 
@@ -53,11 +54,13 @@ class RowStore:
         d = artifact.manifest.decoder
         self.plan, self.reader, self._d_ff = plan, reader, d.d_ff
         self.arenas = {name: row_arena(artifact, name, plan, reader) for name in ROW_ARRAYS}
-        self._row_I, self._slot_I = np.empty(d.d_ff, np.int64), np.empty(d.d_ff, np.int64)
+        self._row_I, self._slot_I = np.empty((2, d.neurons), np.int64)
         self._staged: dict[tuple[str, int], int] = {}
         """Slots of each region that hold rows, by array and region."""
         self._ahead: dict[int, Request] = {}
         """What was read ahead for a layer whose turn is not over, by layer."""
+        self._open: set[int] = set()
+        """Layers of whole experts whose turn is not over: it is one for all of their experts."""
 
     def is_whole(self, layer: int) -> bool:
         """Whether all rows of a layer stay in memory."""
@@ -98,6 +101,8 @@ class RowStore:
     def _asked_whole(self, request: Request, region: int, keep: bool, room: int) -> bool:
         """Begin the turn of a request for one array, and to read all that is missing, in one call; False where it is
         more than there is room for, or the request is for more arrays."""
+        if keep and self.plan.by_expert_L[request.layer] and self.experts_ahead:
+            return self._asked_experts(request, region)
         if len(request.needs) > 1:
             return False
         ((name, neuron_I),) = request.needs
@@ -110,6 +115,25 @@ class RowStore:
         if staged > 0:
             self._staged[name, region] = staged
         return bool(staged >= 0)
+
+    def _asked_experts(self, request: Request, region: int) -> bool:
+        """Begin the turn of a request for whole experts, and to read those that are missing into the cache; False where
+        it has no room for all of them."""
+        layer, base = request.layer, request.expert * self._d_ff
+        self._begin_turn(request)
+        self._open.add(layer)
+        before = {name: self.arenas[name].counts_L2[layer].copy() for name, _ in request.needs}
+        self._asked(RowRange(request, 0, CHUNKS), region, keep=True, stage=False)
+        if all(self.arenas[name].rows_L[layer].slot_N[base + row_I].all() for name, row_I in request.needs):
+            return True
+        if region < REGIONS:  # what remains is staged, by other reads of the same batch, and counted then
+            self.reader.wait(region)
+            self._set_counts(layer, before)
+        return False
+
+    def _set_counts(self, layer: int, counts: Mapping[str, Ints]) -> None:
+        for name, counts_2 in counts.items():
+            self.arenas[name].counts_L2[layer] = counts_2
 
     def _cut(self, request: Request) -> list[RowRange]:
         """Begin a turn, so that rows that are there stay; cut the request into ranges that fit into a region."""
@@ -125,9 +149,9 @@ class RowStore:
 
     def _begin_turn(self, request: Request) -> int:
         """Begin a turn; returns the absent rows of the array that misses most."""
-        most, ahead = 0, self._ahead.get(request.layer)
+        most, ahead, is_open = 0, self._ahead.get(request.layer), request.layer in self._open
         for name, neuron_I in request.needs:
-            rows, goes_on = self.arenas[name].rows_L[request.layer], ahead is not None and ahead.has(name)
+            rows, goes_on = self.arenas[name].rows_L[request.layer], is_open or (ahead is not None and ahead.has(name))
             absent = neuron_cache.begin_turn(rows, request.expert * self._d_ff, neuron_I, goes_on)
             most = max(most, absent)
         return most
@@ -141,13 +165,15 @@ class RowStore:
             np.maximum(most_C, absent_C, out=most_C)
         return most_C
 
-    def _asked(self, part: RowRange, region: int, keep: bool) -> RowRange:
-        """Begin to read what is missing for a range, which is returned. `keep`: it may take slots of the cache."""
+    def _asked(self, part: RowRange, region: int, keep: bool, stage: bool = True) -> RowRange:
+        """Begin to read what is missing for a range, which is returned. `keep`: it may take slots of the cache; what
+        finds none there is left out unless it is to `stage` it."""
         request = part.request
         for name, neuron_I in request.needs:
             arena = self.arenas[name]
             base, rows, places = request.expert * self._d_ff, arena.rows_L[request.layer], arena.places_L[request.layer]
-            wanted = fetching.Wanted(base, neuron_I, part.begin, part.end, keep, arena.region_R[region])
+            staging = arena.region_R[region] if stage else -1
+            wanted = fetching.Wanted(base, neuron_I, part.begin, part.end, keep, staging)
             self._staged[name, region] = fetching.fetch(
                 rows, self.reader.shared, region, wanted, places, self._row_I, self._slot_I
             )
@@ -168,13 +194,20 @@ class RowStore:
         layer = request.layer
         before = {name: self.arenas[name].counts_L2[layer].copy() for name, _ in request.needs}
         region = REGIONS + layer % 2
-        if not self._asked_whole(request, region, True, self.plan.ahead):
+        if not self._asked_whole(request, region, True, self.plan.ahead) and not self.plan.by_expert_L[layer]:
             if self._begin_turn(request) > self.plan.ahead:
                 request = request._replace(needs=[(name, self._fitting(layer, name, i)) for name, i in request.needs])
             self._asked(RowRange(request, 0, CHUNKS), region, keep=True)
         self._ahead[layer] = request
-        for name, counts_2 in before.items():  # they are counted when they are needed
-            self.arenas[name].counts_L2[layer] = counts_2
+        self._set_counts(layer, before)  # they are counted when they are needed
+
+    @cached_property
+    def experts_ahead(self) -> int:
+        """Whole experts of which a batch has room for all reads."""
+        arenas = self.arenas.values()
+        if any(places.nbytes != places.slot_nbytes for arena in arenas for places in arena.places_L):
+            return self.reader.rows // (len(arenas) * self._d_ff)  # rows do not lie side by side: a read for each
+        return self.reader.rows // sum(2 + self._d_ff // (self.reader.piece // arena.nbytes) for arena in arenas)
 
     def _fitting(self, layer: int, name: str, row_I: Ints) -> Ints:
         """The first of some rows, so many that those of them that are missing fit into the region."""
@@ -189,6 +222,7 @@ class RowStore:
     def end_layer(self, layer: int) -> None:
         """Let go of a layer's rows that were read ahead."""
         self._ahead.pop(layer, None)
+        self._open.discard(layer)
         for name in self.arenas:
             self._clear(name, layer, REGIONS + layer % 2)
 
@@ -196,6 +230,7 @@ class RowStore:
         """Forget all rows that may have been on their way: all but the pinned ones."""
         self.reader.drain()
         self._ahead.clear()
+        self._open.clear()
         self._staged.clear()
         for arena in self.arenas.values():
             for rows in arena.rows_L:

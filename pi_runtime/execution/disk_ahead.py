@@ -1,4 +1,6 @@
-"""Reading rows of the next layer ahead: its predictor is asked before its turn, where that makes tokens faster.
+"""Reading rows of the next layer ahead: its predictor or router is asked before its turn, where tokens are faster so.
+
+A router that reads what enters its layer names the experts exactly, before attention.
 
 Shape letters: T tokens, D model width, N tokens that take one expert, F neurons of one expert.
 """
@@ -54,26 +56,38 @@ class ReadAhead:
         self._ffn = ffn_of(model.cfg, self._ws)
         self._named_F = np.empty(d.d_ff + 1, np.int64)
         self.way = FasterWay()
-        before = model.cfg.block in (weight_table.SEQUENTIAL, weight_table.PARALLEL)
+        cfg = model.cfg
+        self.is_exact = cfg.experts > 1 and bool(cfg.router_early)
+        """Whether experts are known before attention."""
+        before = self.is_exact or cfg.block in (weight_table.SEQUENTIAL, weight_table.PARALLEL)
         self.can_L = [
-            before and w["selector"] != 0 and not rows.is_whole(n) for n, w in enumerate(model.table_LX[:, 0])
+            before and not rows.is_whole(n) and (rows.plan.by_expert_L[n] or (w["selector"] != 0 and not self.is_exact))
+            for n, w in enumerate(model.table_LX[:, 0])
         ]
-        """Layers with rows to be read, and an FFN that reads a norm of the residual."""
+        """Layers with rows to be read, and an FFN that reads a norm of the residual, or a router before it."""
         self.can_L.append(False)  # behind the last one
 
     def read(self, layer: int, arrays: tuple[str, ...], x_TD: Floats, select_T: Ints) -> None:
         """Begin to read what a layer will probably need of these arrays, for a few tokens with this residual."""
+        row_I = self._named(layer, x_TD, select_T)
+        self._rows.read_ahead(Request(layer, 0, [(name, row_I) for name in arrays]))
+
+    def _named(self, layer: int, x_TD: Floats, select_T: Ints) -> Ints:
+        """The rows of a layer that will probably be needed."""
         m, ws, w_X = self._model, self._ws, self._model.table_LX[layer]
         normed_TD = ws.normed_TD[: len(x_TD)]
         name = "ffn_norm" if w_X[0]["ffn_norm"] else "attention_norm"
         norm(m.cfg.centred, m.eps, int(w_X[0][name]), int(w_X[0][f"{name}_bias"]), x_TD, normed_TD)
         if m.cfg.experts > 1:
             moe.route(m.cfg, w_X[0], x_TD if m.cfg.router_early else normed_TD, ws)
+        taken = tokens_by_expert(ws.expert_TK[: len(x_TD)], ws.route_weight_TK, m.cfg.experts)
+        if self._rows.plan.by_expert_L[layer]:
+            some = [expert for expert, _, _ in taken][: self._rows.experts_ahead]
+            return (m.cfg.d_ff * np.array(some, np.int64)[:, None] + np.arange(m.cfg.d_ff)).ravel()
         steps.prepare(self._ffn, w_X[0], normed_TD)
         named: list[Ints] = []
-        for expert, token_N, weight_N in tokens_by_expert(ws.expert_TK[: len(x_TD)], ws.route_weight_TK, m.cfg.experts):
+        for expert, token_N, weight_N in taken:
             batch = whole_batch(self._ffn, w_X, expert, token_N, select_T[token_N], weight_N)
             count = steps.name_neurons(self._ffn, batch, self._named_F)
             named.append(expert * m.cfg.d_ff + self._named_F[:count])
-        row_I = np.concatenate(named)
-        self._rows.read_ahead(Request(layer, 0, [(name, row_I) for name in arrays]))
+        return np.concatenate(named)

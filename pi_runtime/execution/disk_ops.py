@@ -9,13 +9,13 @@ Shape letters: T tokens, D model width, L layers, N tokens that take one expert,
 expert.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from pi_runtime.artifact.footprint import BLOCK_TOKENS, FEW_TOKENS, padded_width
+from pi_runtime.artifact.footprint import BLOCK_TOKENS, CHUNKS, FEW_TOKENS, padded_width
 from pi_runtime.artifact.rows import ROW_ARRAYS, TWO_PHASES_FROM
-from pi_runtime.disk.row_store import Request, RowStore
+from pi_runtime.disk.row_store import REGIONS, Request, RowStore
 from pi_runtime.execution.cpu import CpuModel
 from pi_runtime.execution.cpu_ops import CpuOps
 from pi_runtime.execution.disk_ahead import ReadAhead
@@ -47,7 +47,8 @@ class DiskOps(CpuOps):
     def take(self, sequences: Sequence[SequenceStep]) -> None:
         """Go on with the next tokens of some sequences."""
         super().take(sequences)
-        self._all_select, self._reads_ahead = bool(self.select_T.all()), self.ahead.way.second and self.select_T.any()
+        self._all_select = bool(self.select_T.all())
+        self._reads_ahead = not self.ahead.is_exact and self.ahead.way.second and bool(self.select_T.any())
 
     def learn(self, seconds: float) -> None:
         """Learn from a step with a few tokens, which took so long, how to run the next ones."""
@@ -56,6 +57,17 @@ class DiskOps(CpuOps):
         saves_L = self._spared_L * self._rest_share >= TWO_PHASES_FROM
         self._two_phases_L = (saves_L | self._rows.plan.two_phases_L).tolist()
         self.ahead.way.count(seconds / len(self.x_TD))
+
+    def attention(self, layer: int) -> None:
+        """x ← x + attention(x); rows of experts that are known before it come meanwhile."""
+        few = len(self.x_TD) <= FEW_TOKENS and not self.count_all
+        if self.ahead.is_exact and few and self.ahead.can_L[layer] and self.select_T.any():
+            self._read_ahead(layer)
+        super().attention(layer)
+
+    def _read_ahead(self, layer: int) -> None:
+        arrays = ROW_ARRAYS[:1] if self._two_phases_L[layer] else ROW_ARRAYS
+        self.ahead.read(layer, arrays, self.x_TD, self.select_T)
 
     def ffn(self, layer: int) -> None:
         """x ← x + the FFN: `CpuOps.ffn` in parts, where rows may be missing."""
@@ -67,14 +79,38 @@ class DiskOps(CpuOps):
         steps.prepare(m.ffn, m.table_LX[layer, 0], self.input_TD)
         tally_T3[:] = 0
         w_X, taken = m.table_LX[layer], tokens_by_expert(ws.expert_TK[:tokens], ws.route_weight_TK, m.cfg.experts)
-        for expert, token_N, weight_N in taken:
-            batch = whole_batch(m.ffn, w_X, expert, token_N, self.select_T[token_N], weight_N)
-            if tokens > FEW_TOKENS or self.count_all:
-                self._expert_of_many(layer, batch)
-            else:
+        few, by_expert = tokens <= FEW_TOKENS and not self.count_all, self._rows.plan.by_expert_L[layer]
+        batches = {e: whole_batch(m.ffn, w_X, e, token_N, self.select_T[token_N], w_N) for e, token_N, w_N in taken}
+        if by_expert:
+            self._whole_experts(layer, batches, few, tally_T3)
+        for expert, batch in batches.items() if not by_expert else ():
+            if few:
                 self._expert_of_few(layer, batch, is_last=expert == taken[-1][0])
+            else:
+                self._expert_of_many(layer, batch)
             steps.add_counts(m.ffn, batch, tally_T3)
         self._rows.end_layer(layer)
+
+    def _whole_experts(self, layer: int, batches: Mapping[int, Batch], few: bool, tally_T3: Ints) -> None:
+        """x ← x + the FFNs of experts all of whose rows are needed: the next ones come while one is computed."""
+        f, needs = self.model.ffn, [(name, self._all_F) for name in ROW_ARRAYS]
+        requests = [Request(layer, expert, needs) for expert in batches]
+        ahead = requests[-REGIONS:][0] if few and self._reads_ahead and self.ahead.can_L[layer + 1] else None
+        for part in self._rows.ranges(requests, bool(self.select_T.any())):
+            if part.request is ahead and part.begin == 0:  # the last rows of this layer are asked for
+                self._read_ahead(layer + 1)
+            e = batches[part.request.expert]
+            if part.begin == 0:
+                steps.name_neurons(f, e, self._named_F)
+            if few:
+                steps.list_chunks(f, e, part.begin, part.end)
+                steps.sum_chunks(f, e, part.begin, part.end)
+            else:
+                steps.add_chunks(f, e, self.count_all, part.begin, part.end, self._carried_TD, self.x_TD)
+            if part.end == CHUNKS:
+                if few:
+                    steps.merge(f, e, self.x_TD)
+                steps.add_counts(f, e, tally_T3)
 
     def _named(self, e: Batch) -> Ints:
         """The neurons that the tokens of a batch may need."""
@@ -102,8 +138,7 @@ class DiskOps(CpuOps):
         ranges = self._rows.ranges(requests, keep)
         if is_last and self._reads_ahead and self.ahead.can_L[layer + 1]:
             # Behind this layer's rows, so that the disk has work while these are waited for.
-            arrays = ROW_ARRAYS[:1] if self._two_phases_L[layer + 1] else ROW_ARRAYS
-            self.ahead.read(layer + 1, arrays, self.x_TD, self.select_T)
+            self._read_ahead(layer + 1)
         for part in ranges:
             if part.request.has("first"):
                 steps.list_chunks(f, e, part.begin, part.end)

@@ -71,3 +71,27 @@ def test_a_row_that_comes_again_and_again_outlives_those_that_come_once() -> Non
         ask(other)
     assert ask(100) == 0
     assert ask(110) == 1
+
+
+def test_a_layer_keeps_its_floor_of_units_of_a_ring_that_layers_share() -> None:
+    unit, units, layers = 8, 6, 3
+    owner_S, turn_S = np.full(200, -1, np.int64), np.full(200, -1, np.int64)
+    pool = neuron_cache.rows_of(10 * unit, 1, 1 + units * unit, 3, owner_S, np.zeros(200, np.int64), turn_S)
+    rows_L = neuron_cache.in_one_ring(pool, layers, unit, floor=2)
+    row_I, slot_I = np.empty((2, 10 * unit), np.int64)
+    rng = np.random.default_rng(0)
+    for turn in range(60):
+        rows = rows_L[turn % layers if turn < 40 else (turn + 1) % 2]
+        unit_I = np.sort(rng.choice(10, 2, replace=False))
+        neuron_I = (unit * unit_I[:, None] + np.arange(unit)).ravel()
+        neuron_cache.begin_turn(rows, 0, neuron_I, False)
+        _, staged = neuron_cache.obtain(rows, 0, neuron_I, 0, CHUNKS, True, -1, row_I, slot_I)
+        slot_U = rows.slot_N[neuron_I].reshape(2, unit)
+        assert staged == 0
+        if turn >= 4:  # before, those of the two turns before may leave too little room
+            assert (slot_U > 0).all()
+        assert all((np.diff(slots) == 1).all() for slots in slot_U if slots[0])
+        held_L = [int((other.slot_N > 0).sum()) // unit for other in rows_L]
+        assert held_L == rows.held_L.tolist()
+        assert turn < 5 or min(held_L) >= 2
+    assert sum(held_L) == units

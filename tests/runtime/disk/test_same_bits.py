@@ -102,6 +102,18 @@ def test_experts(tmp_path: Path) -> None:
         same(outputs(model), expected)
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_experts_that_come_and_go_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, early: bool) -> None:
+    path = artifact(tmp_path, "f16", n_experts=6, experts_per_token=2, d_ff=200, router_early=early)
+    with load(path, mode="dense", device="cpu") as model:
+        expected = outputs(model)
+    for share, ahead in ((0.02, True), (0.2, True), (0.5, True), (0.5, False)):
+        monkeypatch.setattr(disk_ahead.FasterWay, "second", ahead)
+        with from_disk(path, share, "dense") as model:
+            for _ in range(2):
+                same(outputs(model), expected)
+
+
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("two_phases_from", [-1.0, 9.0])
 def test_reading_ahead_and_phases(
