@@ -331,7 +331,9 @@ def _rows_of(values: Array, tensor: SourceTensor) -> Array:
     if tensor.rows is None:
         return values
     blocks = values.reshape(tensor.rows.groups, tensor.rows.size, *values.shape[1:])
-    wanted = blocks[:, tensor.rows.start : tensor.rows.stop].reshape(-1, *values.shape[1:])
+    wanted = blocks[:, tensor.rows.start : tensor.rows.stop : tensor.rows.step]
+    wanted = wanted.mT if tensor.rows.is_turned else wanted
+    wanted = wanted.reshape(-1, *wanted.shape[2:])
     missing = max(0, tensor.padded - len(wanted))
     return np.concatenate([wanted, np.zeros((missing, *wanted.shape[1:]), wanted.dtype)]) if missing else wanted
 

@@ -184,6 +184,7 @@ def _artifact_lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _model_lines(d: Mapping[str, Any], count: int) -> Iterator[tuple[str, str]]:
     yield "model", f"{d['family']}, {_count(count)} parameters, {d['n_layers']} layers, width {d['d_model']:,}"
     shared = "" if d["n_kv_heads"] == d["n_heads"] else f", {d['n_kv_heads']} for keys and values"
+    shared = f", over latents of {d['latent_rank']}" if d.get("latent_rank") else shared
     yield "  attention", f"{d['n_heads']} heads of {d['head_dim']}{shared}; context {d['context_length']:,}"
     experts = f"{d['n_experts']} experts, {d['experts_per_token']} a token, of " if d["n_experts"] > 1 else ""
     yield "  ffn", f"{experts}{d['d_ff']:,} neurons, {d['ffn']}, {d['activation']}"

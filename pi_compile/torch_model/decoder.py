@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812  its usual name
 
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.errors import CorpusError
+from pi_compile.torch_model.attention import attention
 from pi_runtime.artifact.decoder import CLAMP, SWIGLU_SLOPE, Decoder
 
 Tensor = torch.Tensor
@@ -150,49 +151,6 @@ def after_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, y_BTD: Tensor) -> Tens
     return norm(d, w, "ffn/norm", x_BTD) if d.block == "post-norm" else x_BTD
 
 
-def attention(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | None = None) -> Tensor:
-    """Causal attention over (B, T, D) inputs, from position 0. `on_input` sees what its two matrices multiply."""
-    batch, tokens, _ = x_BTD.shape
-    qkv = F.linear(x_BTD, w["attention/qkv"], w.get("attention/qkv_bias"))
-    heads = qkv.view(batch, tokens, -1, d.head_dim).transpose(1, 2)
-    q, k, v = torch.split(heads, [d.n_heads, d.n_kv_heads, d.n_kv_heads], dim=1)
-    if d.qk_norm:
-        q, k = (_norm_heads(d, w[f"attention/{n}_norm"], t) for t, n in ((q, "q"), (k, "k")))
-    if d.positions == "rope":
-        cos, sin = _rotary(d, tokens, x_BTD.device)
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    group = d.n_heads // d.n_kv_heads
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    seen = _in_window(d, tokens, x_BTD.device) if d.window or d.attention_sinks else None
-    if d.attention_sinks:  # a further position with this score, whose value is 0
-        assert seen is not None
-        seen = F.pad(
-            torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -torch.inf).repeat(d.n_heads, 1, 1), (0, 1)
-        )
-        seen[..., -1] = w["attention/sinks"][:, None]
-        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-    attended = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None)
-    attended = attended.transpose(1, 2).reshape(batch, tokens, -1)
-    if on_input is not None:
-        on_input("attention/qkv", x_BTD)
-        on_input("attention/out", attended)
-    return F.linear(attended, w["attention/out"], w.get("attention/out_bias"))
-
-
-def _in_window(d: Decoder, tokens: int, device: Any) -> Tensor:
-    """(T, T): whether a token sees a position."""
-    seen = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
-    return seen & ~seen.tril(-d.window) if d.window else seen
-
-
-def _norm_heads(d: Decoder, weight: Tensor, x_BHTE: Tensor) -> Tensor:
-    """The rms norm of each head, or of all heads of a token together."""
-    if not d.joint_qk_norm:
-        return F.rms_norm(x_BHTE, weight.shape, weight, d.norm_eps)
-    x = F.rms_norm(x_BHTE.transpose(1, 2).flatten(2), weight.shape, weight, d.norm_eps)
-    return x.view(*x.shape[:2], -1, d.head_dim).transpose(1, 2)
-
-
 def activate_(d: Decoder, z: Tensor, threshold: float = 0.0) -> Tensor:
     """Apply the activation in place; magnitudes up to the model's threshold, or to `threshold`, become 0."""
     # In place: every further pass over (…, F) costs about a tenth of the product.
@@ -268,7 +226,7 @@ def _taken(d: Decoder, w: NamedTensors, x: Tensor) -> tuple[Tensor, Tensor]:
     if "ffn/router" not in w:
         return always, torch.ones_like(always, dtype=x.dtype)
     values = x[..., d.d_model :] if d.router_early else _router_values(w, x)
-    choices = values if not d.router_choice_bias else _choices(d, values.sigmoid() + w["ffn/router_choice_bias"])
+    choices = _choices(d, values.sigmoid() + w["ffn/router_choice_bias"] if d.router_choice_bias else values)
     # A stable sort, unlike topk, takes the lower of two equal experts.
     best = choices.sort(dim=-1, descending=True, stable=True).indices[..., : d.experts_per_token - shared]
     if d.router_score == "sigmoid":
@@ -289,7 +247,7 @@ def _choices(d: Decoder, choices: Tensor) -> Tensor:
     if d.router_groups == d.router_groups_taken:
         return choices
     groups = choices.view(*choices.shape[:-1], d.router_groups, -1)
-    order = groups.topk(2).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices
+    order = groups.topk(d.router_group_top).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices
     dropped = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order[..., d.router_groups_taken :], True)
     return groups.masked_fill(dropped[..., None], -torch.inf).flatten(-2)
 
@@ -321,18 +279,6 @@ def logits(d: Decoder, global_w: NamedTensors, x_BTD: Tensor) -> Tensor:
     if d.logit_scale != 1:
         z_BTV = z_BTV * d.logit_scale
     return d.logit_softcap * torch.tanh(z_BTV / d.logit_softcap) if d.logit_softcap else z_BTV
-
-
-def _rotary(d: Decoder, tokens: int, device: Any) -> tuple[Tensor, Tensor]:
-    frequencies = torch.tensor(d.rotary_frequencies, dtype=torch.float32, device=device)
-    angles = torch.outer(torch.arange(tokens, dtype=torch.float32, device=device), frequencies)
-    return angles.cos() * d.rotary_scale, angles.sin() * d.rotary_scale
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = cos.shape[-1]
-    a, b, others = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, others], dim=-1)
 
 
 def windows(tokens: np.ndarray[Any, np.dtype[Any]], length: int) -> Tensor:

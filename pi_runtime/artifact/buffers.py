@@ -77,7 +77,11 @@ def cache_format(attention: str, wanted: str = "auto") -> str:
 def kv_cache(d: Decoder, attention: str, positions: int, layers: int) -> Buffer:
     """Keys and values of so many layers on a GPU, in whole pages (2, G, S, E) for so many positions."""
     dtype = "float32" if cache_format(attention) == "f32" else "float16"
-    return Buffer((layers, kv_pages(positions), 2, d.n_kv_heads, POSITIONS, d.head_dim), dtype)
+    return Buffer((layers, kv_pages(positions), *_page_shape(d, d.cached_width)), dtype)
+
+
+def _page_shape(d: Decoder, row: int) -> tuple[int, ...]:
+    return (POSITIONS, row) if d.latent_rank else (2, d.n_kv_heads, POSITIONS, row)
 
 
 def kv_pages(positions: int) -> int:
@@ -90,14 +94,13 @@ def kv_page(d: Decoder, fmt: str, layers: int) -> Buffer:
 
     Values (S, E) lie row by row, keys (E, S) column by column, so that one vector holds a column of several positions.
     Numbers are float32, float16, or q8: a byte for each, up to the end of the last block of columns. The blocks' scales
-    are behind the bytes of their row, or of all keys.
+    are behind the bytes of their row, or of all keys. A page of latents has a row for each position.
     """
     if fmt == "q8":
-        row = -(-d.head_dim // BLOCK) * (BLOCK + FORMATS["scale"].itemsize)
+        row = -(-d.cached_width // BLOCK) * (BLOCK + FORMATS["scale"].itemsize)
         # Bytes behind the last column are never written.
-        return Buffer((layers, 2, d.n_kv_heads, POSITIONS, row), "uint8", fill=0)
-    dtype = FORMATS[fmt].stored.name
-    return Buffer((layers, 2, d.n_kv_heads, POSITIONS, d.head_dim), dtype)
+        return Buffer((layers, *_page_shape(d, row)), "uint8", fill=0)
+    return Buffer((layers, *_page_shape(d, d.cached_width)), FORMATS[fmt].stored.name)
 
 
 def kv_bytes(d: Decoder, attention: str, positions: int) -> int:
@@ -122,8 +125,8 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
 
     `kernels.data.workspace.Workspace` says what each is for.
     """
-    t, mixed = tokens, d.n_heads * d.head_dim
-    widest, places = max(d.d_model, d.d_embedding, mixed, rank), chunk_places(d.d_ff)
+    t, mixed, latents = tokens, d.mixed_width, d.n_heads if d.latent_rank else 0
+    widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank), chunk_places(d.d_ff)
     if layout != BY_NEURON:  # a product with `down` has the factors of all neurons as its input
         widest = max(widest, d.d_ff)
     return {
@@ -132,18 +135,21 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "attended_TD": Buffer((t, d.d_model)),
         "residual_TD": Buffer((t if d.block == "sandwich" else 0, d.d_model)),
         "embedding_TW": Buffer((t, narrow_width(d))),
-        "qkv_TQ": Buffer((t, mixed + 2 * d.n_kv_heads * d.head_dim)),
+        "qkv_TQ": Buffer((t, d.qkv_width)),
+        "query_TQ": Buffer((t, latents * d.head_dim if d.query_rank else 0)),
+        "latent_TQ": Buffer((t, latents * d.cached_width)),
+        "latent_inputs": Buffer((min(CHUNKS, latents) * t * input_nbytes(max(d.head_dim, d.latent_rank)),), "uint8"),
         "mixed_TQ": Buffer((t, mixed)),
-        "router_TX": Buffer((t, d.n_experts * (2 if d.router_choice_bias else 1))),
-        "expert_TK": Buffer((t, d.experts_per_token), "int64", fill=0),
-        "route_weight_TK": Buffer((t, d.experts_per_token), fill=1),
+        "router_TX": Buffer((t, d.n_experts * (2 if d.router_choice_bias or d.router_groups > 1 else 1))),
+        "expert_TK": Buffer((t, d.most_experts), "int64", fill=0),
+        "route_weight_TK": Buffer((t, d.most_experts), fill=1),
         "token_T": Buffer((t,), "int64"),
         "one_T": Buffer((t,), fill=1),
         "taken_T": Buffer((t,), "int64"),
         "taken_select_T": Buffer((t,), "int64"),
         "taken_weight_T": Buffer((t,)),
         "attention_CX": Buffer((CHUNKS, attention_floats(d))),
-        "unpacked_CBE": Buffer((CHUNKS, POSITIONS if cache == "q8" else 0, d.head_dim)),
+        "unpacked_CBE": Buffer((CHUNKS, POSITIONS if cache == "q8" else 0, d.cached_width)),
         "low_rank_flat": Buffer((t * rank,)),
         "inputs": Buffer((t * input_nbytes(widest),), "uint8"),
         "low_rank_inputs": Buffer((t * input_nbytes(rank),), "uint8"),

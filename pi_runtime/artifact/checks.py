@@ -104,6 +104,7 @@ def _later_problems(d: Decoder) -> Iterator[str]:
     if d.n_experts == 1 and (d.router_early or d.router_score != "softmax"):
         yield "decoder.router_early, router_score: given without experts"
     yield from _expert_problems(d)
+    yield from _latent_problems(d)
     if not (0 < d.embedding_scale < inf and 0 < d.logit_scale < inf):
         yield f"decoder.embedding_scale, logit_scale: {d.embedding_scale}, {d.logit_scale} are not above 0"
     if not d.logit_softcap >= 0:
@@ -127,8 +128,8 @@ def _expert_problems(d: Decoder) -> Iterator[str]:
         return
     if not _are_layers(d.dense_layers, d) or bool(d.dense_layers) != bool(d.dense_ff) or d.dense_ff < 0:
         yield f"decoder.dense_layers: {d.dense_layers} of {d.n_layers}, with dense_ff {d.dense_ff}"
-    elif d.dense_layers and (d.dense_experts > d.experts_per_token or d.n_experts == 1 or d.router_early or d.ffn_bias):
-        yield f"decoder.dense_ff: {d.dense_ff} neurons as {d.experts_per_token} of {d.n_experts} experts of {d.d_ff}"
+    elif d.dense_layers and (d.dense_experts > d.n_experts or d.n_experts == 1 or d.router_early or d.ffn_bias):
+        yield f"decoder.dense_ff: {d.dense_ff} neurons as {d.n_experts} experts of {d.d_ff}"
     if d.router_bias and d.n_experts == 1:
         yield "decoder.router_bias: true without experts"
     if d.expert_bias and (d.n_experts == 1 or not d.ffn_bias or d.block in ("reordered", "sandwich")):
@@ -137,12 +138,28 @@ def _expert_problems(d: Decoder) -> Iterator[str]:
         yield f"decoder.router_scale: {d.router_scale} is not above 0"
     if d.router_choice_bias and (d.router_score != "sigmoid" or d.router_early):
         yield "decoder.router_choice_bias: true without sigmoid, or with router_early"
+    if d.router_group_top != 2 and (d.router_group_top != 1 or d.router_choice_bias or groups == 1):
+        yield f"decoder.router_group_top: {d.router_group_top} with router_choice_bias {d.router_choice_bias}"
     if groups == d.router_groups_taken == 1:
         return
     size = d.experts_routed // max(groups, 1)
-    fits = 1 <= d.router_groups_taken <= groups and groups * size == d.experts_routed and size > 1
-    if not (fits and d.router_choice_bias and taken <= d.router_groups_taken * size):
+    fits = 1 <= d.router_groups_taken <= groups and groups * size == d.experts_routed and size >= d.router_group_top
+    has_way = d.router_choice_bias or d.router_group_top == 1
+    if not (fits and has_way and not d.router_early and taken <= d.router_groups_taken * size):
         yield f"decoder.router_groups: {d.router_groups_taken} of {groups} groups of {d.experts_routed} experts"
+
+
+def _latent_problems(d: Decoder) -> Iterator[str]:
+    sizes = d.latent_rank, d.query_rank, d.value_dim
+    if not all(0 <= size < 2**31 for size in sizes) or (not d.latent_rank and (any(sizes) or d.score_scale != 1)):
+        yield f"decoder.latent_rank: {d.latent_rank} with query_rank {d.query_rank}, value_dim {d.value_dim}"
+    elif d.latent_rank and not (
+        d.n_kv_heads == 1 and d.positions == "rope" and d.rotary_dim < d.head_dim
+        and not (d.qk_norm or d.windowed_layers or d.unrotated_layers or d.attention_sinks)
+    ):  # fmt: skip
+        yield "decoder.latent_rank: with heads of keys, norms of queries, windows, sinks, or without rotation"
+    elif not 0 < d.score_scale < inf:
+        yield f"decoder.score_scale: {d.score_scale} is not above 0"
 
 
 def _are_layers(layers: tuple[int, ...], d: Decoder) -> bool:

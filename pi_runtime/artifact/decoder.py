@@ -40,6 +40,8 @@ ACTIVATIONS = (*SPARSE_ACTIVATIONS, "silu", "gelu", "gelu_tanh", "clamped_swiglu
 z/2 (1 + tanh(√(2/π) (z + 0.044715 z³)));  `clamped_swiglu` z̄ / (1 + e^(−1.702 z̄)) with z̄ = min(z, 7), and of a gated
 FFN's up · x + c, within −7 … 7, one more (gpt-oss)."""
 CLAMP, SWIGLU_SLOPE = 7.0, 1.702
+LATENT_EPS = 1e-6
+"""Epsilon of the `rms` norms of latents, whatever that of the others is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,9 @@ class Decoder:
     router_choice_bias: bool = field(default=False, metadata=UNLESS_DEFAULT)
     """Whether experts are chosen by their sigmoid plus a bias of each expert, which does not change the weights."""
     router_groups: int = field(default=1, metadata=UNLESS_DEFAULT)
-    """Groups of equally many experts; a group's value is the sum of its two largest. With `router_choice_bias`."""
+    """Groups of equally many experts; a group's value is the sum of its largest ones."""
+    router_group_top: int = field(default=2, metadata=UNLESS_DEFAULT)
+    """How many of its largest values make a group's, 2 with `router_choice_bias`, or 1."""
     router_groups_taken: int = field(default=1, metadata=UNLESS_DEFAULT)
     """Groups, those with the largest values, from which a token's experts are taken."""
     router_early: bool = field(default=False, metadata=UNLESS_DEFAULT)
@@ -139,6 +143,17 @@ class Decoder:
     attention_sinks: bool = field(default=False, metadata=UNLESS_DEFAULT)
     """Whether each head has a number whose exponential is added to the sum that a softmax of scores divides by."""
 
+    latent_rank: int = field(default=0, metadata=UNLESS_DEFAULT)
+    """R, where keys and values of all heads are products with one latent of R numbers (MLA); 0 for none. A head of
+    queries then has `head_dim` numbers, of which the last 2J are rotated, as are 2J more that all heads share as the
+    rest of their keys."""
+    query_rank: int = field(default=0, metadata=UNLESS_DEFAULT)
+    """Numbers of a latent from which the queries are made; 0 where they are made of x. With `latent_rank`."""
+    value_dim: int = field(default=0, metadata=UNLESS_DEFAULT)
+    """Numbers of a head's values, with `latent_rank`; 0 for `head_dim`."""
+    score_scale: float = field(default=1.0, metadata=UNLESS_DEFAULT)
+    """Factor of scores beside 1 / √head_dim (YaRN's mscale, squared), with `latent_rank`."""
+
     def of_layer(self, layer: int) -> Self:
         """The decoder as one layer computes it: without angles, a window, or a router, where the layer has none."""
         differences: dict[str, Any] = {"window": 0}
@@ -160,6 +175,23 @@ class Decoder:
         return self.activation in SPARSE_ACTIVATIONS
 
     @property
+    def mixed_width(self) -> int:
+        """Numbers that attention's last matrix reads: those of all heads."""
+        return self.n_heads * (self.value_dim or self.head_dim)
+
+    @property
+    def cached_width(self) -> int:
+        """Numbers of a row of the cache: a head's key or value, or a latent with the rotated numbers behind it."""
+        return self.latent_rank + self.rotary_dim if self.latent_rank else self.head_dim
+
+    @property
+    def qkv_width(self) -> int:
+        """Numbers that attention's first matrix makes of a token."""
+        if self.latent_rank:
+            return (self.query_rank or self.n_heads * self.head_dim) + self.cached_width
+        return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+
+    @property
     def neurons(self) -> int:
         """Neurons of a layer, all experts together."""
         return self.n_experts * self.d_ff
@@ -173,6 +205,11 @@ class Decoder:
     def dense_experts(self) -> int:
         """Experts that a dense layer's FFN is made of."""
         return -(-self.dense_ff // self.d_ff)
+
+    @property
+    def most_experts(self) -> int:
+        """Most experts that a token takes in a layer."""
+        return max(self.experts_per_token, self.dense_experts)
 
     @property
     def rotary_dim(self) -> int:

@@ -24,6 +24,8 @@ SUM_NEURONS, STRIP = 256, 512
 columns that are summed at once."""
 POSITIONS, ATTENTION_TOKENS = 32, 16
 """Positions of a cache that attention takes at once, and tokens of a prompt."""
+LATENT_HEADS = 8
+"""Heads that share a latent when it is read once."""
 SUM_ROWS = 8
 """Rows that are summed at once; a list of factors has room for so many zeros behind them."""
 FFN_SPLITS, ATTENTION_SPLITS, GEMM_NEURONS = 32, 8, 1024
@@ -155,6 +157,8 @@ def input_nbytes(columns: int) -> int:
 
 def attention_floats(decoder: Decoder) -> int:
     """4-byte numbers that one part of attention works with: for each query its sum, weights, and four numbers more."""
+    if decoder.latent_rank:
+        return ATTENTION_TOKENS * min(LATENT_HEADS, decoder.n_heads) * (decoder.latent_rank + POSITIONS + 4)
     return ATTENTION_TOKENS * decoder.n_heads // decoder.n_kv_heads * (decoder.head_dim + POSITIONS + 4)
 
 

@@ -117,7 +117,7 @@ def _staged_nbytes(both: int) -> int:
 
 def token_nbytes(d: Decoder) -> int:
     """Bytes of one token of a long prompt: residual, FFN input, sums, and experts."""
-    return 8 * d.d_model + 4 * padded_width(d.d_model) + 12 * d.experts_per_token
+    return 8 * d.d_model + 4 * padded_width(d.d_model) + 12 * d.most_experts
 
 
 def read_nbytes(d: Decoder) -> int:

@@ -9,6 +9,10 @@ rows of `rest` a neuron, R predictor rank.
     embedding_in [D, W]   embedding_out [W, D]   only where W is not D: x = in · e, and the head reads out · x
     layers/N/attention/norm/{weight,bias} [D]   …/qkv [(H+2G)·E, D]   …/qkv_bias   …/out [D, H·E]   …/out_bias [D]
     layers/N/attention/sinks [H]
+    layers/N/attention/qkv [Q + L + P, D]   …/q_norm [Q]   …/k_norm [L]   …/q_up [H·E, Q]   …/k_up [H·L, E − P]
+    layers/N/attention/v_up [H·U, L]   …/out [D, H·U]   with a latent of L numbers beside P rotated ones and U values a
+    head; Q is the queries' latent, or H·E without it. Rows of queries are those that are not rotated, head by head,
+    then the first halves of the others, then the second ones
     layers/N/attention/{q_norm,k_norm} [E], or [H·E] and [G·E] where the norm is joint
     layers/N/attention/out_norm/{weight,bias} [D], layers/N/ffn/out_norm/{weight,bias} [D] of a sandwich block
     layers/N/ffn/norm/{weight,bias} [D]         …/first [F, D]        …/first_bias [F]
@@ -217,22 +221,33 @@ def _ffn_matrices(d: Decoder, fmt: str, layout: str) -> Iterator[tuple[str, Arra
 
 
 def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
-    qkv, heads = (d.n_heads + 2 * d.n_kv_heads) * d.head_dim, d.n_heads * d.head_dim
+    qkv = d.qkv_width
     yield from _norm(d, "attention/norm")
     yield "attention/qkv", ArraySpec(fmt, (qkv, d.d_model))
     if d.qkv_bias:
         yield "attention/qkv_bias", ArraySpec("f32", (qkv,))
+    if d.latent_rank:
+        yield from _latent_specs(d, fmt)
     if d.qk_norm:
         queries, keys = (d.n_heads, d.n_kv_heads) if d.joint_qk_norm else (1, 1)
         yield "attention/q_norm", ArraySpec("f32", (queries * d.head_dim,))
         yield "attention/k_norm", ArraySpec("f32", (keys * d.head_dim,))
     if d.attention_sinks:
         yield "attention/sinks", ArraySpec("f32", (d.n_heads,))
-    yield "attention/out", ArraySpec(fmt, (d.d_model, heads))
+    yield "attention/out", ArraySpec(fmt, (d.d_model, d.mixed_width))
     if d.out_bias:
         yield "attention/out_bias", ArraySpec("f32", (d.d_model,))
     if d.block == "sandwich":
         yield from _norm(d, "attention/out_norm")
+
+
+def _latent_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
+    if d.query_rank:
+        yield "attention/q_norm", ArraySpec("f32", (d.query_rank,))
+        yield "attention/q_up", ArraySpec(fmt, (d.n_heads * d.head_dim, d.query_rank))
+    yield "attention/k_norm", ArraySpec("f32", (d.latent_rank,))
+    yield "attention/k_up", ArraySpec(fmt, (d.n_heads * d.latent_rank, d.head_dim - d.rotary_dim))
+    yield "attention/v_up", ArraySpec(fmt, (d.mixed_width, d.latent_rank))
 
 
 def _signs(neurons: int, d: Decoder) -> ArraySpec:

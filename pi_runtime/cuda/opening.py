@@ -17,7 +17,7 @@ from pi_runtime.kernels.codegen.threads import SPIN_BESIDE_GPU, start_threads
 LACKING = (
     "decoder.activation.clamped_swiglu", "decoder.attention_sinks", "decoder.expert_bias", "decoder.router_bias",
     "decoder.block.sandwich", "decoder.dense_layers", "decoder.experts_shared", "decoder.router_early",
-    "decoder.router_score", "decoder.router_scale", "decoder.window",
+    "decoder.latent_rank", "decoder.router_groups", "decoder.router_score", "decoder.router_scale", "decoder.window",
 )  # fmt: skip
 """Features that the GPU tier does not compute."""
 

@@ -27,7 +27,7 @@ from pi_runtime.kernels.data.weight_table import StoredArrays
 from pi_runtime.kernels.data.workspace import allocate_workspace
 from pi_runtime.kernels.ffn.memory import Ffn, ffn_of
 from pi_runtime.kernels.forward import Positions, Step, forward
-from pi_runtime.kernels.reference import rotary_table
+from pi_runtime.kernels.reference_attention import rotary_table
 
 
 def _rotary_tables(d: Decoder, context: int) -> tuple[Floats, Floats]:

@@ -79,7 +79,7 @@ class BlockOps(_Ops):
         super().__init__(model)
         self.x_TD, self.input_TD = x_TD, input_TD
         self.residual_TD = np.zeros_like(x_TD) if len(model.workspace.residual_TD) else input_TD
-        shape = len(x_TD), model.cfg.experts_per_token
+        shape = len(x_TD), model.workspace.expert_TK.shape[1]
         self.expert_TK, self.route_weight_TK = np.zeros(shape, np.int64), np.ones(shape, np.float32)
 
     def take_piece(self, tokens_T: Ints, start: int, cache: KVCache) -> None:

@@ -20,7 +20,7 @@ from pi_runtime.kernels.data.matrix_view import Floats, Ints
 from pi_runtime.kernels.data.weight_table import StoredArrays
 from pi_runtime.kernels.forward import Positions
 from pi_runtime.kernels.guess_head import GuessWeights, GuessWorkspace, fuse, guess
-from pi_runtime.kernels.reference import rotary_table
+from pi_runtime.kernels.reference_attention import rotary_table
 
 
 class GuessHeadRun:

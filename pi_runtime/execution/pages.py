@@ -273,6 +273,9 @@ def by_position(layer_2GSE: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDA
 def first_positions(page: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
     """A copy of what a page holds, with zeros in place of all but its first `count` positions."""
     found = page.copy()
+    if found.ndim == 3:  # latents, row by row
+        found[:, count:] = 0
+        return found
     values_LGSE, keys_LGX = found[:, 1], found[:, 0].reshape(*found[:, 0].shape[:2], -1)
     values_LGSE[:, :, count:] = 0
     # Keys lie column by column; those in q8 are followed by their scales.

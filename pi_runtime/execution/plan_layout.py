@@ -42,7 +42,7 @@ class Cuts:
 def cuts_of(plan: Plan, d: Decoder) -> tuple[Cuts, ...]:
     """The cuts of each layer."""
     starts = range(0, len(plan.cuts), d.n_experts)
-    return tuple(Cuts.of(plan.cuts[n : n + d.n_experts], d.d_ff, d.experts_per_token) for n in starts)
+    return tuple(Cuts.of(plan.cuts[n : n + d.n_experts], d.d_ff, d.most_experts) for n in starts)
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,12 @@ from pi_runtime.kernels.data.matrix_view import Floats, Ints, address_of, matrix
 from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.data.weight_table import Ends, KernelConfig, LayerRecord, LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace
+from pi_runtime.kernels.latents import mix_latents
 from pi_runtime.kernels.ops.attention import LayerCache, attend, norm_heads, rotate, store_kv
 from pi_runtime.kernels.ops.linear import add_vector, finish_logits, linear, norm
 
 _load_row, _route = by_address(load_row), by_address(moe.route)
-_norm, _norm_heads = by_address(norm), by_address(norm_heads)
+_norm, _norm_heads, _mix_latents = by_address(norm), by_address(norm_heads), by_address(mix_latents)
 
 
 class Positions(NamedTuple):
@@ -165,8 +166,25 @@ def _attend(
     tokens = x_TD.shape[0]
     qkv_TQ, mixed_TQ = ws.qkv_TQ[:tokens], ws.mixed_TQ[:tokens]
     qkv = matrix(w.qkv_format, w.qkv, w.qkv_scales, cfg.d_model)
-    out = matrix(w.out_format, w.out, w.out_scales, cfg.heads * cfg.head_dim)
+    out = matrix(w.out_format, w.out, w.out_scales, cfg.mixed_width)
     linear(qkv, qkv_TQ.shape[1], w.qkv_bias, x_TD, address_of(ws.inputs), qkv_TQ)
+    pages = w.page_layer, cfg.kv_heads, cfg.cached_width, w.window, w.page_class, cfg.page_classes, w.sinks
+    cache = LayerCache(at.cache_format, at.row_nbytes, *pages)
+    if cfg.latent_rank > 0:
+        _mix_latents(cfg, w, cache, cos_SJ, sin_SJ, at.position_T, at.run_R4, ws)
+    else:
+        _mix(cfg, w, eps, cache, cos_SJ, sin_SJ, at, ws)
+    linear(out, cfg.d_model, w.out_bias, mixed_TQ, address_of(ws.inputs), ws.attended_TD[:tokens])
+
+
+@device
+def _mix(
+    cfg: KernelConfig, w: LayerRecord, eps: np.float32, cache: LayerCache, cos_SJ: Floats, sin_SJ: Floats,
+    at: Positions, ws: Workspace,
+) -> None:  # fmt: skip
+    """ws.mixed_TQ ← what each head takes of the values, from queries, keys and values."""
+    tokens = at.position_T.shape[0]
+    qkv_TQ, mixed_TQ = ws.qkv_TQ[:tokens], ws.mixed_TQ[:tokens]
     if w.q_norm != 0:
         # A joint norm is that of a single head, as wide as all of them.
         heads, kv_heads = (1, 1) if cfg.joint_qk_norm else (cfg.heads, cfg.kv_heads)
@@ -176,11 +194,8 @@ def _attend(
     if w.unrotated == 0:
         first = cos_SJ.shape[0] // 2 * w.second_angles
         rotate(cos_SJ[first:], sin_SJ[first:], at.position_T, cfg.heads + cfg.kv_heads, cfg.head_dim, qkv_TQ)
-    pages = w.page_layer, cfg.kv_heads, cfg.head_dim, w.window, w.page_class, cfg.page_classes, w.sinks
-    cache = LayerCache(at.cache_format, at.row_nbytes, *pages)
     store_kv(cache, qkv_TQ, at.run_R4)
     attend(cache, qkv_TQ, at.run_R4, ws.unpacked_CBE, ws.attention_CX, mixed_TQ)
-    linear(out, cfg.d_model, w.out_bias, mixed_TQ, address_of(ws.inputs), ws.attended_TD[:tokens])
 
 
 @public

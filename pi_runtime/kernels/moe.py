@@ -31,12 +31,13 @@ def route(cfg: KernelConfig, w: LayerRecord, x_TD: Floats, ws: Workspace) -> Non
     if w.experts_chosen > 0:
         router, routed = matrix(F32, w.router, 0, cfg.d_model), cfg.experts - w.experts_shared
         value_TX = _rows(ws.router_TX, 0, tokens, routed)
-        choice_TX = value_TX if w.router_choice_bias == 0 else _rows(ws.router_TX, tokens * routed, tokens, routed)
+        has_choices = w.router_choice_bias != 0 or cfg.router_groups_taken < cfg.router_groups
+        choice_TX = value_TX if not has_choices else _rows(ws.router_TX, tokens * routed, tokens, routed)
         linear(router, routed, w.router_bias, x_TD, address_of(ws.inputs), value_TX)
         for t in range(tokens):
             expert_K, route_weight_K = ws.expert_TK[t, : w.experts_chosen], ws.route_weight_TK[t, : w.experts_chosen]
-            if w.router_choice_bias != 0:
-                _choices(cfg, vector(w.router_choice_bias, routed), value_TX[t], choice_TX[t])
+            if has_choices:
+                _choices(cfg, w.router_choice_bias, value_TX[t], choice_TX[t])
             _take_largest(choice_TX[t], expert_K)
             _weigh(cfg, w, value_TX[t], expert_K, route_weight_K)
     for t in range(tokens):
@@ -66,30 +67,34 @@ def _rows(memory_TX: Floats, first: int, rows: int, columns: int) -> Floats:
 
 
 @device
-def _choices(cfg: KernelConfig, bias_X: Floats, value_X: Floats, choice_X: Floats) -> None:
-    """value ← s(value), and choice ← that + bias, but −∞ in the groups from which none is taken."""
+def _choices(cfg: KernelConfig, bias: int, value_X: Floats, choice_X: Floats) -> None:
+    """choice ← value, or with a bias value ← s(value) and choice ← that + bias; but −∞ in groups that are not taken."""
     size = value_X.shape[0] // cfg.router_groups
     for e in range(value_X.shape[0]):
-        value_X[e] = _sigmoid(value_X[e])
-        choice_X[e] = value_X[e] + bias_X[e]
+        if bias != 0:
+            value_X[e] = _sigmoid(value_X[e])
+            choice_X[e] = value_X[e] + vector(bias, e + 1)[e]
+        else:
+            choice_X[e] = value_X[e]
     for _ in range(cfg.router_groups - cfg.router_groups_taken):
         least, least_sum = -1, np.float32(0)
         for first in range(0, value_X.shape[0], size):
-            two = _sum_of_two_largest(choice_X[first : first + size])
-            if two > -np.inf and (least < 0 or two <= least_sum):
-                least, least_sum = first, two
+            top = _sum_of_largest(cfg.router_group_top, choice_X[first : first + size])
+            if top > -np.inf and (least < 0 or top <= least_sum):
+                least, least_sum = first, top
         choice_X[least : least + size] = np.float32(-np.inf)
 
 
 @device
-def _sum_of_two_largest(value_X: Floats) -> np.float32:
+def _sum_of_largest(count: int, value_X: Floats) -> np.float32:
+    """The largest value, or the sum of the two largest."""
     largest, second = np.float32(-np.inf), np.float32(-np.inf)
     for value in value_X:
         if value > largest:
             largest, second = value, largest
         elif value > second:
             second = value
-    return largest + second
+    return largest if count == 1 else largest + second
 
 
 @device

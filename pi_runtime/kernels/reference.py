@@ -8,7 +8,7 @@ to float16 where the cache holds float16.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,8 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import DENSE, RUNGS, Selector
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.kernels.reference_activations import ACTIVATIONS, UPS
+from pi_runtime.kernels.reference_attention import F32, WeightSource, attention, rms
 
-F32 = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 DENSE_LAYER = Layer(rung=DENSE)
 
@@ -50,7 +50,7 @@ def finish_logits(d: Decoder, logits_TV: F32) -> F32:
     return c * np.tanh(scaled_TV / c) if c > 0 else scaled_TV
 
 
-def embed(d: Decoder, ends: "WeightSource", artifact: Artifact, ids_T: npt.NDArray[np.int64]) -> F32:
+def embed(d: Decoder, ends: WeightSource, artifact: Artifact, ids_T: npt.NDArray[np.int64]) -> F32:
     """The tokens' embeddings at the model's width, plus learned positions from 0 on and normed where it has these."""
     x_TD: F32 = artifact.values("embedding")[ids_T]
     if d.d_embedding != d.d_model:
@@ -61,7 +61,7 @@ def embed(d: Decoder, ends: "WeightSource", artifact: Artifact, ids_T: npt.NDArr
     return norm(d, ends, "embedding_norm", x_TD) if d.embedding_norm else x_TD
 
 
-def block(d: Decoder, w: "WeightSource", layer: Layer, x_TD: F32) -> F32:
+def block(d: Decoder, w: WeightSource, layer: Layer, x_TD: F32) -> F32:
     """Run one block on the layer's rung; see `Decoder` for its forms."""
     entered_TD = x_TD
     if d.block == "post-norm":
@@ -84,76 +84,12 @@ def block(d: Decoder, w: "WeightSource", layer: Layer, x_TD: F32) -> F32:
     return attended_TD + ffn(d, w, normed_TD, selected(w, layer, normed_TD), layer.threshold, entered_TD)
 
 
-def norm(decoder: Decoder, w: "WeightSource", name: str, x_TD: F32) -> F32:
+def norm(decoder: Decoder, w: WeightSource, name: str, x_TD: F32) -> F32:
     """rms: x / √(mean x² + eps) · weight;  layer: (x − mean) / √(var + eps) · weight + bias."""
     if decoder.norm == "layer":
         x_TD = x_TD - x_TD.mean(-1, keepdims=True)
     y_TD = rms(decoder, x_TD) * w[f"{name}/weight"]
     return y_TD + w[f"{name}/bias"] if decoder.norm == "layer" else y_TD
-
-
-def rms(decoder: Decoder, x: F32) -> F32:
-    """x / √(mean x² + eps) over the last axis."""
-    return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(decoder.norm_eps)), np.float32)
-
-
-def attention(decoder: Decoder, w: "WeightSource", x_TD: F32) -> F32:
-    """softmax(q kᵀ / √E) v, causal, from position 0 on; H query heads share G heads of keys and values.
-
-    With a window of W, a token sees the W positions up to its own. A head's sink adds its exponential to the sum.
-    """
-    d, n_tokens = decoder, len(x_TD)
-    qkv = w.product("attention/qkv", x_TD) + (w["attention/qkv_bias"] if d.qkv_bias else np.float32(0))
-    heads = qkv.reshape(n_tokens, d.n_heads + 2 * d.n_kv_heads, d.head_dim)
-    q_THE, k_SGE, v_SGE = np.split(heads, [d.n_heads, d.n_heads + d.n_kv_heads], axis=1)
-    if d.qk_norm:
-        q_THE, k_SGE = _norm_heads(d, w["attention/q_norm"], q_THE), _norm_heads(d, w["attention/k_norm"], k_SGE)
-    if d.positions == "rope":
-        q_THE, k_SGE = rotate(d, q_THE), rotate(d, k_SGE)
-    k_SGE, v_SGE = w.as_cached(k_SGE), w.as_cached(v_SGE)
-    group = d.n_heads // d.n_kv_heads
-    k_SHE, v_SHE = np.repeat(k_SGE, group, 1), np.repeat(v_SGE, group, 1)
-    scores_HTS = np.einsum("the,she->hts", q_THE, k_SHE) / np.float32(np.sqrt(d.head_dim))
-    seen_TS = np.tri(n_tokens, dtype=bool)
-    if d.window:
-        seen_TS &= ~np.tri(n_tokens, k=-d.window, dtype=bool)
-    scores_HTS = np.where(seen_TS, scores_HTS, np.float32(-np.inf))
-    largest_HT1 = scores_HTS.max(-1, keepdims=True)
-    p_HTS = np.exp(scores_HTS - largest_HT1)
-    total_HT1 = p_HTS.sum(-1, keepdims=True)
-    if d.attention_sinks:
-        total_HT1 = total_HT1 + np.exp(w["attention/sinks"][:, None, None] - largest_HT1)
-    p_HTS /= total_HT1
-    mixed_THE = np.einsum("hts,she->the", p_HTS, v_SHE)
-    y_TD = w.product("attention/out", mixed_THE.reshape(n_tokens, -1))
-    return y_TD + w["attention/out_bias"] if d.out_bias else y_TD
-
-
-def _norm_heads(d: Decoder, weight: F32, x_THE: F32) -> F32:
-    """The rms norm of each head, or of all heads of a token together."""
-    x = x_THE.reshape(len(x_THE), 1, -1) if d.joint_qk_norm else x_THE
-    return (rms(d, x) * weight).reshape(x_THE.shape)
-
-
-def rotary_table(decoder: Decoder, length: int) -> tuple[F32, F32]:
-    """cos and sin (length, J) of the angles position · frequency_j, times `rotary_scale`.
-
-    The angles are float32, as in transformers; cos and sin are rounded from 64 bits, because NumPy's in 32 depend on
-    the processor. J = 0 where positions are learned.
-    """
-    frequency_J = np.array(decoder.rotary_frequencies, np.float32)
-    angles = np.outer(np.arange(length, dtype=np.float32), frequency_J).astype(np.float64)
-    scale = np.float32(decoder.rotary_scale)
-    return np.cos(angles).astype(np.float32) * scale, np.sin(angles).astype(np.float32) * scale
-
-
-def rotate(decoder: Decoder, x_THE: F32) -> F32:
-    """Rotary positions from 0 on: (a, b) → (a cos − b sin, b cos + a sin), a and b the halves of each head's first 2J
-    numbers; the others stay."""
-    cos, sin = (t[:, None, :] for t in rotary_table(decoder, len(x_THE)))
-    half = len(decoder.rotary_frequencies)
-    a, b, others = np.split(x_THE, [half, 2 * half], axis=-1)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin, others], axis=-1)
 
 
 def activate(decoder: Decoder, z: F32, threshold: float = 0.0) -> F32:
@@ -166,27 +102,27 @@ def activate(decoder: Decoder, z: F32, threshold: float = 0.0) -> F32:
     return np.where(np.abs(h) <= limit, np.float32(0), h)
 
 
-def selected(w: "WeightSource", layer: Layer, x_TD: F32) -> Bools | None:
+def selected(w: WeightSource, layer: Layer, x_TD: F32) -> Bools | None:
     """(T, X·F): whether the rung's selector names a neuron, so that its `first` is read; None for all."""
     selector = RUNGS[layer.rung].selector
     return None if selector is None else _SELECTORS[selector](w, layer, x_TD)
 
 
-def _selected_by_scores(w: "WeightSource", _layer: Layer, x_TD: F32) -> Bools:
+def _selected_by_scores(w: WeightSource, _layer: Layer, x_TD: F32) -> Bools:
     return scores(w, x_TD) > 0
 
 
-def _selected_by_signs(w: "WeightSource", layer: Layer, x_TD: F32) -> Bools:
+def _selected_by_signs(w: WeightSource, layer: Layer, x_TD: F32) -> Bools:
     return agreement(w["predictor/signs"], x_TD) > layer.margin
 
 
-_SELECTORS: Mapping[Selector, Callable[["WeightSource", Layer, F32], Bools]] = {
+_SELECTORS: Mapping[Selector, Callable[[WeightSource, Layer, F32], Bools]] = {
     "low-rank": _selected_by_scores,
     "signs": _selected_by_signs,
 }
 
 
-def scores(w: "WeightSource", x_TD: F32) -> F32:
+def scores(w: WeightSource, x_TD: F32) -> F32:
     """(T, X·F): the predictor's scores up · (down · x) + bias; each expert has its own R rows of `down`."""
     up, r_TR = w["predictor/up"], w.product("predictor/down", x_TD)
     found = [w.product("predictor/up", r) for r in np.split(r_TR, r_TR.shape[1] // up.shape[1], axis=1)]
@@ -206,7 +142,7 @@ def sigmoid(z: F32) -> F32:
         return np.maximum(np.float32(1) / (np.float32(1) + np.exp(-z)), np.float32(1e-30))
 
 
-def routing(d: Decoder, w: "WeightSource", x_TD: F32) -> F32:
+def routing(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
     """(T, X): route weights of the experts, the softmax of the router's K largest logits, or their part of the softmax
     of all, or their sigmoids, mostly over the sum of these, and 0 for the others; 1 for those that every token takes.
 
@@ -217,7 +153,8 @@ def routing(d: Decoder, w: "WeightSource", x_TD: F32) -> F32:
     if d.n_experts == 1 or d.experts_per_token == d.experts_shared:
         return route_weight_TX
     logit_TX = x_TD @ w["ffn/router"].T + (w["ffn/router_bias"] if d.router_bias else np.float32(0))
-    choice_TX = choices(d, sigmoid(logit_TX), w["ffn/router_choice_bias"]) if d.router_choice_bias else logit_TX
+    score_TX = sigmoid(logit_TX) + w["ffn/router_choice_bias"] if d.router_choice_bias else logit_TX
+    choice_TX = choices(d, score_TX)
     expert_TK = np.argsort(-choice_TX, axis=1, kind="stable")[:, : d.experts_per_token - d.experts_shared]
     logit_TK = np.take_along_axis(logit_TX, expert_TK, 1)
     if d.router_score == "sigmoid":
@@ -231,20 +168,22 @@ def routing(d: Decoder, w: "WeightSource", x_TD: F32) -> F32:
     return route_weight_TX
 
 
-def choices(d: Decoder, score_TX: F32, bias_X: F32) -> F32:
-    """(T, X): what experts are chosen by, score + bias in the groups whose two largest have the largest sums, else −∞.
+def choices(d: Decoder, score_TX: F32) -> F32:
+    """(T, X): what experts are chosen by, their score in the groups whose largest ones have the largest sums, else −∞.
 
     Among equal groups the lower comes first.
     """
-    choice_TGX = (score_TX + bias_X).reshape(len(score_TX), d.router_groups, -1)
-    group_TG = np.argsort(-np.sort(choice_TGX)[..., -2:].sum(-1), axis=1, kind="stable")[:, d.router_groups_taken :]
+    choice_TGX = score_TX.reshape(len(score_TX), d.router_groups, -1).copy()
+    group_TG = np.argsort(-np.sort(choice_TGX)[..., -d.router_group_top :].sum(-1), axis=1, kind="stable")[
+        :, d.router_groups_taken :
+    ]
     for group in group_TG.T:
         choice_TGX[np.arange(len(group)), group] = -np.inf
     return choice_TGX.reshape(score_TX.shape)
 
 
 def ffn(
-    d: Decoder, w: "WeightSource", x_TD: F32, active_TF: Bools | None = None, threshold: float = 0.0,
+    d: Decoder, w: WeightSource, x_TD: F32, active_TF: Bools | None = None, threshold: float = 0.0,
     entered_TD: F32 | None = None,
 ) -> F32:  # fmt: skip
     """y = Σ route_weight h_i rest_i over all neurons, or the active ones; see `Decoder` for h. Or down · h, where the
@@ -283,18 +222,6 @@ def rounded(x_TD: F32) -> F32:
     inverse = np.divide(np.float32(1), s_TB1, out=np.zeros_like(s_TB1), where=usable)
     found = np.rint(x_TBJ * inverse) * np.where(usable, s_TB1, np.float32(0))
     return np.asarray(found.reshape(n_tokens, -1)[:, :columns], np.float32)
-
-
-class WeightSource(Protocol):
-    """One layer's values by their short names, and products with them."""
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def __getitem__(self, name: str) -> npt.NDArray[Any]: ...
-
-    def product(self, name: str, x_TD: F32) -> F32: ...
-
-    def as_cached(self, x_SGE: F32) -> F32: ...
 
 
 class ArtifactWeights:

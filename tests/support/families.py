@@ -68,6 +68,26 @@ GLM = LLAMA | {
     "num_experts_per_tok": 2,
     "routed_scaling_factor": 1.7,
 }
+MLA = {k: v for k, v in LLAMA.items() if k != "head_dim"} | {
+    "num_key_value_heads": 6,
+    "intermediate_size": 123,
+    "moe_intermediate_size": 53,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "q_lora_rank": 17,
+    "kv_lora_rank": 21,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 9,
+    "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1,
+}
+MLA_YARN = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 100.0,
+    "mscale": 0.7, "mscale_all_dim": 0.9,
+}  # fmt: skip
+GLM_LITE = {k: v for k, v in MLA.items() if k != "first_k_dense_replace"} | {"intermediate_size": 200}
 GPT_OSS = LLAMA | {
     "num_local_experts": 5,
     "num_experts_per_tok": 2,
@@ -196,6 +216,21 @@ CASES: dict[str, Case] = {
         | {"first_k_dense_replace": 0, "num_experts_per_tok": 3},
     ),
     "glm4-moe-unnormalised": Case("Glm4Moe", GLM | {"norm_topk_prob": False, "intermediate_size": 159}),
+    "deepseek-v2": Case("DeepseekV2", MLA | {"kv_lora_rank": 22, "q_lora_rank": None, "rope_parameters": MLA_YARN}),
+    "deepseek-v2-groups": Case(
+        "DeepseekV2",
+        MLA
+        | {
+            "kv_lora_rank": 22,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "attention_bias": True,
+        },
+    ),
+    "deepseek-v3": Case("DeepseekV3", MLA | {"n_group": 3, "topk_group": 2, "rope_parameters": MLA_YARN}),
+    "glm4-moe-lite": Case("Glm4MoeLite", GLM_LITE, {"mlp_layer_types": None, "first_k_dense_replace": 1}),
+    "glm4-moe-lite-listed": Case("Glm4MoeLite", GLM_LITE),
     "gpt-oss": Case("GptOss", GPT_OSS, {"layer_types": None}),
     "gpt-oss-listed": Case(
         "GptOss", GPT_OSS | {"layer_types": ["full_attention", "sliding_attention"], "attention_bias": False}
@@ -279,6 +314,11 @@ def random_sizes(name: str, seed: int) -> dict[str, int]:
             if "layer_types" in fields:
                 layers = len(fields["layer_types"])
             sizes |= {key: neurons for key in fields if key in ("moe_intermediate_size", "moe_ffn_hidden_size")}
+            if "kv_lora_rank" in fields:
+                even = 2 if CASES[name].model == "DeepseekV2" else 1  # there its class asks for it
+                lengths = {"kv_lora_rank": even, "v_head_dim": 1, "qk_nope_head_dim": even, "q_lora_rank": 1}
+                drawn = {key: times * int(rng.integers(1, 30)) for key, times in lengths.items() if fields[key]}
+                sizes |= drawn | {"num_key_value_heads": heads}
             if "n_routed_experts" in fields:
                 sizes["intermediate_size"] = 2 * neurons + 1
     common = {"num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": context}

@@ -68,12 +68,17 @@ FACTS: dict[str, dict[str, Any]] = {
         "windowed_frequencies": (1.0, 0.5, 0.25, 0.125),
     },
     "shared experts, dense layers, a bias for choosing in groups": {
-        "n_experts": 5, "experts_per_token": 3, "experts_shared": 1, "dense_layers": (0,), "dense_ff": 90,
+        "n_experts": 5, "experts_per_token": 3, "experts_shared": 1, "dense_layers": (0,), "dense_ff": 130,
         "router_score": "sigmoid", "router_choice_bias": True, "router_groups": 2, "router_scale": 1.5,
     },
     "sinks, a window, clamped experts with biases": {
         "n_experts": 3, "experts_per_token": 2, "router_bias": True, "expert_bias": True, "ffn_bias": True,
         "activation": "clamped_swiglu", "attention_sinks": True, "window": 11, "windowed_layers": (0,),
+    },
+    "latents of keys and of queries, experts of groups by their largest": {
+        "n_kv_heads": 1, "latent_rank": 19, "query_rank": 13, "value_dim": 6, "rotary_frequencies": (1.0, 0.2),
+        "score_scale": 1.2, "n_experts": 4, "experts_per_token": 2, "router_normalised": False, "router_groups": 2,
+        "router_group_top": 1,
     },
     "experts weighed among all": {"n_experts": 3, "experts_per_token": 2, "router_normalised": False},
 }  # fmt: skip
@@ -106,13 +111,14 @@ def random_artifact(
     scale: float = 1.0,
     files: Mapping[str, bytes] | None = None,
     matrices: Mapping[str, str] | None = None,
+    router_rows: Array | None = None,
     **manifest_fields: Any,
 ) -> Path:
     """Write an artifact of normally distributed weights: `scale` / √columns for matrices, norms around 1.
 
     A layer with a rank takes the rung `predicted`, another one `gate`, or `dense` where nothing is sparse. `files`
-    come beside a tokenizer of bytes, or instead of it; `matrices` have formats of their own; `manifest_fields` (text,
-    generation, …) replace the usual ones.
+    come beside a tokenizer of bytes, or instead of it; `matrices` have formats of their own; `router_rows` are factors
+    of the routers' rows; `manifest_fields` (text, generation, …) replace the usual ones.
     """
     rng = np.random.default_rng(seed)
     ranks = ranks or [None] * decoder.n_layers
@@ -125,7 +131,9 @@ def random_artifact(
     with ArtifactWriter(path) as writer:
         for name, spec in specs.items():
             if not is_scales(name):
-                writer.add_array(name, spec, [random_values(name, spec, rng, scale)])
+                values = random_values(name, spec, rng, scale)
+                is_scaled = router_rows is not None and name.endswith("ffn/router")
+                writer.add_array(name, spec, [values * router_rows[:, None] if is_scaled else values])
         for name, data in {"tokenizer.json": byte_tokenizer(), **(files or {})}.items():
             writer.add_file(name, data)
         writer.finish(replace(manifest, **manifest_fields))

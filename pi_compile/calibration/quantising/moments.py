@@ -40,7 +40,7 @@ def down(n: int) -> str:
 
 def sizes(d: Decoder) -> dict[str, int]:
     """K of each second moment of a layer."""
-    plain = {QKV: d.d_model, OUT: d.n_heads * d.head_dim, FIRST: d.d_model}
+    plain = {QKV: d.d_model, OUT: d.mixed_width, FIRST: d.d_model}
     return plain | {down(n): len(part) for n, part in enumerate(neuron_ranges(d))}
 
 

@@ -21,6 +21,10 @@ class FusedRows:
     size: int
     start: int
     stop: int
+    step: int = 1
+    """Every so many of them."""
+    is_turned: bool = False
+    """Whether those of each block are wanted as columns."""
 
 
 @dataclass(frozen=True)

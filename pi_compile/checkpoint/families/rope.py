@@ -174,6 +174,14 @@ def _yarn_scale(rope: _Rope, factor: float) -> float:
     return _mscale(factor, 1.0)
 
 
+def score_scale(config: Config) -> float:
+    """The factor of scores that DeepSeek's YaRN has: the square of the scale that `mscale_all_dim` gives."""
+    rope = _Rope(config, THETA, None)
+    if rope.rope_type != "yarn" or not rope.fields.get("mscale_all_dim"):
+        return 1.0
+    return _mscale(rope.number("factor"), rope.number("mscale_all_dim")) ** 2
+
+
 def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 

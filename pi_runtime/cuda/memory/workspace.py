@@ -21,7 +21,7 @@ from pi_runtime.cuda.kernels.attention import AttentionPartials
 from pi_runtime.cuda.kernels.compaction import NeuronList
 from pi_runtime.cuda.memory.devices import Device, allocate
 from pi_runtime.cuda.memory.handover import Handover, TokenWords, of_first
-from pi_runtime.kernels.reference import rotary_table
+from pi_runtime.kernels.reference_attention import rotary_table
 
 
 @dataclass(frozen=True)

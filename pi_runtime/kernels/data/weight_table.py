@@ -38,6 +38,12 @@ class LayerRecord:
     sinks: Annotated[int, "attention/sinks"]
     q_norm: Annotated[int, "attention/q_norm"]
     k_norm: Annotated[int, "attention/k_norm"]
+    q_up: Annotated[int, "attention/q_up"]
+    q_up_scales: Annotated[int, "attention/q_up_scales"]
+    k_up: Annotated[int, "attention/k_up"]
+    k_up_scales: Annotated[int, "attention/k_up_scales"]
+    v_up: Annotated[int, "attention/v_up"]
+    v_up_scales: Annotated[int, "attention/v_up_scales"]
     ffn_norm: Annotated[int, "ffn/norm/weight"]
     ffn_norm_bias: Annotated[int, "ffn/norm/bias"]
     ffn_out_norm: Annotated[int, "ffn/out_norm/weight"]
@@ -118,6 +124,15 @@ class KernelConfig(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
+    latent_rank: int
+    """0: keys and values are those of heads."""
+    query_rank: int
+    value_dim: int
+    mixed_width: int
+    cached_width: int
+    score_scale: float
+    attention_format: int
+    """The format of matrices that have none of their own."""
     d_ff: int
     experts: int
     experts_per_token: int
@@ -127,6 +142,7 @@ class KernelConfig(NamedTuple):
     router_scale: float
     router_groups: int
     router_groups_taken: int
+    router_group_top: int
     vocabulary: int
     rows_per_neuron: int
     """2 for a gated FFN (up, down), 1 for a plain one (fc2)."""
@@ -183,6 +199,13 @@ def config_of(decoder: Decoder, formats: Mapping[str, str]) -> KernelConfig:
         heads=d.n_heads,
         kv_heads=d.n_kv_heads,
         head_dim=d.head_dim,
+        latent_rank=d.latent_rank,
+        query_rank=d.query_rank,
+        value_dim=d.value_dim or d.head_dim,
+        mixed_width=d.mixed_width,
+        cached_width=d.cached_width,
+        score_scale=d.score_scale,
+        attention_format=code["attention"],
         d_ff=d.d_ff,
         experts=d.n_experts,
         experts_per_token=d.experts_per_token,
@@ -192,6 +215,7 @@ def config_of(decoder: Decoder, formats: Mapping[str, str]) -> KernelConfig:
         router_scale=d.router_scale,
         router_groups=d.router_groups,
         router_groups_taken=d.router_groups_taken,
+        router_group_top=d.router_group_top,
         vocabulary=d.vocab_size,
         rows_per_neuron=2 if d.ffn == "gated" else 1,
         centred=int(d.norm == "layer"),

@@ -30,6 +30,12 @@ class Workspace(NamedTuple):
     embedding_TW: Floats
     """States as wide as the embedding, where the model has another width."""
     qkv_TQ: Floats
+    query_TQ: Floats
+    """The queries, where they are made of a latent."""
+    latent_TQ: Floats
+    """Each head's query of latents, then the sum of these."""
+    latent_inputs: npt.NDArray[np.uint8]
+    """Inputs of products by head, for each part of the work."""
     mixed_TQ: Floats
     router_TX: Floats
     expert_TK: Ints

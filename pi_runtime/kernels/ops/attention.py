@@ -155,6 +155,12 @@ def _store(fmt: int, x_E: Floats, at: int, stride: int, place: int, keys: bool) 
 
 
 @device
+def store_row(fmt: int, x_X: Floats, at: int, stride: int, place: int) -> None:
+    """Write a row of a page whose rows lie side by side."""
+    _store(fmt, x_X, at, stride, place, False)
+
+
+@device
 def _store_q8(x_E: Floats, at: int, scales_at: int, step: int) -> None:
     """q = round(x / s) of each block of 32 columns, with s = max |x| / 127 rounded to float16; `step` items apart."""
     width = x_E.shape[0]
@@ -185,8 +191,8 @@ def _unpack_keys(at: int, width: int, unpacked_X: Floats) -> None:
 
 
 @device
-def _unpack_values(at: int, stride: int, count: int, width: int, unpacked_X: Floats) -> None:
-    """The first `count` values in q8 as float32, row by row."""
+def unpack_rows(at: int, stride: int, count: int, width: int, unpacked_X: Floats) -> None:
+    """The first `count` rows of a page in q8 as float32."""
     for n in range(count):
         q_E = carray(pointer_of(at + n * stride), (width,), np.int8)
         half_X = carray(pointer_of(at + n * stride + _q8_nbytes(width)), (width,), np.uint16)
@@ -279,7 +285,7 @@ def _attend_tile(
                 for j in range(width):
                     sum_NE[n, j] *= rescale
         if cache.fmt == Q8:
-            _unpack_values(values, cache.stride, count, width, unpacked_BE.reshape(-1))
+            unpack_rows(values, cache.stride, count, width, unpacked_BE.reshape(-1))
             values = address_of(unpacked_BE)
         rows = MatrixView(fmt, values, 0, stride, 0, width, 0, 0)
         listed = rows_in_turn(0, count)

@@ -1,5 +1,6 @@
 """A Llama of random weights as a GGUF file, for llama.cpp: same shape and bits as ours."""
 
+import math
 from pathlib import Path
 
 import gguf
@@ -12,9 +13,18 @@ TYPES = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16, "q8": Type.Q8_0, "
 _TILE_ROWS = 1024
 
 
-def write_gguf(path: Path, d: Decoder, format_name: str, *, has_tokenizer: bool = False) -> None:
-    """Write the file. Where tokens come and go as numbers it needs no tokenizer; else each token is its number."""
-    writer = gguf.GGUFWriter(path, "llama")
+def write_gguf(
+    path: Path, d: Decoder, format_name: str, *, has_tokenizer: bool = False, router_rows: np.ndarray | None = None
+) -> None:
+    """Write the file. Where tokens come and go as numbers it needs no tokenizer; else each token is its number.
+
+    With experts it is a Qwen3-MoE; `router_rows` are factors of its routers' rows.
+    """
+    writer = gguf.GGUFWriter(path, "llama" if d.n_experts == 1 else "qwen3moe")
+    if d.n_experts > 1:
+        writer.add_expert_count(d.n_experts)
+        writer.add_expert_used_count(d.experts_per_token)
+        writer.add_expert_feed_forward_length(d.d_ff)
     writer.add_vocab_size(d.vocab_size)
     writer.add_context_length(d.context_length)
     writer.add_embedding_length(d.d_model)
@@ -36,6 +46,10 @@ def write_gguf(path: Path, d: Decoder, format_name: str, *, has_tokenizer: bool 
     for name, shape in _shapes(d):
         if len(shape) == 1:
             writer.add_tensor(name, np.ones(shape, np.float32))
+            continue
+        if name.endswith("gate_inp.weight"):
+            values = rng.standard_normal(shape, np.float32) / np.float32(np.sqrt(shape[1]))
+            writer.add_tensor(name, values if router_rows is None else values * router_rows[:, None])
             continue
         if shape not in made:  # the same numbers for each layer; the file has them each time
             made[shape] = _matrix(rng, shape, TYPES[format_name])
@@ -72,10 +86,13 @@ def _shapes(d: Decoder) -> list[tuple[str, tuple[int, ...]]]:
         "attn_v": (kv_heads, d.d_model),
         "attn_output": (d.d_model, heads),
         "ffn_norm": (d.d_model,),
-        "ffn_gate": (d.d_ff, d.d_model),
-        "ffn_up": (d.d_ff, d.d_model),
-        "ffn_down": (d.d_model, d.d_ff),
     }
+    if d.n_experts == 1:
+        layer |= {"ffn_gate": (d.d_ff, d.d_model), "ffn_up": (d.d_ff, d.d_model), "ffn_down": (d.d_model, d.d_ff)}
+    else:
+        layer |= {"attn_q_norm": (d.head_dim,), "attn_k_norm": (d.head_dim,), "ffn_gate_inp": (d.n_experts, d.d_model)}
+        layer |= {f"ffn_{part}_exps": (d.n_experts, d.d_ff, d.d_model) for part in ("gate", "up")}
+        layer |= {"ffn_down_exps": (d.n_experts, d.d_model, d.d_ff)}
     table = (d.vocab_size, d.d_model)
     layers = [(f"blk.{n}.{name}.weight", shape) for n in range(d.n_layers) for name, shape in layer.items()]
     ends = [("token_embd.weight", table), ("output_norm.weight", (d.d_model,)), ("output.weight", table)]
@@ -83,7 +100,8 @@ def _shapes(d: Decoder) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _matrix(rng: np.random.Generator, shape: tuple[int, ...], kind: Type) -> np.ndarray:
-    rows = min(_TILE_ROWS, shape[0])
-    values = rng.standard_normal((rows, shape[1]), np.float32) / np.float32(np.sqrt(shape[1]))
+    every = math.prod(shape[:-1])
+    rows = min(_TILE_ROWS, every)
+    values = rng.standard_normal((rows, shape[-1]), np.float32) / np.float32(np.sqrt(shape[-1]))
     tile = gguf.quantize(values, kind)
-    return tile[np.arange(shape[0]) % rows]
+    return tile[np.arange(every) % rows].reshape(*shape[:-1], -1)

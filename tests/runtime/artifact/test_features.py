@@ -60,6 +60,10 @@ NAMES = {
     "sinks, a window, clamped experts with biases": [
         *("activation.clamped_swiglu", "attention_sinks", "expert_bias", "router_bias", "window", "windowed_layers"),
     ],
+    "latents of keys and of queries, experts of groups by their largest": [
+        *("latent_rank", "query_rank", "router_group_top", "router_groups", "router_normalised"),
+        *("score_scale", "value_dim"),
+    ],
     "experts weighed among all": ["router_normalised"],
 }  # fmt: skip
 

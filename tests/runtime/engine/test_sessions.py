@@ -310,6 +310,20 @@ def test_a_session_goes_on_in_another_process(random_path: Path, model: Model, t
     assert done.stdout.strip() == f"{wanted[0]!a} {wanted[1]} 47"
 
 
+@pytest.mark.parametrize("cache_format", ["auto", "q8"])
+def test_a_session_of_latents_goes_on(tmp_path: Path, cache_format: str) -> None:
+    latents = {"n_kv_heads": 1, "latent_rank": 37, "rotary_frequencies": (1.0,), "context_length": 160}
+    path, ids = random_artifact(tmp_path / "a.pi", small_decoder(**latents), format="f16"), [*range(1, 60)]
+    with load(path, mode="dense", cache_format=cache_format) as model, Engine(model) as engine:
+        session = engine.session()
+        first = found_by(session.generate(ids, max_tokens=9))[1]
+        settle(engine)
+        session.save(tmp_path / "saved")
+        wanted = found_by(model.generate([*ids, *first, 7], max_tokens=20))
+    with load(path, mode="dense", cache_format=cache_format) as model, Engine(model) as engine:
+        assert found_by(engine.load_session(tmp_path / "saved").generate([7], max_tokens=20)) == wanted
+
+
 def test_what_does_not_belong_here_is_not_loaded(random_path: Path, alphabet: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved.session"
     with load(random_path, mode="predicted", device="cpu") as model, Engine(model) as engine:

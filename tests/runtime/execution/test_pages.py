@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.steps import step
+from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import Model, load
 from pi_runtime.artifact.buffers import Buffer
@@ -78,8 +79,18 @@ def test_a_pool_that_is_dropped_while_its_allowance_is_locked(model: Model) -> N
 @pytest.mark.parametrize("cache_format", ["auto", "f16", "q8"])
 def test_the_first_positions_of_a_page(random_path: Path, cache_format: str) -> None:
     """They are the page that it would be if no more than they had ever been written."""
+    check_first_positions(random_path, cache_format)
+
+
+@pytest.mark.parametrize("cache_format", ["auto", "q8"])
+def test_the_first_positions_of_a_page_of_latents(tmp_path: Path, cache_format: str) -> None:
+    latents = {"n_kv_heads": 1, "latent_rank": 37, "rotary_frequencies": (1.0,)}
+    check_first_positions(random_artifact(tmp_path / "a.pi", small_decoder(**latents)), cache_format)
+
+
+def check_first_positions(path: Path, cache_format: str) -> None:
     ids = np.random.default_rng(3).integers(0, 256, PAGE_POSITIONS).tolist()
-    with load(random_path, mode="dense", device="cpu", cache_format=cache_format) as model:
+    with load(path, mode="dense", device="cpu", cache_format=cache_format) as model:
         pages = []
         for count in (5, 20, PAGE_POSITIONS):
             cache = model.new_cache()
