@@ -15,7 +15,7 @@ pytest.importorskip("gguf")
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.gguf_files import rounded_checkpoint, write_byte_tokenizer, write_gguf
 
@@ -83,7 +83,6 @@ def test_a_list_that_announces_more_than_the_file_holds(file: Path, kind: int) -
     assert "not a whole GGUF file" in refusal(file)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=3))
 def test_changed_bytes_are_an_error_or_nothing(whole: tuple[bytes, int], flips: list[tuple[float, int]]) -> None:
     data = bytearray(whole[0])

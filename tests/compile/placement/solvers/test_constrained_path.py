@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pi_compile.placement.solvers import constrained_path, enumeration
@@ -86,7 +86,6 @@ node = st.lists(option, min_size=1, max_size=3)
 
 
 @given(st.lists(st.lists(node, min_size=2, max_size=2), min_size=1, max_size=3), st.integers(0, 15), st.integers(0, 15))
-@settings(max_examples=100, deadline=None)
 def test_equals_brute_force_for_any_options(
     stages: list[list[list[tuple[int, int, int]]]], vram_budget: int, ram_budget: int
 ) -> None:
