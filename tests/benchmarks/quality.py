@@ -4,6 +4,7 @@ files with budgets of bits beside those of llama.cpp's quantiser.
 python tests/benchmarks/quality.py [MODEL …] [--text FILE] [--fit N] [--tokens N] [--formats-only]
     [--budgets MB …] [--kinds KIND …] [--on-text N] [--beside-only]
 
+llama.cpp's files are of the kinds that are named, ours of the same bytes, and of --budgets.
 MODEL is a folder or a GGUF file, by default the bundled demo model. Of the text the first tokens say how much each
 input counts and are what weights are rounded on, the last ones are what is reported. Everything is in torch, in
 float32: what a format would lose, before any kernel reads it.
