@@ -26,7 +26,7 @@ from pi_compile.placement.solvers.multiple_choice_knapsack import ItemClass, sol
 from pi_compile.results import Division
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.layout import ALIGN, ALIGN_LARGE, LARGE_FROM
-from pi_runtime.artifact.sizes import BY_NEURON, MATRICES, PARTS, ArraySpec, array_specs, is_scales
+from pi_runtime.artifact.sizes import ALL_MATRICES, BY_NEURON, PARTS, ArraySpec, array_specs, is_scales
 from pi_runtime.console import size
 from pi_runtime.errors import NotMetError
 
@@ -116,7 +116,7 @@ def _groups(specs: Mapping[str, ArraySpec]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     for name in specs:
         local = name.split("/", 2)[-1]
-        if local in MATRICES:
+        if local in ALL_MATRICES:
             groups[name] = [name]
         elif part_of(name) in ("embedding", "head") and len(specs[name].shape) > 1 and not is_scales(name):
             groups.setdefault(str(part_of(name)), []).append(name)

@@ -21,7 +21,7 @@ from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.layout import manifest_specs
 from pi_runtime.artifact.rungs import DENSE, RUNGS, Rung
 from pi_runtime.artifact.schema import OBJECTIVES, SIDES, Layer, Manifest, Plan, RowPlan
-from pi_runtime.artifact.sizes import BY_NEURON, LAYOUTS, MATRICES, PARTS, WHOLE, ArraySpec
+from pi_runtime.artifact.sizes import LAYOUTS, MATRICES, PARTS, WHOLE, ArraySpec
 
 _CHOICES = {"norm": NORMS, "positions": POSITIONS, "block": BLOCKS, "ffn": FFNS, "activation": ACTIVATIONS}
 _CHOICES["router_score"] = ROUTER_SCORES
@@ -32,7 +32,6 @@ _SIZES = (
 REQUIRED_FILE = "tokenizer.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.[A-Za-z0-9._-]{1,64}")
 _RESERVED = ("manifest.json", "zarr.json")
-_ABSENT = {BY_NEURON: ("ffn/up", "ffn/down"), WHOLE: ("ffn/rest",)}
 _LAYER = re.compile(r"0|[1-9][0-9]{0,9}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 # Generation default → the types it may have, and its bounds, which are both allowed.
@@ -181,14 +180,11 @@ def _formats(m: Manifest) -> Iterator[str]:
         return
     for name in m.formats.keys() - parts.keys():
         number, _, matrix = name.removeprefix("layers/").partition("/")
-        if (
-            matrix not in MATRICES
-            or matrix in _ABSENT[m.ffn_layout]
-            or not (_LAYER.fullmatch(number) and int(number) < m.decoder.n_layers)
-        ):
+        known = MATRICES[m.ffn_layout]
+        if matrix not in known or not (_LAYER.fullmatch(number) and int(number) < m.decoder.n_layers):
             yield f"formats.{name}: no matrix that may have a format of its own"
             continue
-        own, whole = m.formats[name], parts[MATRICES[matrix]]
+        own, whole = m.formats[name], parts[known[matrix]]
         if own not in WEIGHT_FORMATS or not _narrower(own, whole):
             yield f"formats.{name}: {own!r} is no other one with at most the bytes of {whole}"
 

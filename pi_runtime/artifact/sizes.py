@@ -44,11 +44,13 @@ LAYOUTS = BY_NEURON, WHOLE = "neurons", "matrices"
 """How FFNs are stored: by neuron, so that neurons can be skipped, placed, and read one by one; or as the matrices that
 checkpoints have, which keeps the blocks of `down` and is only for models that compute every neuron."""
 PARTS = ("embedding", "attention", "ffn", "head", "predictor")
+_ATTENTION_MATRICES = dict.fromkeys(("attention/qkv", "attention/out"), "attention")
 MATRICES = {
-    **dict.fromkeys(("attention/qkv", "attention/out"), "attention"),
-    **dict.fromkeys(("ffn/first", "ffn/rest", "ffn/up", "ffn/down"), "ffn"),
+    BY_NEURON: {**_ATTENTION_MATRICES, **dict.fromkeys(("ffn/first", "ffn/rest"), "ffn")},
+    WHOLE: {**_ATTENTION_MATRICES, **dict.fromkeys(("ffn/first", "ffn/up", "ffn/down"), "ffn")},
 }
-"""The matrices of a layer that may have a format of their own, and their parts."""
+"""For each layout the matrices of a layer that may have a format of their own, and their parts."""
+ALL_MATRICES = MATRICES[BY_NEURON] | MATRICES[WHOLE]
 
 
 @dataclass(frozen=True)

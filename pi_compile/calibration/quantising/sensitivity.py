@@ -27,7 +27,7 @@ from pi_compile.torch_model import computing_with
 from pi_compile.torch_model import decoder as td
 from pi_runtime.artifact.formats import Format
 from pi_runtime.artifact.quantisation import as_stored, dequantise, quantise
-from pi_runtime.artifact.sizes import MATRICES
+from pi_runtime.artifact.sizes import ALL_MATRICES
 
 Weights = dict[str, torch.Tensor]
 EVERY = 8
@@ -110,7 +110,7 @@ def _sensitivities(
                 ((y,),) = td.layers(d, [w], [x_leaf], first=n)
                 y.backward(backward[number])  # type: ignore[no-untyped-call]
             backward[number] = _gradient(x_leaf)
-            _add(found, {f"layers/{n}/{name}": w[name] for name in MATRICES if name in w})
+            _add(found, {f"layers/{n}/{name}": w[name] for name in ALL_MATRICES if name in w})
         progress(2 * d.n_layers - n, total)
     for ids_T, x_grad in zip(ids_NT, backward, strict=True):
         w = _leaves(globals_w)

@@ -43,7 +43,7 @@ from pi_compile.workers import WorkFolder
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.quantisation import dequantise, quantise
-from pi_runtime.artifact.sizes import MATRICES
+from pi_runtime.artifact.sizes import BY_NEURON, MATRICES
 
 Tokens = npt.NDArray[np.integer]
 Progress = Callable[[int, int], None]
@@ -75,14 +75,15 @@ class QuantiseSpec:
 
     def arrays(self, layer: int) -> dict[str, Format]:
         """The matrices of a layer that are rounded, with their formats."""
-        named = ((name, self.formats.get(f"layers/{layer}/{name}", self.formats[p])) for name, p in MATRICES.items())
-        return {name: FORMATS[fmt] for name, fmt in named if coarse(FORMATS[fmt])}
+        parts, named = MATRICES[BY_NEURON].items(), self.formats
+        found = {name: named.get(f"layers/{layer}/{name}", named[part]) for name, part in parts}
+        return {name: FORMATS[fmt] for name, fmt in found.items() if coarse(FORMATS[fmt])}
 
     @property
     def rounds(self) -> bool:
         """Whether any matrix may be rounded."""
         named = {name for name in self.formats if name.startswith("layers/")}
-        return any(coarse(FORMATS[self.formats[name]]) for name in named.union(MATRICES.values()))
+        return any(coarse(FORMATS[self.formats[name]]) for name in named.union(MATRICES[BY_NEURON].values()))
 
 
 def memory_bytes(d: Decoder, spec: QuantiseSpec) -> int:

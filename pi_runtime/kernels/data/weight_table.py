@@ -15,7 +15,7 @@ from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.layer_classes import layer_classes
 from pi_runtime.artifact.rungs import RUNGS, SELECTORS
 from pi_runtime.artifact.schema import Layer, Manifest
-from pi_runtime.artifact.sizes import MATRICES, scales_name
+from pi_runtime.artifact.sizes import ALL_MATRICES, scales_name
 from pi_runtime.kernels.codegen.indirect_calls import record_dtype
 
 
@@ -316,7 +316,7 @@ def fill(w_X: LayerRecords, settings: Mapping[str, int | np.float32], address_of
 
 def formats_of(formats: Mapping[str, str], layer: int) -> dict[str, int]:
     """The fields of a layer's record that say which formats its matrices have."""
-    named = {name: formats.get(f"layers/{layer}/{name}", formats[part]) for name, part in MATRICES.items()}
+    named = {name: formats.get(f"layers/{layer}/{name}", formats[part]) for name, part in ALL_MATRICES.items()}
     return {f"{name.split('/')[1]}_format": FORMATS[fmt].code for name, fmt in named.items()}
 
 

@@ -16,7 +16,7 @@ from pi_compile.calibration.quantising.sensitivity import Sensitivity, rounded
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.torch_model import decoder as td
 from pi_runtime.artifact.formats import FORMATS
-from pi_runtime.artifact.sizes import MATRICES
+from pi_runtime.artifact.sizes import ALL_MATRICES
 
 IDS = torch.from_numpy(np.random.default_rng(0).integers(3, 130, (6, 24)))
 
@@ -47,7 +47,10 @@ def test_the_squares_are_those_of_the_whole_model_at_once(checkpoint: Checkpoint
     layers, ends = weights_of(checkpoint)
     d, generator = checkpoint.decoder, torch.Generator().manual_seed(0)
     leaves = {
-        f"layers/{n}/{name}": w[name].requires_grad_() for n, w in enumerate(layers) for name in MATRICES if name in w
+        f"layers/{n}/{name}": w[name].requires_grad_()
+        for n, w in enumerate(layers)
+        for name in ALL_MATRICES
+        if name in w
     }
     rows = {name: torch.zeros(leaf.shape[:-1], dtype=torch.float64) for name, leaf in leaves.items()}
     for ids_T in some:
@@ -70,7 +73,7 @@ def test_the_divergence_is_about_what_is_measured(checkpoint: Checkpoint) -> Non
     layers, ends = weights_of(checkpoint)
     before, expected = log_p(checkpoint, layers, ends), 0.0
     for n, w in enumerate(layers):
-        for name in MATRICES.keys() & w.keys():
+        for name in ALL_MATRICES.keys() & w.keys():
             values, sensitivity = w[name].numpy(), found[f"layers/{n}/{name}"]
             none = np.zeros(values.shape[:-1], bool)
             expected += sensitivity.divergence(q4, values, none)
