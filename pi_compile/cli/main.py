@@ -232,7 +232,7 @@ def pack(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Write the artifact, with the results of all stages; with --plain without them, of a recipe or of any model."""
+    """Write the artifact, with the results of all stages. With --plain without these, of a recipe or of any model."""
     if not plain and layout is None:
         _build(options, output, as_json)
         return

@@ -123,7 +123,7 @@ def _pack(model: Path, target: Path) -> None:
     console.say(f"{model}: not packed yet; packing it once, as `pi-compile init` proposes")
     began = time.perf_counter()
     # -P: nothing is imported from the working folder.
-    command = [sys.executable, "-P", "-m", "pi_compile", "pack", "--plain", str(model), "-o", str(target), "--json"]
+    command = [sys.executable, "-P", "-m", "pi_compile", "pack", "--plain", str(model), "-o", str(target)]
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         code = child.wait()

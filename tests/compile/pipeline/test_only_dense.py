@@ -89,7 +89,7 @@ def test_weights_are_rounded_on_text(recipe: Path) -> None:
     assert any(line.startswith("rounding costs ") for line in said)
     assert built(recipe)[0] == []
     plain = recipe.with_name("plain.pi")
-    pack_plain(recipe, plain, progress=no_progress, notice=said.append)
+    pack_plain(recipe, plain, layout="neurons", progress=no_progress, notice=said.append)
     assert said[-1] == "without profiling weights are rounded to nearest: [quantise] has no effect"
     with Artifact.open(output) as rounded, Artifact.open(plain) as nearest:
         assert rounded.manifest.recipe["quantise"] == {"tokens": 640}

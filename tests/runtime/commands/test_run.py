@@ -346,6 +346,7 @@ FLAGS = {
     "--seconds": (None, None),
     "--md": (None, None),
     "--chat": (None, None),
+    "--beside": (None, None),
     "--cache-limit": (None, "PI_CACHE_LIMIT"),
     "--verify": (None, None),
     "--system": (None, None),
