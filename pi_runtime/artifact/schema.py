@@ -9,6 +9,7 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import UNLESS_DEFAULT
 from pi_runtime.artifact.guess_head import GuessHead
 from pi_runtime.artifact.rungs import RUNGS, Rung, rung_in_mode
+from pi_runtime.artifact.sizes import BY_NEURON
 
 FORMAT_NAME = "pi-artifact"
 FORMAT_VERSION = 3
@@ -143,7 +144,7 @@ class Manifest:
     """Weight format of each part: embedding, attention, ffn, head, predictor. Matrices with fewer bytes than their part
     says are named too, as arrays are (see `sizes.MATRICES`)."""
     layers: tuple[Layer, ...]
-    ffn_layout: str = field(default="neurons", metadata=UNLESS_DEFAULT)
+    ffn_layout: str = field(default=BY_NEURON, metadata=UNLESS_DEFAULT)
     """How FFNs are stored (see `sizes.LAYOUTS`)."""
     profiled_tokens: int
     """Tokens behind the stored counts; 0 where the model was not profiled (then order and counts are absent)."""

@@ -1,7 +1,7 @@
 """Talking with a model: prompts by its own chat template, and answers as text, thoughts and calls of tools."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Unpack
 
@@ -96,22 +96,12 @@ class ChatModel:
 
     _artifact: Artifact
     tokenizer: Tokenizer
+    generate: Callable[..., Generation]
 
     @property
     def manifest(self) -> Manifest:
         """The artifact's manifest."""
         return self._artifact.manifest
-
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        cache: KVCache | None = None,
-        speculate: str | int = "auto",
-        **settings: Unpack[AnswerSettings],
-    ) -> Generation:
-        """Continue a prompt."""
-        raise NotImplementedError
 
     @names_settings
     def chat(

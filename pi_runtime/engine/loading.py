@@ -26,6 +26,7 @@ MODES = ("auto", "dense", "gate", "predicted")
 DEFAULT_CONTEXT = 4096
 """Positions held unless asked otherwise, where the model allows as many."""
 
+BY_NEURON_REMEDY = "pack it anew: pi-compile pack MODEL --layout neurons"
 NO_HEAD = "the guess head drafts nothing: it runs on the CPU alone, where all weights are in memory"
 
 
@@ -147,10 +148,14 @@ def _executor(
     if whole and (device != "cpu" or budget is not None):
         raise DeviceError(
             f"{artifact.path}: its FFNs are whole matrices, which run on the CPU, in memory",
-            remedy="pi-compile pack MODEL --plain --layout neurons makes a file for GPUs and budgets of RAM",
+            remedy=f"for a budget of RAM {BY_NEURON_REMEDY}; for a GPU: pi-compile build RECIPE",
         )
-    if budget is None and device == "cpu" and not whole:
+    if budget is None and device == "cpu":
         budget = ram_budget_for(artifact.nbytes)
+    if budget is not None and whole:
+        mapped = CpuExecutor(artifact, mode, context, threads, held)
+        mapped.notice = f"the model is larger than the free memory, and slow; to run from disk {BY_NEURON_REMEDY}"
+        return mapped
     if budget is not None:
         from pi_runtime.execution.disk import open_from_disk  # noqa: PLC0415  few runs need it
 

@@ -17,6 +17,7 @@ from pi_compile.pipeline.packed import pack_model, pack_plain
 from pi_runtime import load
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.console import progress
+from pi_runtime.engine import loading
 from pi_runtime.errors import DeviceError, UsageError
 
 OTHERS = {name for extra, names in EXTRAS.items() if extra not in ("runtime", "pack") for name in names}
@@ -82,7 +83,9 @@ def test_it_is_packed_as_init_proposes(models: dict[str, Path], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["bf16", "q8"])
-def test_a_model_that_is_not_sparse_keeps_its_own_matrices(kind: str, tmp_path: Path) -> None:
+def test_a_model_that_is_not_sparse_keeps_its_own_matrices(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So what a file has in blocks is taken bit for bit, `down` too, and logits are those of the model."""
     model = rounded_checkpoint(tmp_path / "dense", "llama", kind, hidden_act="silu")
     write_byte_tokenizer(tmp_path / "dense")
@@ -101,8 +104,11 @@ def test_a_model_that_is_not_sparse_keeps_its_own_matrices(kind: str, tmp_path: 
     error = (found - wanted).std() / wanted.std()
     assert error < (2e-3 if kind == "bf16" else 0.05)
     for asked in ({"device": "stand-in"}, {"ram_budget": "1GiB"}):
-        with pytest.raises(DeviceError, match="--plain --layout neurons"):
+        with pytest.raises(DeviceError, match="--layout neurons"):
             load(tmp_path / "a.pi", **asked)
+    monkeypatch.setattr(loading, "ram_budget_for", lambda _nbytes: 1 << 30)
+    with load(tmp_path / "a.pi") as running:
+        assert "larger than the free memory" in (running.notice or "")
 
 
 def test_a_layout_is_refused_where_it_cannot_be(tmp_path: Path) -> None:
