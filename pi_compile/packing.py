@@ -87,6 +87,7 @@ def pack(
         plans=tuple(plans),
         row_plans=tuple(row_plans),
         guess=None if spec.guess is None else spec.guess.head,
+        guess_layers=int(checkpoint.drafts),
         text=text.text,
         generation=text.generation,
         recipe=recipe,
@@ -208,12 +209,13 @@ class _ArrayValues:
 
     def _order(self, name: str) -> Array | None:
         """The order of an array's neurons in the artifact; None where it stays, or there are none."""
+        if self.profile is None or not name.startswith("layers/"):
+            return None
         layer, _, local = name.removeprefix("layers/").partition("/")
-        return self.profile.order[int(layer)] if self.profile is not None and local in NEURON_ARRAYS else None
+        return self.profile.order[int(layer)] if local in NEURON_ARRAYS else None
 
     def blocks(self, name: str, spec: ArraySpec) -> Iterable[Array]:
-        if name.startswith(PREFIX):
-            assert self.guess is not None
+        if name.startswith(PREFIX) and self.guess is not None:
             return [self.guess.arrays[name.removeprefix(PREFIX)]]
         layer, _, local = name.removeprefix("layers/").partition("/")
         if local == "predictor/signs":

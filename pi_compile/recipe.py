@@ -198,13 +198,17 @@ class BitsSection(Section):
         return self
 
 
+OWN_HEAD = "own"
+"""The head that is the checkpoint's own layer behind the last (multi-token prediction)."""
+
+
 class GuessSection(Section):
     """How a guess head is trained. It may be missing, and is then not written."""
 
     tokens: Annotated[int, Field(ge=0)]
     """Tokens of the model's own answers, prompts included, that it is trained on; 0: none is trained."""
     head: str = ""
-    """Folder of a published EAGLE-3 head for the model, instead of training one. It may be missing."""
+    """Folder of a published EAGLE-3 head for the model, or `OWN_HEAD`, instead of training one. It may be missing."""
     steps: Annotated[int, Field(ge=1)] = 2000
     """Optimiser steps, each on eight answers."""
     shortlist: Annotated[int, Field(ge=1)] = 8192

@@ -22,6 +22,7 @@ from pi_compile.checkpoint.tensors import Array, Index, RowReader, StoredRows, V
 from pi_compile.errors import CheckpointError
 from pi_compile.files import file_digest, json_digest
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS, Format
+from pi_runtime.artifact.guess_layer import guess_layer_arrays
 from pi_runtime.artifact.quantisation import as_stored, dequantise, pack_rows, quantise
 from pi_runtime.artifact.sizes import BY_NEURON, LAYOUTS, PARTS, array_specs
 from pi_runtime.errors import Setting, UsageError
@@ -45,6 +46,8 @@ class Checkpoint(ResolvedCheckpoint):
     """Commit of a hub model; None for a local folder."""
     layout: str = BY_NEURON
     """How the arrays of FFNs are made of its tensors (see `sizes.LAYOUTS`)."""
+    drafts: bool = False
+    """Whether the layer behind the last, which drafts tokens, is among its arrays."""
 
     def in_layout(self, layout: str) -> "Checkpoint":
         """The same checkpoint with FFNs in a layout. Raises UsageError for one that it cannot have."""
@@ -71,7 +74,8 @@ class Checkpoint(ResolvedCheckpoint):
         """Logical shape of every artifact array that comes from the checkpoint."""
         formats, ranks = dict.fromkeys(PARTS, "f32"), [None] * self.decoder.n_layers
         specs = array_specs(self.decoder, formats, ranks, False, self.layout)
-        return {name: spec.shape for name, spec in specs.items()}
+        own = dict(guess_layer_arrays(self.decoder, formats, self.layout)) if self.drafts else {}
+        return {name: spec.shape for name, spec in (specs | own).items()}
 
     def tensor_names(self, array: str) -> tuple[str, ...]:
         """Names of the checkpoint tensors that an artifact array is made of."""

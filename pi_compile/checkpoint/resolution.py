@@ -1,7 +1,7 @@
 """Resolving a checkpoint: its family, its decoder, and a tensor of the right shape for every array."""
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,8 @@ from pi_compile.checkpoint.tensors import FORMATS, FolderTensors, RowReader, Ten
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
-from pi_runtime.artifact.sizes import PARTS, array_specs
+from pi_runtime.artifact.guess_layer import guess_layer_arrays
+from pi_runtime.artifact.sizes import BY_NEURON, PARTS, ArraySpec, array_specs
 
 _COMPARED_ROWS = 4096
 _MOST_NAMES = 8
@@ -44,6 +45,8 @@ class ResolvedCheckpoint:
     source: TensorSource
     notices: tuple[str, ...]
     """Lines for the user about things that are no errors."""
+    can_draft: bool
+    """Whether the layer behind the last drafts further tokens, and is understood."""
     ignored_config: tuple[str, ...]
     """Unknown config keys that, as the user says, have no effect."""
     declared_activation: str
@@ -93,7 +96,8 @@ def resolve_checkpoint(
     if decoder.tied_head and _head(adapter) in source.names:
         decoder = _resolve_tied_head(decoder, adapter, prefix, source, notices)
     _check_tensors(decoder, adapter, prefix, source)
-    notices += _unused(decoder, adapter, prefix, source)
+    problem = _draft_problem(decoder, adapter, prefix, source)
+    notices += _unused(adapter, source, problem)
     return ResolvedCheckpoint(
         location=location,
         adapter=adapter,
@@ -103,15 +107,16 @@ def resolve_checkpoint(
         decoder=decoder,
         source=source,
         notices=tuple(notices),
+        can_draft=problem == "",
         ignored_config=tuple(ignored),
         declared_activation=activation,
     )
 
 
-def _unused(decoder: Decoder, adapter: Adapter, prefix: str, source: TensorSource) -> Iterator[str]:
+def _unused(adapter: Adapter, source: TensorSource, draft_problem: str | None) -> Iterator[str]:
     """Yield a line for the user about each kind of tensors that are not used."""
-    if _draft_tensors(decoder, adapter, prefix, source):
-        yield "layers behind the last, which draft further tokens, are left out"
+    if draft_problem:
+        yield f"layers behind the last, which draft further tokens, are left out: {draft_problem}"
     for pattern, notice in adapter.unused_tensors.items():
         if any(re.search(pattern, name) for name in source.names):
             yield notice
@@ -171,7 +176,15 @@ def _equal(a: RowReader, b: RowReader) -> bool:
 
 def _expected_tensors(decoder: Decoder, adapter: Adapter, prefix: str) -> dict[str, tuple[int, ...]]:
     """Tensor name → shape, for every tensor that the decoder needs."""
-    specs = array_specs(decoder, dict.fromkeys(PARTS, "f32"), [None] * decoder.n_layers, profiled=False)
+    formats = dict.fromkeys(PARTS, "f32")
+    specs = array_specs(decoder, formats, [None] * decoder.n_layers, profiled=False)
+    return _tensors_of(specs, decoder, adapter, prefix)
+
+
+def _tensors_of(
+    specs: Mapping[str, ArraySpec], decoder: Decoder, adapter: Adapter, prefix: str
+) -> dict[str, tuple[int, ...]]:
+    """Tensor name → shape, for every tensor that some arrays are made of."""
     expected: dict[str, tuple[int, ...]] = {}
     for array, spec in specs.items():
         tensors = adapter.source_tensors(array, prefix, decoder)
@@ -235,11 +248,33 @@ def _draft_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: Tens
     """Tensors of the layers behind the last that draft further tokens."""
     found: set[str] = set()
     layer = decoder.n_layers
-    while adapter.draft_layer and (mark := prefix + adapter.draft_layer.replace("{n}", str(layer))) in source.names:
+    while adapter.draft_layer and (mark := prefix + _draft_name(adapter, "fc", layer)) in source.names:
         start = mark[: mark.index(f".{layer}.") + len(f".{layer}.")]
         found |= {name for name in source.names if name.startswith(start)}
         layer += 1
     return found
+
+
+def _draft_name(adapter: Adapter, array: str, layer: int) -> str:
+    return adapter.draft_layer[array][0].name.replace("{n}", str(layer))
+
+
+def _draft_problem(decoder: Decoder, adapter: Adapter, prefix: str, source: TensorSource) -> str | None:
+    """Why the layer behind the last, which drafts further tokens, cannot be used; "" if it can, None if there is none.
+
+    Its embedding and its head are taken to be the model's; layers behind it are not used.
+    """
+    first, found = f".{decoder.n_layers}.", _draft_tensors(decoder, adapter, prefix, source)
+    if not found:
+        return None
+    specs = dict(guess_layer_arrays(decoder, dict.fromkeys(PARTS, "f32"), BY_NEURON))
+    expected = _tensors_of(specs, decoder, adapter, prefix)
+    copies = {prefix + _draft_name(adapter, name, decoder.n_layers) for name in ("embedding", "head")}
+    own = {name for name in found - source.without_effect if first in name}
+    own = {name for name in own if not any(re.search(pattern, name) for pattern in adapter.ignored_tensors)}
+    differing = (own - copies) ^ expected.keys()
+    differing |= {name for name, shape in expected.items() if name in own and source.shape(name) != shape}
+    return _shortened(sorted(differing))
 
 
 def _check_shapes(expected: dict[str, tuple[int, ...]], source: TensorSource) -> None:

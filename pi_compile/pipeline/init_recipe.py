@@ -10,7 +10,7 @@ from pi_compile.checkpoint.part_formats import AGAIN, KEEP, resolve_formats
 from pi_compile.checkpoint.tokenizer_files import TextFiles
 from pi_compile.corpus import HUB, PYTHON
 from pi_compile.files import check_output, write_text
-from pi_compile.recipe import AnyRecipe, default_recipe
+from pi_compile.recipe import OWN_HEAD, AnyRecipe, GuessSection, Recipe, default_recipe
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.layout import place_arrays
 from pi_runtime.artifact.sizes import PARTS, array_specs
@@ -67,7 +67,9 @@ def proposed_recipe(
     again = _quantised_again(checkpoint, checkpoint.text_files, notice)
     declared = {"activation": checkpoint.declared_activation} if checkpoint.location.is_file() else {}
     formats = {"formats": again} if again else {}
-    return make(name, revision=checkpoint.revision or "", **declared, **formats, **settings)
+    found = make(name, revision=checkpoint.revision or "", **declared, **formats, **settings)
+    own = isinstance(found, Recipe) and checkpoint.can_draft
+    return found.model_copy(update={"guess": GuessSection(tokens=0, head=OWN_HEAD)}) if own else found
 
 
 def _quantised_again(checkpoint: Checkpoint, text: TextFiles, notice: Callable[[str], None]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from pi_compile.packing import PackResult
 from pi_compile.pipeline import stages
 from pi_compile.pipeline.store import code_digest, key_of, token_digest
 from pi_compile.pipeline.worker_memory import guess_spec
-from pi_compile.recipe import Recipe
+from pi_compile.recipe import OWN_HEAD, Recipe
 from pi_compile.results import ActivationProfile, GuessWeights, PredictorSet, QuantisedWeights
 from pi_compile.training.guess import GuessSpec, announce, train_guess_head, untrained
 from pi_compile.workers import WorkFolder
@@ -57,8 +57,9 @@ class ModelParts:
 
 
 def published_head(checkpoint: Checkpoint, path: str, folder: Path) -> GuessWeights | None:
-    """A published guess head, for an artifact of its model; None without a path, which is relative to `folder`."""
-    if not path:
+    """A published guess head, for an artifact of its model; None without a path, which is relative to `folder`, and for
+    the checkpoint's own layer."""
+    if path in ("", OWN_HEAD):
         return None
     head, arrays, digest = read_head(folder / path, checkpoint.decoder, GuessSpec.format)
     return GuessWeights(head, arrays, inputs=digest)

@@ -11,7 +11,7 @@ from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.files import file_digest, write_text
 from pi_compile.packing import PackSpec, pack, part_formats
 from pi_compile.pipeline.init_recipe import proposed_recipe
-from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
+from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint, with_own_head
 from pi_compile.pipeline.store import Store
 from pi_compile.pipeline.summary import pack_report
 from pi_compile.recipe import Recipe, default_recipe, read_recipe
@@ -104,7 +104,7 @@ def pack_model(
     checkpoint = _in_layout(open_checkpoint(model), layout)
     name = checkpoint.location.name if checkpoint.revision is None else model
     recipe = proposed_recipe(checkpoint, name, default_recipe, lambda _: None)  # no recipe to change is there
-    return _packed(checkpoint, recipe, checkpoint.folder, output, progress, notice)
+    return _packed(with_own_head(checkpoint, recipe), recipe, checkpoint.folder, output, progress, notice)
 
 
 def _in_layout(checkpoint: Checkpoint, layout: str | None) -> Checkpoint:

@@ -1,11 +1,12 @@
 """The checkpoint that a recipe names."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.part_formats import resolve_formats
-from pi_compile.errors import RecipeError
-from pi_compile.recipe import Recipe
+from pi_compile.errors import CheckpointError, RecipeError
+from pi_compile.recipe import OWN_HEAD, Recipe
 
 
 def recipe_checkpoint(recipe: Recipe, folder: Path) -> Checkpoint:
@@ -25,4 +26,18 @@ def recipe_checkpoint(recipe: Recipe, folder: Path) -> Checkpoint:
     )
     # No long stage is to end in `pack` refusing a format.
     resolve_formats(checkpoint.formats(), recipe.pack.model_dump(), tied_head=checkpoint.decoder.tied_head)
-    return checkpoint
+    return with_own_head(checkpoint, recipe)
+
+
+def with_own_head(checkpoint: Checkpoint, recipe: Recipe) -> Checkpoint:
+    """The checkpoint with its own layer that drafts tokens, where the recipe wants it."""
+    if recipe.guess.head != OWN_HEAD:
+        return checkpoint
+    if not checkpoint.can_draft:
+        raise CheckpointError(
+            f"{checkpoint.location}: no layer that drafts tokens is read",
+            expected=f'with [guess] head = "{OWN_HEAD}" a layer for multi-token prediction behind the last one',
+            found="; ".join(line for line in checkpoint.notices if "draft" in line) or "none",
+            remedy="take [guess] head out of the recipe, or train one: [guess] tokens = 200000",
+        )
+    return replace(checkpoint, drafts=True)

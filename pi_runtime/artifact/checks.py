@@ -18,6 +18,7 @@ from pi_runtime.artifact.decoder import (
 )
 from pi_runtime.artifact.features import feature_problems
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.guess_layer import guess_layer_problems
 from pi_runtime.artifact.layout import manifest_specs
 from pi_runtime.artifact.rungs import DENSE, RUNGS, Rung
 from pi_runtime.artifact.schema import OBJECTIVES, SIDES, Layer, Manifest, Plan, RowPlan
@@ -223,6 +224,10 @@ def _layer(layer: Layer, rung: Rung, d: Decoder) -> Iterator[str]:
 def _guess(m: Manifest) -> Iterator[str]:
     if m.guess is not None:
         yield from m.guess.problems(m.decoder)
+    if m.guess_layers not in (0, 1) or (m.guess_layers and m.guess is not None):
+        yield f"guess_layers: {m.guess_layers}, or beside a guess head"
+    elif m.guess_layers:
+        yield from guess_layer_problems(m.decoder)
 
 
 def _plans(m: Manifest) -> Iterator[str]:

@@ -39,7 +39,7 @@ FEATURES: dict[str, Callable[[Manifest], bool]] = {
     "ffn_layout": lambda m: m.ffn_layout != BY_NEURON,
     "formats.matrices": lambda m: len(m.formats) > len(PARTS),
     **{f"formats.{name}": partial(_has_format, name=name) for name in WEIGHT_FORMATS[len(_FIRST_FORMATS) :]},
-    "guess_head": lambda m: m.guess is not None,
+    "guess_head": lambda m: m.guess is not None or m.guess_layers > 0,
     "decoder.rotary_frequencies.negative": lambda m: min(m.decoder.rotary_frequencies, default=0) < 0,
 }
 """Name of each feature that is read → whether a manifest uses it."""

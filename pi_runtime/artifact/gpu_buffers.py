@@ -167,7 +167,7 @@ def weight_chunk(arrays: StoredArrays, d: Decoder) -> dict[str, Buffer]:
 
 def is_neuron_array(name: str) -> bool:
     """Whether an array, or the array whose scales it holds, has rows for each neuron."""
-    return without_scales(name).endswith(NEURON_ARRAYS)
+    return without_scales(name).endswith(NEURON_ARRAYS) and name.startswith("layers/")
 
 
 def streamed_bytes(arrays: StoredArrays, d: Decoder) -> int:

@@ -7,6 +7,7 @@ central directory   end record   comment with the digest
 from collections.abc import Iterable, Mapping
 from zlib import crc32
 
+from pi_runtime.artifact.guess_layer import guess_layer_arrays
 from pi_runtime.artifact.hierarchy import chunk_name, documents
 from pi_runtime.artifact.records import Entry, local_header, place
 from pi_runtime.artifact.schema import FEATURE_VERSION, FORMAT_NAME, FORMAT_VERSION, Manifest
@@ -48,7 +49,11 @@ def manifest_specs(manifest: Manifest) -> dict[str, ArraySpec]:
     """The arrays an artifact with this manifest holds."""
     ranks = [layer.predictor for layer in manifest.layers]
     specs = array_specs(manifest.decoder, manifest.formats, ranks, manifest.profiled_tokens > 0, manifest.ffn_layout)
-    return specs if manifest.guess is None else specs | with_scales(manifest.guess.arrays(manifest.decoder))
+    if manifest.guess is not None:
+        specs |= with_scales(manifest.guess.arrays(manifest.decoder))
+    if manifest.guess_layers:
+        specs |= with_scales(guess_layer_arrays(manifest.decoder, manifest.formats, manifest.ffn_layout))
+    return specs
 
 
 def stored_files(contents: Iterable[tuple[str, bytes]], offset: int) -> tuple[list[Entry], bytes]:

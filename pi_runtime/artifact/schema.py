@@ -154,6 +154,8 @@ class Manifest:
     """Divisions of rows between RAM and disk by rising budget; the key is left out where there are none."""
     guess: GuessHead | None = field(default=None, metadata=UNLESS_DEFAULT)
     """What drafts tokens; the key is left out where there is none."""
+    guess_layers: int = field(default=0, metadata=UNLESS_DEFAULT)
+    """1 where a layer behind the last one drafts tokens (see `guess_layer`), in place of a head of another form."""
     text: Text
     generation: Mapping[str, Any]
     """The checkpoint's generation defaults: temperature, top_k, top_p, min_p, repetition_penalty, do_sample."""
@@ -161,6 +163,12 @@ class Manifest:
     provenance: Mapping[str, Any]
     arrays: Mapping[str, ArrayEntry]
     files: Mapping[str, FileEntry]
+
+    @property
+    def guess_states(self) -> tuple[int, ...]:
+        """Layers whose inputs what drafts tokens reads; the number of layers stands for what leaves the last one."""
+        own = (self.decoder.n_layers,) if self.guess_layers else ()
+        return own if self.guess is None else self.guess.states
 
     def rungs_in(self, mode: str) -> dict[str, int]:
         """How many layers run on each rung in a mode, the most frequent rung first."""

@@ -165,7 +165,7 @@ def _plain_specs(
     if d.embedding_norm:
         yield from _norm(d, "embedding_norm")
     for n, rank in enumerate(ranks):
-        for name, spec in _layer_specs(d.of_layer(n), formats, rank, profiled, layout):
+        for name, spec in layer_specs(d.of_layer(n), formats, rank, profiled, layout):
             yield f"layers/{n}/{name}", spec
     if d.final_norm:
         yield from _norm(d, "final_norm")
@@ -177,9 +177,10 @@ def _plain_specs(
         yield "head_bias", ArraySpec("f32", (d.vocab_size,))
 
 
-def _layer_specs(
+def layer_specs(
     d: Decoder, formats: Mapping[str, str], rank: int | None, profiled: bool, layout: str
 ) -> Iterator[tuple[str, ArraySpec]]:
+    """The arrays of a layer, scales apart, without `layers/N/`; `d` is the decoder as this layer computes it."""
     yield from _attention_specs(d, formats["attention"])
     if not d.shared_norm:
         yield from _norm(d, "ffn/norm")

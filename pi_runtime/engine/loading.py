@@ -102,7 +102,7 @@ def open_model(path: str | Path, options: ModelOptions, progress: Callable[[int,
             if error.expected is not None:
                 notice += f" (expected: {spelled(error.expected)}; found: {error.found})"
             executor = CpuExecutor(artifact, options.mode, context, threads, options.cache_format)
-        if artifact.manifest.guess is not None and executor.guess_head is None:
+        if artifact.manifest.guess_states and executor.guess_head is None:
             notice = "; ".join(filter(None, (notice or executor.notice, NO_HEAD)))
         return Model(artifact, options.mode, executor, notice)
     except BaseException:

@@ -16,7 +16,8 @@ from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import DiskStats, Ints, SequenceResult, SequenceStep
-from pi_runtime.execution.guess_head import GuessHeadRun
+from pi_runtime.execution.guess_head import EagleRun, GuessHeadRun
+from pi_runtime.execution.guess_layer import GuessLayerRun
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import Allowance, PagePool
 from pi_runtime.execution.plan_choice import Allocation
@@ -101,11 +102,11 @@ class CpuModel:
 
     def step_of(self, sequences: Sequence[SequenceStep]) -> Step:
         """The next tokens of some sequences, with memory for the states that are wanted."""
-        step, head = tokens_of(sequences, len(self.table_LX)), self.manifest.guess
-        if head is None or not any(s.states for s in sequences):
+        step, states = tokens_of(sequences, len(self.table_LX)), self.manifest.guess_states
+        if not states or not any(s.states for s in sequences):
             return step
-        step.state_L[list(head.states)] = np.arange(len(head.states))
-        shape = len(step.tokens_T), len(head.states) * self.cfg.d_model
+        step.state_L[list(states)] = np.arange(len(states))
+        shape = len(step.tokens_T), len(states) * self.cfg.d_model
         return step._replace(states_TC=np.empty(shape, np.float32))
 
     def embedded(self, tokens_T: Ints) -> Ints:
@@ -146,8 +147,10 @@ class CpuModel:
 
     def new_guess_head(self) -> GuessHeadRun | None:
         """What drafts tokens for the model, if the artifact has it."""
-        head = self.manifest.guess
-        return None if head is None else GuessHeadRun(self.check_open, head, self.context, self.threads)
+        head, settings = self.manifest.guess, (self.context, self.threads)
+        if self.manifest.guess_layers:
+            return GuessLayerRun(self.check_open, *settings)
+        return None if head is None else EagleRun(self.check_open, head, *settings)
 
     @contextmanager
     def turn(

@@ -3,12 +3,14 @@
 Shape letters: T tokens, C·D the states of some layers side by side, D model width, S tokens of the short list.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 
 import numba
 import numpy as np
 
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import BLOCK_TOKENS, CHUNKS, attention_floats, input_nbytes
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.guess_head import PREFIX, GuessHead
@@ -23,24 +25,21 @@ from pi_runtime.kernels.guess_head import GuessWeights, GuessWorkspace, fuse, gu
 from pi_runtime.kernels.reference_attention import rotary_table
 
 
-class GuessHeadRun:
+class GuessHeadRun(ABC):
     """What drafts tokens for a model on the CPU; its caches hold keys and values of its own layer."""
 
-    def __init__(self, open_artifact: Callable[[], StoredArrays], head: GuessHead, context: int, threads: int) -> None:
-        """`open_artifact` returns it, or raises where it was closed."""
+    ids_S: Ints
+    """The ids of the tokens that it can draft, rising."""
+
+    def __init__(self, open_artifact: Callable[[], StoredArrays], layer: Decoder, context: int, threads: int) -> None:
+        """`open_artifact` returns it, or raises where it was closed. `layer`: its layer as a decoder of one."""
         artifact = open_artifact()
-        self._artifact, self._context, self._threads, d = open_artifact, context, threads, artifact.manifest.decoder
-        layer, self._eps, self._width = head.layer_of(d), np.float32(head.norm_eps), d.d_model
+        self._artifact, self._context, self._threads = open_artifact, context, threads
+        self.vocabulary, self._width = layer.vocab_size, layer.d_model
         self._manifest = replace(artifact.manifest, decoder=layer)
         self.page_nbytes = PagePool(self._manifest).page_nbytes
         """Bytes of a page of its keys and values: it has no more of them than its model has of the same tokens."""
         self._cos_SJ, self._sin_SJ = rotary_table(layer, context)
-        self._weights, self._workspace = _weights(artifact, head), _workspace(head, artifact)
-        self.ids_S = artifact.array(f"{PREFIX}ids").astype(np.int64)
-        """The ids of the tokens that it can draft, rising."""
-        if not (np.diff(self.ids_S, prepend=-1) > 0).all() or self.ids_S[-1] >= d.vocab_size:
-            raise ArtifactError(f"{PREFIX}ids: not rising ids of the vocabulary")
-        self.vocabulary = d.vocab_size
 
     def new_cache(self) -> KVCache:
         """An empty cache for one sequence."""
@@ -51,33 +50,45 @@ class GuessHeadRun:
 
         `states_TC`: what the model computed of the tokens before them; None: `y_TD` is what the head computed itself.
         """
+        logits_1S = np.empty((1, len(self.ids_S)), np.float32)
         with ONE_AT_A_TIME:
             self._artifact().check_unchanged()
             numba.set_num_threads(self._threads)
             for first in range(0, len(tokens), BLOCK_TOKENS):
                 part = slice(first, first + BLOCK_TOKENS)
                 block_T = np.array(tokens[part], np.int64)
-                if states_TC is None:
-                    y_TD = y_TD.copy()
-                else:
-                    y_TD = np.empty((len(block_T), self._width), np.float32)
-                    fuse(self._weights, states_TC[part], self._workspace, y_TD)
-                logits_S = self._run(cache, block_T, y_TD)
-        return y_TD[-1:], logits_S
+                cache.reserve(len(block_T))
+                run_R4 = np.array([(0, len(block_T), cache.length, cache.table_address)], np.int64)
+                position_T, code = np.arange(cache.length, cache.length + len(block_T)), FORMATS[cache.pool.format].code
+                at = Positions(position_T, run_R4, code, cache.pool.row_nbytes)
+                y_TD = self._run(at, block_T, None if states_TC is None else states_TC[part], y_TD, logits_1S)
+                cache.append(block_T, select=False)
+        return y_TD[-1:], logits_1S[0]
 
-    def _run(self, cache: KVCache, tokens_T: Ints, y_TD: Floats) -> Floats:
-        cache.reserve(len(tokens_T))
-        logits_1S = np.empty((1, len(self.ids_S)), np.float32)
-        count, start = len(tokens_T), cache.length
-        run_R4 = np.array([(0, count, start, cache.table_address)], np.int64)
-        code = FORMATS[cache.pool.format].code
-        at = Positions(np.arange(start, start + count), run_R4, code, cache.pool.row_nbytes)
-        guess(
-            self._weights, self._eps, self._cos_SJ, self._sin_SJ, at, tokens_T, self._workspace, y_TD, logits_1S
-        )  # fmt: skip
-        cache.append(tokens_T, select=False)
-        found: Floats = logits_1S[0]
-        return found
+    @abstractmethod
+    def _run(self, at: Positions, tokens_T: Ints, states_TC: Floats | None, y_TD: Floats, logits_1S: Floats) -> Floats:
+        """The y of some tokens, from states or else from `y_TD`; logits ← those of the last one."""
+
+
+class EagleRun(GuessHeadRun):
+    """A guess head in EAGLE-3's form."""
+
+    def __init__(self, open_artifact: Callable[[], StoredArrays], head: GuessHead, context: int, threads: int) -> None:
+        artifact = open_artifact()
+        super().__init__(open_artifact, head.layer_of(artifact.manifest.decoder), context, threads)
+        self._eps = np.float32(head.norm_eps)
+        self._weights, self._workspace = _weights(artifact, head), _workspace(head, artifact)
+        self.ids_S = artifact.array(f"{PREFIX}ids").astype(np.int64)
+        if not (np.diff(self.ids_S, prepend=-1) > 0).all() or self.ids_S[-1] >= self.vocabulary:
+            raise ArtifactError(f"{PREFIX}ids: not rising ids of the vocabulary")
+
+    def _run(self, at: Positions, tokens_T: Ints, states_TC: Floats | None, y_TD: Floats, logits_1S: Floats) -> Floats:
+        found_TD: Floats = np.empty((len(tokens_T), self._width), np.float32) if states_TC is not None else y_TD.copy()
+        if states_TC is not None:
+            fuse(self._weights, states_TC, self._workspace, found_TD)
+        angles = self._cos_SJ, self._sin_SJ
+        guess(self._weights, self._eps, *angles, at, tokens_T, self._workspace, found_TD, logits_1S)
+        return found_TD
 
 
 def _weights(artifact: StoredArrays, head: GuessHead) -> GuessWeights:

@@ -1,4 +1,5 @@
-"""The layer of a guess head (see `artifact.guess_head`), of the operators that a model's layers are made of.
+"""The layer of a guess head (see `artifact.guess_head`), of the operators that a model's layers are made of; and what
+the block of a guess layer (see `artifact.guess_layer`) reads.
 
 Shape letters: T tokens, C·D the states of some layers side by side, D model width, W embedding width, U = W + D,
 Q numbers of a token's queries, keys and values, F neurons, S tokens of the short list, S positions, J frequencies.
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pi_runtime.kernels.codegen.indirect_calls import by_address
-from pi_runtime.kernels.codegen.jit import public
+from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import Floats, Ints, address_of, matrix
 from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.data.weight_table import SILU
@@ -74,6 +75,33 @@ def fuse(w: GuessWeights, states_TC: Floats, ws: GuessWorkspace, y_TD: Floats) -
 
 
 @public
+def enter(
+    w: GuessWeights, eps: np.float32, final_norm: int, tokens_T: Ints, ws: GuessWorkspace, h_TD: Floats, x_TD: Floats
+) -> None:
+    """x ← fc · (n₁(the tokens' embeddings) | n₂(h)), with h ← n(h) first where the address of a norm is given."""
+    if final_norm != 0:
+        _norm(0, eps, final_norm, 0, h_TD, h_TD)
+    fuse(w, _joined(w, eps, tokens_T, ws, h_TD), ws, x_TD)
+
+
+@device
+def _joined(w: GuessWeights, eps: np.float32, tokens_T: Ints, ws: GuessWorkspace, y_TD: Floats) -> Floats:
+    """n₁(the tokens' embeddings) | n₂(y)."""
+    tokens = y_TD.shape[0]
+    embedding_TW, normed_TD, joined_TU = ws.embedding_TW[:tokens], ws.normed_TD[:tokens], ws.joined_TU[:tokens]
+    narrow = embedding_TW.shape[1]
+    rows = matrix(w.embedding_format, w.embedding, w.embedding_scales, narrow)
+    for t in range(tokens):
+        _load_row(rows, tokens_T[t], 0, embedding_TW[t])
+    _norm(0, eps, w.embedding_norm, 0, embedding_TW, embedding_TW)
+    _norm(0, eps, w.hidden_norm, 0, y_TD, normed_TD)
+    for t in range(tokens):
+        joined_TU[t, :narrow] = embedding_TW[t]
+        joined_TU[t, narrow:] = normed_TD[t]
+    return joined_TU
+
+
+@public
 def guess(
     w: GuessWeights,
     eps: np.float32,
@@ -88,16 +116,7 @@ def guess(
     """y ← the layer over the embeddings of some tokens beside y; logits ← head · n₄(the last y)."""
     tokens, width = y_TD.shape
     inputs, last = address_of(ws.inputs), tokens - 1
-    embedding_TW, normed_TD, joined_TU = ws.embedding_TW[:tokens], ws.normed_TD[:tokens], ws.joined_TU[:tokens]
-    narrow = embedding_TW.shape[1]
-    rows = matrix(w.embedding_format, w.embedding, w.embedding_scales, narrow)
-    for t in range(tokens):
-        _load_row(rows, tokens_T[t], 0, embedding_TW[t])
-    _norm(0, eps, w.embedding_norm, 0, embedding_TW, embedding_TW)
-    _norm(0, eps, w.hidden_norm, 0, y_TD, normed_TD)
-    for t in range(tokens):
-        joined_TU[t, :narrow] = embedding_TW[t]
-        joined_TU[t, narrow:] = normed_TD[t]
+    normed_TD, joined_TU = ws.normed_TD[:tokens], _joined(w, eps, tokens_T, ws, y_TD)
     qkv_TQ, mixed_TQ = ws.qkv_TQ[:tokens], ws.mixed_TQ[:tokens]
     qkv = matrix(w.matrix_format, w.qkv, w.qkv_scales, joined_TU.shape[1])
     linear(qkv, qkv_TQ.shape[1], 0, joined_TU, inputs, qkv_TQ)

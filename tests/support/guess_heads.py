@@ -18,6 +18,9 @@ import pytest
 
 from pi_runtime.artifact.formats import Array
 from pi_runtime.artifact.guess_head import GuessHead
+from pi_runtime.artifact.guess_layer import block_of
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.kernels.reference import DENSE_LAYER, ArtifactWeights, block
 from pi_runtime.sequence.head_draft import HeadDraft
 
 
@@ -62,6 +65,25 @@ def drafted(
         logits.append(z[-1])
         found.append(int(w["ids"][z[-1].argmax()]))
         g, text = np.concatenate([g, y[-1:]]), [*text, found[-1]]
+    return found, np.array(logits)
+
+
+def drafted_behind(file: Artifact, tokens: list[int], states_TD: Array, count: int) -> tuple[list[int], Array]:
+    """The same of a guess layer, whose block is the model's definition of a layer:
+
+        h_t = n(x_t), or n₃(y) of the step before    y = block(fc · (n₁(e_t+1) | n₂(h_t)))    logits = head · n₃(y)
+
+    Source: DeepSeek-AI 2024, DeepSeek-V3 (arXiv 2412.19437), section 2.2, equations 21 to 23.
+    """
+    d, w, ends = block_of(file.manifest.decoder), ArtifactWeights(file, "guess/"), ArtifactWeights(file, "")
+    h, text, found, logits = norm(states_TD, ends["final_norm/weight"], d.norm_eps), list(tokens), list[int](), []
+    for _ in range(count):
+        e = norm(ends["embedding"][text[1:]], w["embedding_norm"], d.norm_eps)
+        g = w.product("fc", np.concatenate([e, norm(h, w["hidden_norm"], d.norm_eps)], -1))
+        y = norm(block(d, w, DENSE_LAYER, g), w["norm"], d.norm_eps)[-1:]
+        logits.append(ends.product("embedding" if d.tied_head else "head", y)[0])
+        found.append(int(logits[-1].argmax()))
+        h, text = np.concatenate([h, y]), [*text, found[-1]]
     return found, np.array(logits)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import Array
 from pi_runtime.artifact.guess_head import GuessHead
+from pi_runtime.artifact.guess_layer import guess_layer_arrays
 from pi_runtime.artifact.schema import Layer, Manifest, Plan, Text
 from pi_runtime.artifact.sizes import BY_NEURON, PARTS, ArraySpec, array_specs, is_scales, with_scales
 from pi_runtime.artifact.writer import ArtifactWriter
@@ -128,6 +129,8 @@ def random_artifact(
     specs = array_specs(decoder, manifest.formats, ranks, profiled, layout)
     if (guess := manifest_fields.get("guess")) is not None:
         specs |= with_scales(guess.arrays(decoder))
+    if manifest_fields.get("guess_layers"):
+        specs |= with_scales(guess_layer_arrays(decoder, formats, layout))
     with ArtifactWriter(path) as writer:
         for name, spec in specs.items():
             if not is_scales(name):

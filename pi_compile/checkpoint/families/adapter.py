@@ -11,6 +11,8 @@ from typing import Any
 
 from pi_compile.checkpoint.config import Config
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.guess_head import PREFIX
+from pi_runtime.artifact.guess_layer import block_of
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,9 @@ class Adapter:
     """Pattern of tensors that are not used → the notice that says so."""
     quantised: Mapping[str, Callable[[Decoder], Table]] = field(default_factory=dict)
     """Method by which a checkpoint is quantised → its `layer_tensors`, where these differ."""
-    draft_layer: str = ""
-    """Tensor by which a layer behind the last is known as one that drafts further tokens, and is not used."""
+    draft_layer: Table = field(default_factory=dict)
+    """Tensors of a layer behind the last that drafts further tokens, beside those of any layer (see `guess_layer`), by
+    the names of the arrays; and those that are copies of the model's. By `fc` it is known as such."""
     plan_only: str = ""
     """The reason why its checkpoints can be planned for but not read; empty where they can be read."""
     decoder: Callable[[Config], Decoder]
@@ -93,6 +96,9 @@ class Adapter:
         """The tensors that an artifact array is made of, with their full names."""
         if array in ("head", "head_bias"):
             return linear("head", self.head)[array]
+        if array.startswith(PREFIX):
+            tensors = {**self.layer_tensors(block_of(decoder)), **self.draft_layer}[array.removeprefix(PREFIX)]
+            return tuple(_with_full_name(tensor, prefix, str(decoder.n_layers)) for tensor in tensors)
         if not array.startswith("layers/"):
             return tuple(_with_full_name(tensor, prefix) for tensor in self.global_tensors[array])
         _, n, name = array.split("/", 2)
@@ -159,3 +165,10 @@ def plain_ffn(first: str, rest: str, *, transposed: bool = False) -> dict[str, t
     """The arrays of an FFN of two linear layers, whose matrices may be stored `transposed`."""
     down = {"ffn/rest": (SourceTensor(f"{rest}.weight", not transposed),), "ffn/down_bias": stored(f"{rest}.bias")}
     return linear("ffn/first", first, transposed=transposed) | down
+
+
+def draft_layer(block: str, norm: str, head: str) -> Table:
+    """What a layer that drafts tokens has beside those of any layer: tensors of `block`, `norm` and `head` too."""
+    parts = {"fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm", "norm": norm}
+    copies = {"embedding": "embed_tokens", "head": head}
+    return {array: stored(f"{block}.{part}.weight") for array, part in (parts | copies).items()}

@@ -1,7 +1,7 @@
 """GLM 4.5 and later: experts chosen by sigmoid and a bias, a shared one, and dense layers before the others.
 
 The shared experts, one FFN, stand behind the others as experts that every token takes. So does the FFN of a dense
-layer, cut into experts; the experts before these are zeros. Layers behind the last draft tokens, and are left out.
+layer, cut into experts; the experts before these are zeros. The layer behind the last drafts tokens.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import Any
 
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import llama
-from pi_compile.checkpoint.families.adapter import Table, cut_ffn, experts_ffn, stored
+from pi_compile.checkpoint.families.adapter import Table, cut_ffn, draft_layer, experts_ffn, stored
 from pi_compile.checkpoint.families.fields import biases, experts, usual_decoder
 from pi_runtime.artifact.decoder import Decoder
 
@@ -120,6 +120,6 @@ ADAPTER = replace(
     architectures=("Glm4MoeForCausalLM", "Glm4MoeModel"),
     layer_tensors=_layer,
     read_keys=KEYS | {"use_qk_norm", "partial_rotary_factor"},
-    draft_layer="layers.{n}.eh_proj.weight",
+    draft_layer=draft_layer("layers.{n}", "shared_head.norm", "shared_head.head"),
     decoder=_decoder,
 )

@@ -16,7 +16,15 @@ from gguf import GGMLQuantizationType as Type
 
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import granite, llama, rope
-from pi_compile.checkpoint.families.adapter import Adapter, SourceTensor, Table, linear, stored, weight_and_bias
+from pi_compile.checkpoint.families.adapter import (
+    Adapter,
+    SourceTensor,
+    Table,
+    draft_layer,
+    linear,
+    stored,
+    weight_and_bias,
+)
 from pi_compile.checkpoint.families.fields import ACTIVATIONS as HF_ACTIVATIONS
 from pi_compile.checkpoint.families.fields import head_dim, usual_decoder
 from pi_compile.checkpoint.gguf.file import GgufFile
@@ -134,7 +142,7 @@ def gguf_adapter(file: GgufFile, activation: str) -> Adapter:
         read_keys=llama.KEYS
         | frozenset((*EXPERTS.values(), *MULTIPLIERS.values()))
         | (found.mixture.adapter.read_keys if found.mixture else frozenset()),
-        draft_layer="blk.{n}.nextn.eh_proj.weight" if found.mixture else "",
+        draft_layer=draft_layer("blk.{n}.nextn", "shared_head_norm", "shared_head_head") if found.mixture else {},
         unused_tensors=_PREDICTORS if file.of_powerinfer else {},
         decoder=lambda config: _decoder(config, found, file, activation),
     )
