@@ -321,7 +321,7 @@ def pack(
         profile=None if profile is None else refined(profile, predictors),
         predictor_set=predictors,
         quantised=quantised,
-        plans=[p.plan for p in placements if not p.rows],
+        plans=[p.plan for p in placements if p.assignment.uses_gpu or not p.rows],
         row_plans=[p.row_plan for p in placements if p.rows and not p.assignment.uses_gpu],
         progress=progress,
     )

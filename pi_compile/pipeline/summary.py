@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,8 +80,8 @@ def place_report(placements: Sequence[Placement]) -> dict[str, Any]:
 
 
 def _placement(p: Placement) -> dict[str, Any]:
-    plan, heuristic = asdict(p.plan), p.heuristic
-    digest, predicted = plan.pop("digest"), plan.pop("predicted_ns")
+    plan, heuristic = asdict(replace(p.plan, rows=None)), p.heuristic
+    digest, predicted, _ = (plan.pop(key) for key in ("digest", "predicted_ns", "rows"))
     from_disk = {"ram_budget": p.ram, "hit_rate": p.hit_rate, "read_bytes": p.read_bytes} if p.rows else {}
     return {
         **plan,

@@ -42,6 +42,8 @@ class Placement:
     """Digest of everything that decides the placement, and of the assignment."""
     rows: tuple[RowChoice, ...] = ()
     """The division of each layer's rows where some are on disk; () where all are in memory."""
+    expert_pinned: tuple[int, ...] = ()
+    """The rows behind each of `expert_cuts` that are pinned; () where all are in memory."""
 
     @property
     def hit_rate(self) -> float:
@@ -66,11 +68,12 @@ class Placement:
 
     @property
     def row_plan(self) -> RowPlan:
-        """What an artifact stores of a placement with rows on disk."""
+        """What an artifact stores of a placement with rows on disk: by itself, or within `plan` beside a GPU."""
+        beside_gpu = self.assignment.uses_gpu
         return RowPlan(
             ram_bytes=self.ram,
             context=self.context,
-            pinned=tuple(row.pinned for row in self.rows),
+            pinned=self.expert_pinned if beside_gpu else tuple(row.pinned for row in self.rows),
             cached=tuple(row.cached for row in self.rows),
             first=tuple(row.first for row in self.rows),
             slot_bytes=sum(row.nbytes for row in self.rows),
@@ -81,7 +84,7 @@ class Placement:
 
     @property
     def plan(self) -> Plan:
-        """What an artifact stores of a placement in memory."""
+        """What an artifact stores of a placement on a GPU, or of one with all in memory."""
         return Plan(
             objective=self.objective,
             vram_bytes=self.vram,
@@ -94,4 +97,5 @@ class Placement:
             head=SIDES[self.assignment.head],
             predicted_ns=self.time.ns,
             digest=self.digest,
+            rows=self.row_plan if self.rows and self.assignment.uses_gpu else None,
         )

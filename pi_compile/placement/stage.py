@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from pi_compile.cost_model import CPU, GPU, RowChoice
+from pi_compile.cost_model import CPU, GPU, RowChoice, Workload
 from pi_compile.files import json_digest
-from pi_compile.placement.formulation import Problem, Sizes, Solution, all_cpu
+from pi_compile.placement.formulation import Assignment, Problem, Sizes, Solution, all_cpu
 from pi_compile.placement.greedy import greedy
 from pi_compile.placement.hot_mass import hot_mass
 from pi_compile.placement.placement import Placement
@@ -78,6 +78,7 @@ def place(
         context=work.context,
         assignment=assignment,
         expert_cuts=tuple(cut for n, c in enumerate(assignment.cuts) for cut in work.expert_cuts(n, c)),
+        expert_pinned=_expert_pinned(work, assignment, rows),
         time=time,
         gpu_bytes=gpu_bytes,
         ram_bytes=ram_bytes,
@@ -88,6 +89,15 @@ def place(
         digest=json_digest({"inputs": inputs, "answer": {**asdict(assignment), **_divided(rows)}}),
         rows=rows,
     )
+
+
+def _expert_pinned(work: Workload, a: Assignment, rows: Sequence[RowChoice]) -> tuple[int, ...]:
+    """Of each layer and expert, the rows behind its cut that are pinned: the hottest groups that are left."""
+    found: list[int] = []
+    for n, (cut, row) in enumerate(zip(a.cuts, rows, strict=False)):
+        ends = work.expert_cuts(n, cut + row.pinned), work.expert_cuts(n, cut)
+        found += [end - begin for end, begin in zip(*ends, strict=True)]
+    return tuple(found)
 
 
 def _divided(rows: Sequence[RowChoice]) -> dict[str, Any]:

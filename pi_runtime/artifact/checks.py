@@ -2,7 +2,7 @@
 
 import re
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -238,6 +238,8 @@ def _plans(m: Manifest) -> Iterator[str]:
         if not 0 <= plan.used_bytes <= plan.vram_bytes < 2**63:
             yield f"plans[{n}]: {plan.used_bytes} bytes used of a budget of {plan.vram_bytes}"
         yield from (f"plans[{n}].{problem}" for problem in _plan(plan, d))
+        if plan.rows is not None and len(plan.cuts) == d.n_layers * d.n_experts:
+            yield from (f"plans[{n}].rows.{problem}" for problem in _row_plan(plan.rows, d, plan.cuts))
     budgets = [plan.vram_bytes for plan in m.plans]
     if budgets != sorted(budgets):
         yield f"plans: budgets {budgets} do not rise"
@@ -248,14 +250,21 @@ def _plans(m: Manifest) -> Iterator[str]:
         yield f"row_plans: budgets {room} do not rise"
 
 
-def _row_plan(plan: RowPlan, d: Decoder) -> Iterator[str]:
+def _row_plan(plan: RowPlan, d: Decoder, cuts: Sequence[int] = ()) -> Iterator[str]:
+    """The problems of a division of all rows, or of those behind the cuts of a placement."""
+    of_layer = d.n_experts if cuts else 1
     for name in ("pinned", "cached", "first"):
-        if len(getattr(plan, name)) != d.n_layers:
+        if len(getattr(plan, name)) != d.n_layers * (of_layer if name == "pinned" else 1):
             yield f"{name}: {len(getattr(plan, name))} values for {d.n_layers} layers"
             return
-    for pinned, cached in zip(plan.pinned, plan.cached, strict=True):
-        if not (pinned >= 0 and cached >= 0 and pinned + cached <= d.neurons) or pinned % d.n_experts:
-            yield f"pinned, cached: {pinned} and {cached} rows of a layer with {d.neurons}"
+    for layer, cached in enumerate(plan.cached):
+        own = slice(layer * of_layer, (layer + 1) * of_layer)
+        pinned, rows = sum(plan.pinned[own]), d.neurons - sum(cuts[own])
+        uneven = not cuts and pinned % d.n_experts and pinned % d.d_ff
+        if min(*plan.pinned[own], cached) < 0 or pinned + cached > rows or uneven:
+            yield f"pinned, cached: {pinned} and {cached} rows of a layer with {rows}"
+        if any(kept > d.d_ff - cut for kept, cut in zip(plan.pinned[own], cuts[own], strict=False)):
+            yield f"pinned: {list(plan.pinned[own])} rows, of experts with {d.d_ff} behind cuts of {list(cuts[own])}"
     if not 1 <= plan.context <= d.context_length:
         yield f"context: {plan.context} is not in 1…{d.context_length}"
     for name in ("ram_bytes", "slot_bytes", "read_bytes", "predicted_ns"):

@@ -40,6 +40,7 @@ FEATURES: dict[str, Callable[[Manifest], bool]] = {
     "formats.matrices": lambda m: len(m.formats) > len(PARTS),
     **{f"formats.{name}": partial(_has_format, name=name) for name in WEIGHT_FORMATS[len(_FIRST_FORMATS) :]},
     "guess_head": lambda m: m.guess is not None or m.guess_layers > 0,
+    "plans.rows": lambda m: any(plan.rows is not None for plan in m.plans),
     "decoder.rotary_frequencies.negative": lambda m: min(m.decoder.rotary_frequencies, default=0) < 0,
 }
 """Name of each feature that is read → whether a manifest uses it."""

@@ -67,6 +67,35 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowPlan:
+    """One division of FFN rows between RAM and disk, for a run within a budget of RAM.
+
+    Within a `Plan` it is of the rows that are the CPU's.
+    """
+
+    ram_bytes: int
+    """Budget of RAM it was solved for, the process itself not counted."""
+    context: int
+    """Positions of the key-value cache that this budget is for."""
+    pinned: tuple[int, ...]
+    """Neurons of each layer whose rows stay in RAM, of each expert equally many of those that are stored first. On
+    rungs that need `first` of every neuron these are rows of `rest`, else of both arrays. Within a `Plan`: of each
+    layer and expert, those that are stored first behind its cut."""
+    cached: tuple[int, ...]
+    """Neurons of each layer for whose rows a cache has room, of the same arrays."""
+    first: tuple[bool, ...]
+    """Whether each layer's `first` is in RAM as a whole."""
+    slot_bytes: int
+    """Bytes of RAM that these rows take."""
+    read_bytes: int
+    """Bytes that a token is predicted to read."""
+    predicted_ns: int
+    """Time of a token by the compiler's model."""
+    digest: str
+    """sha256 of what it was solved from and of the solution, for comparing with a lock."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """One placement: which parts belong on the GPU. Sides are `cpu` or `gpu`."""
 
@@ -90,31 +119,8 @@ class Plan:
     """Time of a token by the compiler's model; 0 if it has none."""
     digest: str
     """sha256 of what it was solved from and of the solution, for comparing with a lock."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowPlan:
-    """One division of FFN rows between RAM and disk, for a run on the CPU within a budget of RAM."""
-
-    ram_bytes: int
-    """Budget of RAM it was solved for, the process itself not counted."""
-    context: int
-    """Positions of the key-value cache that this budget is for."""
-    pinned: tuple[int, ...]
-    """Neurons of each layer whose rows stay in RAM, of each expert equally many of those that are stored first. On
-    rungs that need `first` of every neuron these are rows of `rest`, else of both arrays."""
-    cached: tuple[int, ...]
-    """Neurons of each layer for whose rows a cache has room, of the same arrays."""
-    first: tuple[bool, ...]
-    """Whether each layer's `first` is in RAM as a whole."""
-    slot_bytes: int
-    """Bytes of RAM that these rows take."""
-    read_bytes: int
-    """Bytes that a token is predicted to read."""
-    predicted_ns: int
-    """Time of a token by the compiler's model."""
-    digest: str
-    """sha256 of what it was solved from and of the solution, for comparing with a lock."""
+    rows: RowPlan | None = field(default=None, metadata=UNLESS_DEFAULT)
+    """How the rows behind the cuts are divided between RAM and disk; None where RAM holds all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

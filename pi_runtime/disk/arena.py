@@ -85,7 +85,11 @@ MOST_REFERENCES = 3
 
 @dataclass(frozen=True)
 class RowArena:
-    """Slots for the rows of one array of all layers: an empty one, the layers', and those of staged rows."""
+    """Slots for the rows of one array of all layers: an empty one, the layers', and those of staged rows.
+
+    Rows that are a GPU's lie before the empty slot, in slots with numbers below 0, of which nothing else is kept: a run
+    whose GPU is this memory has them there.
+    """
 
     nbytes: int
     """Bytes of one slot: of the longest rows that a layer has."""
@@ -99,11 +103,13 @@ class RowArena:
     """Whether all rows of a layer are pinned; they then lie in stored order, one right after the other."""
     counts_L2: Ints
     """Rows that were found, and that were not, of each layer."""
+    gpu_rows: int = 0
+    """Rows that lie before the empty slot."""
 
     @cached_property
     def address(self) -> int:
-        """Where the first slot is."""
-        return int(self.memory.ctypes.data)
+        """Where the empty slot is."""
+        return int(self.memory.ctypes.data) + self.gpu_rows * self.nbytes
 
     def address_of(self, layer: int, row: int) -> int:
         """Where a row is of a layer whose rows are all in memory."""
@@ -121,7 +127,9 @@ def row_arena(artifact: Artifact, name: str, plan: RamPlan, reader: Reader) -> R
     pool_slots = sum(slots_L[n].cached for n in pooled)
     regions = slots - np.cumsum([plan.ahead, plan.ahead, plan.staged, plan.staged])[::-1]
     ring = int(regions[0]) - pool_slots
-    memory = page_aligned(slots * nbytes + PAGE)[-ring * nbytes % PAGE :]  # units may be read straight to the ring
+    on_gpu = sum(map(sum, plan.cuts_LX))
+    # Units may be read straight to the ring, which begins at a page.
+    memory = page_aligned((on_gpu + slots) * nbytes + PAGE)[-(on_gpu + ring) * nbytes % PAGE :]
     reader.hold(memory)
     shared_S = [np.full(slots, first, np.int64) for first in (-1, 0, -1)]
     pool = neuron_cache.rows_of(d.neurons, ring, ring + pool_slots, MOST_REFERENCES, *shared_S)
@@ -129,8 +137,8 @@ def row_arena(artifact: Artifact, name: str, plan: RamPlan, reader: Reader) -> R
     of_pool = iter(neuron_cache.in_one_ring(pool, len(pooled), d.d_ff, floor))
     whole_L = tuple(own.pinned == d.neurons for own in slots_L)
     counts_L2 = np.zeros((len(slots_L), 2), np.int64)
-    arena = RowArena(nbytes, memory, [], [], tuple(regions.tolist()), whole_L, counts_L2)
-    begin = 1
+    arena = RowArena(nbytes, memory, [], [], tuple(regions.tolist()), whole_L, counts_L2, on_gpu)
+    begin, before = 1, -on_gpu
     for n, own in enumerate(slots_L):
         cached = ring if plan.by_expert_L[n] else begin + own.pinned
         rows = (
@@ -142,7 +150,12 @@ def row_arena(artifact: Artifact, name: str, plan: RamPlan, reader: Reader) -> R
         entry = m.arrays[f"layers/{n}/ffn/{name}"]
         places = Places(entry.offset, entry.nbytes // d.neurons, arena.address, nbytes)
         arena.places_L.append(places)
-        hottest = np.arange(d.neurons) if whole_L[n] else _hottest(artifact, n, plan.by_expert_L[n])
+        hottest = np.arange(d.neurons) if whole_L[n] else _hottest(artifact, n, plan)
+        if plan.cuts_LX:
+            first = (np.arange(d.d_ff) < np.array(plan.cuts_LX[n])[:, None]).ravel().nonzero()[0]
+            rows.slot_N[first] = np.arange(before, before + len(first))
+            read_rows(reader, first, rows.slot_N[first], places)
+            before += len(first)
         neuron_cache.place(rows, hottest[: own.pinned], begin)
         neuron_cache.place(rows, hottest[own.pinned : own.pinned + own.cached], cached)
         if whole_L[n]:
@@ -155,11 +168,19 @@ def row_arena(artifact: Artifact, name: str, plan: RamPlan, reader: Reader) -> R
     return arena
 
 
-def _hottest(artifact: Artifact, layer: int, by_expert: bool) -> Ints:
-    """The rows of a layer: of each expert those that are stored first before others, or expert by expert."""
+def _hottest(artifact: Artifact, layer: int, plan: RamPlan) -> Ints:
+    """The rows of a layer: of each expert those that are stored first before others, or expert by expert.
+
+    Beside a GPU these are the rows behind the cuts, those to be pinned before others.
+    """
     d = artifact.manifest.decoder
     row_XF = np.arange(d.neurons).reshape(d.n_experts, d.d_ff)
-    if not by_expert:
+    if plan.cuts_LX:
+        cut_X1, pinned_X1 = (np.array(of_L[layer])[:, None] for of_L in (plan.cuts_LX, plan.pinned_LX))
+        rank_XF = np.broadcast_to(np.arange(d.d_ff), row_XF.shape)
+        order = np.lexsort((row_XF.ravel(), rank_XF.ravel(), (rank_XF >= cut_X1 + pinned_X1).ravel()))
+        return order[(rank_XF >= cut_X1).ravel()[order]]
+    if not plan.by_expert_L[layer]:
         return row_XF.T.ravel()
     counts_X = expert_counts(artifact, layer)
     return row_XF[np.argsort(-counts_X, kind="stable")].ravel()

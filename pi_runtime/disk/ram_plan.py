@@ -31,7 +31,7 @@ from pi_runtime.artifact.schema import Manifest, RowPlan
 from pi_runtime.errors import DoesNotFitError, Setting
 
 _NOT_RESIDENT = (*(f"/ffn/{array}" for array in ROW_ARRAYS), "/ffn/order", "/ffn/counts")
-_PINNED_SHARE = 0.5
+PINNED_SHARE = 0.5
 """Share of the slots that keep the rows that fire most often; the others are a cache."""
 _EXPONENT = 0.83
 """Exponent of the power law that frequencies are taken to follow without counts. The hottest neuron comes first."""
@@ -72,6 +72,14 @@ class RamPlan:
     """Whether all of the embedding is in memory."""
     stored: RowPlan | None = None
     """The stored division that this one follows; None where it goes by the rule."""
+    cuts_LX: tuple[tuple[int, ...], ...] = ()
+    """Rows of each expert that are the GPU's, those that are stored first; () without one (see `behind_cuts`)."""
+    pinned_LX: tuple[tuple[int, ...], ...] = ()
+    """Rows behind each of these cuts that are pinned."""
+
+    def cut(self, layer: int, expert: int) -> int:
+        """The first neuron of an expert that is not the GPU's."""
+        return self.cuts_LX[layer][expert] if self.cuts_LX else 0
 
     def slots(self, name: str) -> int:
         """Slots of all layers for one of `ROW_ARRAYS`: an empty one, pinned and cached ones, and staged ones."""
@@ -138,13 +146,7 @@ def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
     m = artifact.manifest
     nbytes = slot_nbytes(m.decoder, m.formats["ffn"])
     least, most = useful_budgets(m, fixed)
-    if budget < least:
-        raise DoesNotFitError(
-            (f"{artifact.path}: ", Setting("ram_budget"), " is too small to run it, however slowly"),
-            expected=f"at least {least} bytes",
-            found=f"{budget} bytes",
-            remedy=(Setting("ram_budget", -(-least // 2**20) << 20), ", or a smaller ", Setting("context")),
-        )
+    refuse_below(artifact, budget, least)
     buffers = row_buffers(m.decoder, sum(nbytes.values()), budget - fixed)
     room = buffers.left
     gate_L, packed_L = ([rung_in_mode(layer.rung, how).needs_all_first for layer in m.layers] for how in (mode, "auto"))
@@ -169,6 +171,17 @@ def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
         whole_embedding=budget >= most,
         stored=stored,
     )
+
+
+def refuse_below(artifact: Artifact, budget: int, least: int) -> None:
+    """Raise DoesNotFitError for a budget below the smallest one with which the artifact runs."""
+    if budget < least:
+        raise DoesNotFitError(
+            (f"{artifact.path}: ", Setting("ram_budget"), " is too small to run it, however slowly"),
+            expected=f"at least {least} bytes",
+            found=f"{budget} bytes",
+            remedy=(Setting("ram_budget", -(-least // 2**20) << 20), ", or a smaller ", Setting("context")),
+        )
 
 
 def _largest(m: Manifest, room: int) -> RowPlan | None:
@@ -257,7 +270,7 @@ def _divided(
     layer = np.repeat(np.arange(len(often_LG)), [len(often_G) for often_G in often_LG])
     order = np.argsort(-worth, kind="stable")
     known = (worth[order] > 0) | ~np.array(whole_L)[layer[order]]
-    taken = (np.cumsum(step_L[layer[order]]) <= room * _PINNED_SHARE) & known
+    taken = (np.cumsum(step_L[layer[order]]) <= room * PINNED_SHARE) & known
     pinned_L = np.bincount(layer[order[taken]], minlength=len(often_LG))
     room -= int((pinned_L * step_L).sum())
     left_L = np.array([often_G[p:].sum() for often_G, p in zip(often_LG, pinned_L, strict=True)])

@@ -52,10 +52,10 @@ def load(
     `stand-in` runs the same plan with the CPU in the GPU's place; `auto` is the first GPU where there is one and a plan
     fits it, else `stand-in` where a budget is given, else `cpu`. `progress` is called with (done, total) bytes while
     weights go to a GPU.
-    `ram_budget`: bytes of memory that the run may take, on the CPU: rows of FFNs that have no room are read from the
-    file when they are needed, which changes no text. None maps the whole file into memory where it fits, and else takes
-    what is free. `kv_budget`: bytes of it for keys and values, of all caches and engines together; None: as many as
-    one sequence takes.
+    `ram_budget`: bytes of memory that the run may take, on the CPU or with the stand-in beside what that stands for:
+    rows of FFNs that have no room are read from the file when they are needed, which changes no text. None maps the
+    whole file into memory where it fits, and else takes what is free. `kv_budget`: bytes of it for keys and values, of
+    all caches and engines together; None: as many as one sequence takes.
     `context`: positions to hold, prompt and answer together. `cache_format`: how keys and values are held, `f16` or
     `q8`, which takes about half as much and is no longer exact; `auto` is float32 beside attention weights in float32,
     else `f16`. A GPU has `auto` alone. `threads`: CPU threads; results do not depend on it.
@@ -122,11 +122,13 @@ def _threads(wanted: int | None) -> int:
 def _device(options: ModelOptions) -> str:
     """The device that a run takes. Raises UsageError for budgets that do not go with it."""
     wanted, within_ram, on_gpu = options.device, options.ram_budget is not None, options.vram_budget is not None
-    device = "cpu" if wanted == "auto" and within_ram else resolve_device(wanted)
+    device = "cpu" if wanted == "auto" and within_ram and not on_gpu else resolve_device(wanted)
     vram, on_cpu = Setting("vram_budget"), Setting("device", "cpu")
-    if within_ram and (device != "cpu" or on_gpu):
-        other = vram if device == "cpu" else Setting("device", wanted)
-        raise UsageError((Setting("ram_budget"), " does not go with ", other), remedy=(on_cpu, " without ", vram))
+    if within_ram and device.startswith("cuda"):
+        raise UsageError(
+            (Setting("ram_budget"), " does not go with a GPU yet: its CPU's part is in memory as a whole"),
+            remedy=(Setting("device", "stand-in"), ", or ", on_cpu, " without ", vram),
+        )
     if wanted == "auto" and device == "cpu" and on_gpu:
         return "stand-in"
     if device == "cpu" and on_gpu:
@@ -152,6 +154,11 @@ def _executor(
         )
     if budget is None and device == "cpu":
         budget = ram_budget_for(artifact.nbytes)
+    if budget is not None and device == "stand-in":
+        from pi_runtime.execution.tiers import TieredExecutor  # noqa: PLC0415  few runs need it
+
+        taken = choose_plan(artifact, context, sys.maxsize if vram is None else vram)
+        return TieredExecutor(artifact, mode, threads, held, taken, budget, options.kv_budget)
     if budget is not None and whole:
         mapped = CpuExecutor(artifact, mode, context, threads, held)
         mapped.notice = f"the model is larger than the free memory, and slow; to run from disk {BY_NEURON_REMEDY}"

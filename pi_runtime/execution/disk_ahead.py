@@ -89,5 +89,6 @@ class ReadAhead:
         for expert, token_N, weight_N in taken:
             batch = whole_batch(self._ffn, w_X, expert, token_N, select_T[token_N], weight_N)
             count = steps.name_neurons(self._ffn, batch, self._named_F)
-            named.append(expert * m.cfg.d_ff + self._named_F[:count])
+            named_I = self._named_F[:count]
+            named.append(expert * m.cfg.d_ff + named_I[named_I >= self._rows.plan.cut(layer, expert)])
         return np.concatenate(named)

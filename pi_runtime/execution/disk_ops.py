@@ -19,14 +19,14 @@ from pi_runtime.disk.row_store import REGIONS, Request, RowStore
 from pi_runtime.execution.cpu import CpuModel
 from pi_runtime.execution.cpu_ops import CpuOps
 from pi_runtime.execution.disk_ahead import ReadAhead
-from pi_runtime.execution.executor import Ints, SequenceStep
+from pi_runtime.execution.executor import Floats, Ints, SequenceStep
 from pi_runtime.kernels.ffn import steps
 from pi_runtime.kernels.ffn.experts import tokens_by_expert
 from pi_runtime.kernels.ffn.memory import Batch, whole_batch
 
 
 class DiskOps(CpuOps):
-    """The tokens of a step, at most `BLOCK_TOKENS`."""
+    """The tokens of a step, at most `BLOCK_TOKENS`. Rows before a cut are somebody else's, and always there."""
 
     def __init__(self, model: CpuModel, rows: RowStore) -> None:
         super().__init__(model)
@@ -48,7 +48,8 @@ class DiskOps(CpuOps):
         """Go on with the next tokens of some sequences."""
         super().take(sequences)
         self._all_select = bool(self.select_T.all())
-        self._reads_ahead = not self.ahead.is_exact and self.ahead.way.second and bool(self.select_T.any())
+        few = len(self.x_TD) <= FEW_TOKENS
+        self._reads_ahead = few and not self.ahead.is_exact and self.ahead.way.second and bool(self.select_T.any())
 
     def learn(self, seconds: float) -> None:
         """Learn from a step with a few tokens, which took so long, how to run the next ones."""
@@ -79,17 +80,30 @@ class DiskOps(CpuOps):
         steps.prepare(m.ffn, m.table_LX[layer, 0], self.input_TD)
         tally_T3[:] = 0
         w_X, taken = m.table_LX[layer], tokens_by_expert(ws.expert_TK[:tokens], ws.route_weight_TK, m.cfg.experts)
-        few, by_expert = tokens <= FEW_TOKENS and not self.count_all, self._rows.plan.by_expert_L[layer]
         batches = {e: whole_batch(m.ffn, w_X, e, token_N, self.select_T[token_N], w_N) for e, token_N, w_N in taken}
-        if by_expert:
+        few = tokens <= FEW_TOKENS and not self.count_all
+        if self._rows.plan.by_expert_L[layer]:
             self._whole_experts(layer, batches, few, tally_T3)
-        for expert, batch in batches.items() if not by_expert else ():
-            if few:
-                self._expert_of_few(layer, batch, is_last=expert == taken[-1][0])
-            else:
+        elif few:
+            self.add_few(layer, list(batches.values()), tally_T3, self.x_TD)
+        else:
+            for batch in batches.values():
                 self._expert_of_many(layer, batch)
-            steps.add_counts(m.ffn, batch, tally_T3)
+                steps.add_counts(m.ffn, batch, tally_T3)
         self._rows.end_layer(layer)
+
+    def end_layer(self, layer: int) -> None:
+        """Let go of rows that were read for a layer ahead of its turn."""
+        self._rows.end_layer(layer)
+
+    def add_few(self, layer: int, batches: Sequence[Batch], tally_T3: Ints, y_TD: Floats) -> None:
+        """y ← y + neurons of some experts, one after the other, for a few tokens whose inputs are prepared.
+
+        `tally_T3` ← tally + their counts.
+        """
+        for batch in batches:
+            self._expert_of_few(layer, batch, y_TD, is_last=batch is batches[-1])
+            steps.add_counts(self.model.ffn, batch, tally_T3)
 
     def _whole_experts(self, layer: int, batches: Mapping[int, Batch], few: bool, tally_T3: Ints) -> None:
         """x ← x + the FFNs of experts all of whose rows are needed: the next ones come while one is computed."""
@@ -112,26 +126,32 @@ class DiskOps(CpuOps):
                     steps.merge(f, e, self.x_TD)
                 steps.add_counts(f, e, tally_T3)
 
-    def _named(self, e: Batch) -> Ints:
-        """The neurons that the tokens of a batch may need."""
+    def _named(self, layer: int, e: Batch) -> Ints:
+        """The neurons that the tokens of a batch may need from here."""
         count = steps.name_neurons(self.model.ffn, e, self._named_F)
-        return self._all_F if self.count_all or count == self.model.cfg.d_ff else self._named_F[:count]
+        named_I = self._all_F if self.count_all or count == self.model.cfg.d_ff else self._named_F[:count]
+        return self._read(layer, e, named_I)
+
+    def _read(self, layer: int, e: Batch, neuron_I: Ints) -> Ints:
+        """Those of some neurons, in ascending order, whose rows may have to be read."""
+        cut = self._rows.plan.cut(layer, e.expert)
+        return neuron_I[np.searchsorted(neuron_I, cut) :] if cut else neuron_I
 
     def _expert_of_many(self, layer: int, e: Batch) -> None:
         """x ← x + one expert's FFN for its tokens: all rows that they name, chunks in order."""
-        named_I = self._named(e)
+        named_I = self._named(layer, e)
         request = Request(layer, e.expert, [(name, named_I) for name in ROW_ARRAYS])
         for part in self._rows.ranges([request], keep=bool(e.select_N.any())):
             steps.add_chunks(self.model.ffn, e, self.count_all, part.begin, part.end, self._carried_TD, self.x_TD)
 
-    def _expert_of_few(self, layer: int, e: Batch, is_last: bool) -> None:
-        """x ← x + one expert's FFN for its tokens: what fires is listed while rows of `rest` still come."""
-        f, named_I, keep = self.model.ffn, self._named(e), self._all_select or bool(e.select_N.any())
+    def _expert_of_few(self, layer: int, e: Batch, y_TD: Floats, is_last: bool) -> None:
+        """y ← y + one expert's FFN for its tokens: what fires is listed while rows of `rest` still come."""
+        f, named_I, keep = self.model.ffn, self._named(layer, e), self._all_select or bool(e.select_N.any())
         requests = [Request(layer, e.expert, [("first", named_I)])]
         if self._two_phases_L[layer]:
             for part in self._rows.ranges(requests, keep):
                 steps.list_chunks(f, e, part.begin, part.end)
-            fire_I = self._fire_F[: steps.firing(f, e, self._fire_F)]
+            fire_I = self._read(layer, e, self._fire_F[: steps.firing(f, e, self._fire_F)])
             requests = [Request(layer, e.expert, [("rest", fire_I)])]
         else:
             requests.append(Request(layer, e.expert, [("rest", named_I)]))
@@ -144,4 +164,4 @@ class DiskOps(CpuOps):
                 steps.list_chunks(f, e, part.begin, part.end)
             else:
                 steps.sum_chunks(f, e, part.begin, part.end)
-        steps.merge(f, e, self.x_TD)
+        steps.merge(f, e, y_TD)

@@ -41,9 +41,14 @@ class PromptOps(BlockOps):
     def embed(self, layer: int) -> None:
         """x ← the tokens' embeddings; behind these the rows of the layers begin to come."""
         super().embed(layer)
-        m, needs = self.model, [(name, self._all_F) for name in ROW_ARRAYS]
-        requests = (Request(*which, needs) for which in product(range(len(m.table_LX)), range(m.cfg.experts)))
+        m = self.model
+        requests = (self._whole(*which) for which in product(range(len(m.table_LX)), range(m.cfg.experts)))
         self._layers = groupby(self._rows.ranges(requests, keep=False), lambda part: part.request.layer)
+
+    def _whole(self, layer: int, expert: int) -> Request:
+        """All rows of an expert that are not a GPU's."""
+        row_F = self._all_F[self._rows.plan.cut(layer, expert) :]
+        return Request(layer, expert, [(name, row_F) for name in ROW_ARRAYS])
 
     def ffn(self, layer: int) -> None:
         """x ← x + the FFN, by the ranges of its chunks."""

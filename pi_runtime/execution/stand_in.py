@@ -42,6 +42,11 @@ class ExpertRange(NamedTuple):
     token_N: Ints
     route_weight_N: Floats
 
+    def batch(self, w_X: LayerRecords) -> Batch:
+        """The same as kernels take it."""
+        select_N = np.ones(len(self.token_N), np.int64)
+        return Batch(w_X, self.expert, self.low, self.high, self.token_N, select_N, self.route_weight_N, 0)
+
 
 @dataclass(frozen=True)
 class NeuronWorker:
@@ -61,9 +66,7 @@ class NeuronWorker:
         rows_T2, tally_T3 = np.zeros((tokens, 2), np.int64), np.zeros((tokens, 3), np.int64)
         self.sum_TD[:tokens] = 0
         for r in ranges:
-            select_N = np.ones(len(r.token_N), np.int64)
-            batch = Batch(w_X, r.expert, r.low, r.high, r.token_N, select_N, r.route_weight_N, 0)
-            self.add(self.ffn, batch, x_TD, False, tally_T3, self.sum_TD[:tokens])
+            self.add(self.ffn, r.batch(w_X), x_TD, False, tally_T3, self.sum_TD[:tokens])
             rows_T2 += tally_T3[:, 1:]
         return rows_T2
 
@@ -88,6 +91,10 @@ class StandInOps(CpuOps):
         for part in token_blocks(len(self.x_TD), FEW_TOKENS):
             self._ffn_of_few(layer, part)
 
+    def cold_rows(self, _layer: int, w_X: LayerRecords, input_TD: Floats, ranges: Sequence[ExpertRange]) -> Ints:
+        """Let the CPU's worker compute these neurons of a layer; returns what it counted."""
+        return self.cold.run(w_X, input_TD, ranges)
+
     def _ffn_of_few(self, layer: int, part: slice) -> None:
         """Let both workers compute at once; a token wholly on one side needs no handover."""
         m, w_X, input_TD, cuts_X = self.model, self.model.table_LX[layer], self.input_TD[part], self._cuts_LX[layer]
@@ -99,7 +106,7 @@ class StandInOps(CpuOps):
         pending = self._gpu_thread.submit(self.hot.run, w_X, input_TD, hot) if hot else None
         try:
             if cold:
-                rows_T2 += self.cold.run(w_X, input_TD, cold)
+                rows_T2 += self.cold_rows(layer, w_X, input_TD, cold)
         finally:
             # Whatever happens here, the other worker must have left its workspace; its own error surfaces from here.
             if pending is not None:
