@@ -17,6 +17,7 @@ from pi_compile.checkpoint import Checkpoint
 from pi_compile.errors import CorpusError
 from pi_compile.torch_model.attention import attention
 from pi_runtime.artifact.decoder import CLAMP, SWIGLU_SLOPE, Decoder
+from pi_runtime.artifact.guess_head import PREFIX
 
 Tensor = torch.Tensor
 NamedTensors = Mapping[str, Tensor]
@@ -39,7 +40,7 @@ def stored_layers(checkpoint: Checkpoint, device: str) -> Iterator[NamedTensors]
 
 def global_weights(checkpoint: Checkpoint, device: str) -> dict[str, Tensor]:
     """Embedding, learned positions, final norm and head."""
-    names = [name for name in checkpoint.array_shapes if not name.startswith("layers/")]
+    names = [name for name in checkpoint.array_shapes if not name.startswith(("layers/", PREFIX))]
     return {name: torch.from_numpy(checkpoint.values(name)).to(device) for name in names}
 
 

@@ -23,6 +23,7 @@ from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model import flops_per_s, layer_parameters
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.guess_head import PREFIX
 from pi_runtime.artifact.quantisation import dequantise
 from pi_runtime.artifact.sizes import array_specs
 
@@ -105,7 +106,7 @@ def text_states(
 ) -> tuple[td.NamedTensors, torch.Tensor]:
     """The arrays outside the layers, and the states (N, T, D) after all layers."""
     d = checkpoint.decoder
-    names = [name for name in checkpoint.array_shapes if not name.startswith("layers/")]
+    names = [name for name in checkpoint.array_shapes if not name.startswith(("layers/", PREFIX))]
 
     def layer(n: int) -> td.NamedTensors:
         found = checkpoint.layer_values(n)
