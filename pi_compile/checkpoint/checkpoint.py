@@ -18,7 +18,7 @@ import numpy.typing as npt
 from pi_compile.checkpoint.families.adapter import SourceTensor
 from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES, find_checkpoint
 from pi_compile.checkpoint.resolution import ResolvedCheckpoint, resolve_checkpoint
-from pi_compile.checkpoint.tensors import Array, Index, RowReader, StoredRows, Values
+from pi_compile.checkpoint.tensors import Array, Index, RowReader, StoredRows, TensorSource, Values
 from pi_compile.errors import CheckpointError
 from pi_compile.files import file_digest, json_digest
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS, Format
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Order = npt.NDArray[np.integer[Any]] | Sequence[int]
 
 BLOCK_BYTES = 16 << 20
-NEURON_ARRAYS = ("ffn/first", "ffn/first_bias", "ffn/up_bias", "ffn/rest")
+NEURON_ARRAYS = ("ffn/first", "ffn/first_bias", "ffn/up_bias", "ffn/rest", "ffn/inner_norm")
 """Arrays of a layer that have one row for each neuron."""
 _EMBEDDING_ARRAYS = ("embedding", "embedding_in", "embedding_out", "positions")
 
@@ -117,7 +117,7 @@ class Checkpoint(ResolvedCheckpoint):
         return np.concatenate([rows for (rows,) in self._joined(array, None, kept)])
 
     def _is_kept(self, tensor: SourceTensor, name: str) -> bool:
-        return _is_whole(tensor) and not tensor.addend and name in self.source.rows(tensor.name).grids
+        return not tensor.addend and name in getattr(_stored_rows(self.source, tensor), "grids", ())
 
     def _matrices(self, part: str) -> list[str]:
         """Names of the tensors that the matrices of a part are made of."""
@@ -187,7 +187,11 @@ class Checkpoint(ResolvedCheckpoint):
         Such tensors are taken bit for bit, the others are quantised. None where no tensor does.
         """
         tensors = [t for t in self._source_tensors(array) if not t.addend] if fmt.quantised else []
-        if all(self._matrix(tensor).on_grid(fmt, slice(0, 1)) is None for tensor in tensors if _is_whole(tensor)):
+        if all(
+            self._matrix(tensor).on_grid(fmt, slice(0, 1)) is None
+            for tensor in tensors
+            if _stored_rows(self.source, tensor)
+        ):
             return None
         found = self._joined(array, order, lambda *rows: self._stored(fmt, *rows))
         return ((stored, scales) for stored, scales in found)
@@ -260,8 +264,8 @@ class Checkpoint(ResolvedCheckpoint):
 
         Making the copy reads the file once; without it, every block would read with strides.
         """
-        if _is_whole(tensor):
-            return self.source.rows(tensor.name)
+        if (rows := _stored_rows(self.source, tensor)) is not None:
+            return rows
         if tensor.item is not None:
             (matrix,) = self.source.rows(tensor.name)[tensor.item : tensor.item + 1]
             return StoredRows(_rows_of(np.ascontiguousarray(matrix.mT) if tensor.transposed else matrix, tensor))
@@ -320,9 +324,10 @@ def part_of(array: str) -> str | None:
     return "head" if array == "head" else None
 
 
-def _is_whole(tensor: SourceTensor) -> bool:
-    """Whether an array, or a part of one, is a tensor as it is stored."""
-    return tensor.rows is None and not tensor.transposed and not tensor.stacked
+def _stored_rows(source: TensorSource, tensor: SourceTensor) -> RowReader | None:
+    """The tensor, turned if need be, where an array or a part of one is that as it is stored; else None."""
+    rows = None if tensor.rows is not None or tensor.stacked else source.rows(tensor.name)
+    return getattr(rows, "turned", None) if tensor.transposed else rows
 
 
 def _row_blocks(rows: RowReader) -> Iterator[Values]:

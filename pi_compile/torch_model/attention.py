@@ -40,7 +40,7 @@ def attention(
         seen[..., -1] = w["attention/sinks"][:, None]
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     attended = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None)
-    attended = attended.transpose(1, 2).reshape(batch, tokens, -1)
+    attended = _inner_norm(d, w, attended.transpose(1, 2).reshape(batch, tokens, -1))
     if on_input is not None:
         on_input("attention/qkv", x_BTD)
         on_input("attention/out", attended)
@@ -80,11 +80,15 @@ def _latent_attention(
     keys = torch.cat([c, _rotate(k[:, None], cos, sin)], -1).expand(-1, heads, -1, -1)
     scale, values = d.score_scale / d.head_dim**0.5, c.expand(-1, heads, -1, -1)
     sums = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
-    attended = (sums @ v_up.view(heads, -1, d.latent_rank).mT).transpose(1, 2).flatten(2)
+    attended = _inner_norm(d, w, (sums @ v_up.view(heads, -1, d.latent_rank).mT).transpose(1, 2).flatten(2))
     if on_input is not None:
         on_input("attention/qkv", x_BTD)
         on_input("attention/out", attended)
     return F.linear(attended, w["attention/out"], w.get("attention/out_bias"))
+
+
+def _inner_norm(d: Decoder, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], w["attention/inner_norm"], d.norm_eps) if d.inner_norms else x
 
 
 def _rotary(d: Decoder, tokens: int, device: Any) -> tuple[Tensor, Tensor]:

@@ -174,7 +174,7 @@ def neurons(d: Decoder, w: NamedTensors, x: Tensor, threshold: float = 0.0) -> T
     """(…, D) normed FFN inputs → (…, X·F) neuron values h, which are 0 exactly where a neuron does not fire.
 
     With experts, each value is multiplied by the routing weight of its expert. Experts that the router does not take
-    are not computed: their values are 0.
+    are not computed: their values are 0. Inner norms are part of the values, before any is left out.
     """
     if d.n_experts == 1:
         return _expert_neurons(d, w, x, threshold)
@@ -209,7 +209,7 @@ def _expert_neurons(d: Decoder, w: NamedTensors, x: Tensor, threshold: float) ->
         if d.activation == "clamped_swiglu":
             up = up.clamp_(-CLAMP, CLAMP).add_(1)
         h *= up.relu_() if d.activation == "drelu" else up
-    return h
+    return F.rms_norm(h, h.shape[-1:], w["ffn/inner_norm"], d.norm_eps) if d.inner_norms else h
 
 
 def routing(d: Decoder, w: NamedTensors, x: Tensor) -> Tensor:

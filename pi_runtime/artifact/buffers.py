@@ -162,6 +162,7 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "scored_T": Buffer((t,), "int64"),
         "asking_T": Buffer((t,), "int64"),
         "tally_CT3": Buffer((CHUNKS, t, 3), "int64"),
+        "squares_CT": Buffer((CHUNKS, t if d.inner_norms else 0)),
         "sums_CTP": Buffer((CHUNKS, min(t, FEW_TOKENS), padded_width(d.d_model))),
         "scratch_CX": Buffer((CHUNKS, ffn_floats(d.d_ff))),
         "counts_LT3": Buffer((d.n_layers, t, 3), "int64", fill=0),

@@ -99,6 +99,8 @@ def _later_problems(d: Decoder) -> Iterator[str]:
     """Problems of the facts that format 4 added: a file has them only where they differ from their defaults."""
     if d.joint_qk_norm and not d.qk_norm:
         yield "decoder.joint_qk_norm: true without qk_norm"
+    if d.inner_norms and (d.norm != "rms" or d.n_experts > 1 or not d.sparse):
+        yield "decoder.inner_norms: with experts, another norm, or an FFN that is not sparse"
     if not d.router_normalised and d.n_experts == 1:
         yield "decoder.router_normalised: false without experts"
     if d.n_experts == 1 and (d.router_early or d.router_score != "softmax"):

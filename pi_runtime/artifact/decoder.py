@@ -106,6 +106,9 @@ class Decoder:
     """Whether each head of queries and keys goes through an `rms` norm before its rotation."""
     joint_qk_norm: bool = field(default=False, metadata=UNLESS_DEFAULT)
     """Whether this norm is taken over all heads of a token's queries together, and over all of its keys."""
+    inner_norms: bool = field(default=False, metadata=UNLESS_DEFAULT)
+    """Whether what attention's last matrix reads, and the h of a sparse FFN, go through an `rms` norm before it. Over
+    the h that are computed: what a rung leaves out is not in their mean."""
     positions: str
     """`rope`: the first 2J numbers of each head are two halves, rotated by angles pos · frequency_j;
     `learned`: a table is added."""

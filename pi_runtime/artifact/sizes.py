@@ -14,6 +14,7 @@ rows of `rest` a neuron, R predictor rank.
     head; Q is the queries' latent, or H·E without it. Rows of queries are those that are not rotated, head by head,
     then the first halves of the others, then the second ones
     layers/N/attention/{q_norm,k_norm} [E], or [H·E] and [G·E] where the norm is joint
+    layers/N/attention/inner_norm [H·E], or [H·U]   layers/N/ffn/inner_norm [F]
     layers/N/attention/out_norm/{weight,bias} [D], layers/N/ffn/out_norm/{weight,bias} [D] of a sandwich block
     layers/N/ffn/norm/{weight,bias} [D]         …/first [F, D]        …/first_bias [F]
     layers/N/ffn/rest [F, k, D]                 …/up_bias [F]         …/down_bias [D], or …/expert_bias [X, D]
@@ -215,6 +216,8 @@ def layer_specs(
 def _ffn_matrices(d: Decoder, fmt: str, layout: str) -> Iterator[tuple[str, ArraySpec]]:
     by_neuron = d.neurons, d.d_model
     yield "ffn/first", ArraySpec(fmt, by_neuron)
+    if d.inner_norms:
+        yield "ffn/inner_norm", ArraySpec("f32", (d.neurons,))
     if layout == BY_NEURON:
         yield "ffn/rest", ArraySpec(fmt, (d.neurons, 2 if d.ffn == "gated" else 1, d.d_model))
         return
@@ -237,6 +240,8 @@ def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
         yield "attention/k_norm", ArraySpec("f32", (keys * d.head_dim,))
     if d.attention_sinks:
         yield "attention/sinks", ArraySpec("f32", (d.n_heads,))
+    if d.inner_norms:
+        yield "attention/inner_norm", ArraySpec("f32", (d.mixed_width,))
     yield "attention/out", ArraySpec(fmt, (d.d_model, d.mixed_width))
     if d.out_bias:
         yield "attention/out_bias", ArraySpec("f32", (d.d_model,))

@@ -20,6 +20,7 @@ import numpy as np
 from pi_runtime.artifact.footprint import FEW_TOKENS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Plan
+from pi_runtime.errors import DoesNotFitError, Setting
 from pi_runtime.execution.cpu import CpuModel, HostExecutor
 from pi_runtime.execution.cpu_ops import CpuOps, token_blocks
 from pi_runtime.execution.executor import Floats, Ints, SequenceResult, SequenceStep
@@ -134,6 +135,12 @@ class StandInExecutor(HostExecutor):
     def __init__(
         self, artifact: Artifact, mode: str, threads: int, allocation: Allocation, cache: str = "auto"
     ) -> None:
+        if artifact.manifest.decoder.inner_norms:
+            raise DoesNotFitError(
+                "an FFN whose values are normed together is not computed in two places",
+                found="decoder.inner_norms",
+                remedy=(Setting("device", "cpu"),),
+            )
         self._model = model = CpuModel(artifact, mode, allocation.context, threads, cache)
         self.allocation, self.context, self.neurons = allocation, allocation.context, model.neurons
         self.guess_head = model.new_guess_head()

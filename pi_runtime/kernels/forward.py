@@ -174,6 +174,8 @@ def _attend(
         _mix_latents(cfg, w, cache, cos_SJ, sin_SJ, at.position_T, at.run_R4, ws)
     else:
         _mix(cfg, w, eps, cache, cos_SJ, sin_SJ, at, ws)
+    if w.attention_inner_norm != 0:
+        _norm(0, eps, w.attention_inner_norm, 0, mixed_TQ, mixed_TQ)
     linear(out, cfg.d_model, w.out_bias, mixed_TQ, address_of(ws.inputs), ws.attended_TD[:tokens])
 
 

@@ -200,6 +200,8 @@ def ffn(
         h_TF = h_TF * (UPS[d.activation](up_TF) if d.activation in UPS else up_TF)
     if active_TF is not None:
         h_TF = np.where(active_TF, h_TF, np.float32(0))
+    if d.inner_norms:
+        h_TF = rms(d, h_TF) * w["ffn/inner_norm"]
     read_TD = entered_TD if d.router_early and entered_TD is not None else x_TD
     route_weight_TX = routing(d, w, read_TD)
     if d.n_experts > 1:

@@ -62,7 +62,7 @@ def attention(decoder: Decoder, w: WeightSource, x_TD: F32) -> F32:
         total_HT1 = total_HT1 + np.exp(w["attention/sinks"][:, None, None] - largest_HT1)
     p_HTS /= total_HT1
     mixed_THE = np.einsum("hts,she->the", p_HTS, v_SHE)
-    y_TD = w.product("attention/out", mixed_THE.reshape(n_tokens, -1))
+    y_TD = w.product("attention/out", _inner_norm(d, w, mixed_THE.reshape(n_tokens, -1)))
     return y_TD + w["attention/out_bias"] if d.out_bias else y_TD
 
 
@@ -89,8 +89,13 @@ def latent_attention(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
     p_HTS = np.exp(scores_HTS - scores_HTS.max(-1, keepdims=True))
     p_HTS /= p_HTS.sum(-1, keepdims=True)
     mixed_THL = np.einsum("hts,sl->thl", p_HTS, cached_TX[:, :rank])
-    y_TD = w.product("attention/out", _by_head(w, "attention/v_up", mixed_THL).reshape(len(q), -1))
+    mixed_TQ = _by_head(w, "attention/v_up", mixed_THL).reshape(len(q), -1)
+    y_TD = w.product("attention/out", _inner_norm(d, w, mixed_TQ))
     return y_TD + w["attention/out_bias"] if d.out_bias else y_TD
+
+
+def _inner_norm(d: Decoder, w: WeightSource, mixed_TQ: F32) -> F32:
+    return rms(d, mixed_TQ) * w["attention/inner_norm"] if d.inner_norms else mixed_TQ
 
 
 def latent_norm(weight: F32, x: F32) -> F32:

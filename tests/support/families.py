@@ -236,6 +236,7 @@ CASES: dict[str, Case] = {
         "GptOss", GPT_OSS | {"layer_types": ["full_attention", "sliding_attention"], "attention_bias": False}
     ),
     "arcee": Case("Arcee", LLAMA),
+    "bitnet": Case("BitNet", OLMO2 | {"bos_token_id": 1}),
     "arcee-biases": Case("Arcee", LLAMA | {"attention_bias": True, "mlp_bias": True}),
     "phi3": Case("Phi3", PHI3),
     "phi3-window": Case("Phi3", PHI3 | {"sliding_window": 19, "num_key_value_heads": 6}),

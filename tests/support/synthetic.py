@@ -81,6 +81,7 @@ FACTS: dict[str, dict[str, Any]] = {
         "score_scale": 1.2, "n_experts": 4, "experts_per_token": 2, "router_normalised": False, "router_groups": 2,
         "router_group_top": 1,
     },
+    "norms of what the last matrices read": {"inner_norms": True, "activation": "relu2"},
     "experts weighed among all": {"n_experts": 3, "experts_per_token": 2, "router_normalised": False},
 }  # fmt: skip
 """What a decoder of two layers or more may have beside the usual."""

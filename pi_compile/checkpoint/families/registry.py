@@ -16,6 +16,7 @@ from pi_runtime.artifact.decoder import Decoder
 GROUP = "pi_compile.families"
 """Entry points of installed packages; each names an `Adapter`."""
 BUILT_IN = (
+    "pi_compile.checkpoint.families.bitnet:ADAPTER",
     "pi_compile.checkpoint.families.deepseek:DEEPSEEK_V2",
     "pi_compile.checkpoint.families.deepseek:DEEPSEEK_V3",
     "pi_compile.checkpoint.families.deepseek:GLM4_MOE_LITE",

@@ -1,1 +1,1 @@
-"""Checkpoints whose linear layers are stored as integers: GPTQ's, AWQ's and compressed-tensors'."""
+"""Checkpoints whose linear layers are stored as integers: GPTQ's, AWQ's, compressed-tensors' and BitNet's."""

@@ -12,6 +12,7 @@ the first in the lowest bits. Shape letters: N rows (outputs), K columns (inputs
     AWQ                  qweight [K, N·B/32] along N          [G, N]   qzeros [G, N·B/32] along N      equal
     compressed-tensors   weight_packed [N, ⌈K·B/32⌉] along K  [N, G]   weight_zero_point, below        equal, or
                          or weight [N, K], int8                                                        weight_g_idx [K]
+    BitNet               weight [N/4, K], two bits a row      one      all 1                           one
 
 AWQ has column 8 w + (0, 2, 4, 6, 1, 3, 5, 7)[i] at place i of word w. compressed-tensors stores q + 2^(B−1), and so its
 zeros, if there are any: [⌈N·B/32⌉, G] along N; beside int8, and in older files, they are int8 [N, G] as they are.
@@ -27,7 +28,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pi_compile.checkpoint.quantised import ternary
 from pi_compile.checkpoint.quantised.scheme import BITS, Scheme
+from pi_compile.checkpoint.quantised.ternary import TernaryMatrix
 from pi_compile.checkpoint.tensors import BF16, Array, Index, Values, as_float32, type_name
 from pi_runtime.artifact.formats import BLOCK, Format
 
@@ -151,10 +154,12 @@ class Layout:
     beside: tuple[str, ...]
     """Names of those that must be there too."""
     optional: tuple[str, ...]
-    open: Callable[[Tensors, Scheme], QuantisedMatrix | MxMatrices]
+    open: Callable[[Tensors, Scheme], QuantisedMatrix | MxMatrices | TernaryMatrix]
     """Raises ValueError for tensors that do not fit together; its text says what was expected."""
     name: str = "weight"
     """Name that its tensor would have, after the layer's."""
+    layers: str = ""
+    """Ending of the names of all layers that are so stored, where no tensor beside tells them."""
 
 
 def _gptq(tensors: Tensors, scheme: Scheme) -> QuantisedMatrix:
@@ -236,6 +241,16 @@ def _mx(tensors: Tensors, _: Scheme) -> MxMatrices:
     return MxMatrices(_check(main, blocks, (_UINT8,), (*shape, WORD // 2)), exponents)
 
 
+def _ternary(tensors: Tensors, scheme: Scheme) -> TernaryMatrix:
+    packed = _check("weight", tensors["weight"], (_UINT8,), 2)
+    scale = as_float32(_check("weight_scale", tensors["weight_scale"], _FLOATS, (1,)))[0]
+    return ternary.packed(packed, np.float32(1) / scale if scheme.divides else scale)
+
+
+def _rounded(tensors: Tensors, _: Scheme) -> TernaryMatrix:
+    return ternary.rounded(_check("weight", tensors["weight"], _FLOATS, 2))
+
+
 LAYOUTS: Mapping[str, tuple[Layout, ...]] = {
     "gptq": (Layout("qweight", ("qzeros", "scales"), ("g_idx",), _gptq),),
     "awq": (Layout("qweight", ("qzeros", "scales"), (), _awq),),
@@ -243,6 +258,8 @@ LAYOUTS: Mapping[str, tuple[Layout, ...]] = {
         Layout("weight_packed", ("weight_scale", "weight_shape"), ("weight_zero_point", "weight_g_idx"), _packed),
         Layout("weight", ("weight_scale",), ("weight_zero_point", "weight_g_idx"), _plain),
     ),
+    "bitnet": (Layout("weight", ("weight_scale",), (), _ternary),),
+    "bitnet online": (Layout("weight", (), (), _rounded, layers="_proj"),),
     "mxfp4": tuple(
         Layout(f"{part}_proj_blocks", (f"{part}_proj_scales",), (), _mx, f"{part}_proj") for part in ("gate_up", "down")
     ),

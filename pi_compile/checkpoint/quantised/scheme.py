@@ -20,11 +20,13 @@ class Scheme:
     """How the quantised layers of a checkpoint are stored."""
 
     method: str
-    """gptq, awq, compressed-tensors or mxfp4."""
+    """gptq, awq, compressed-tensors, mxfp4, bitnet or bitnet online."""
     bits: int = 0
     """Of a weight; 0 where each layer's tensors say it."""
     stored_zero: int = 0
     """What is added to a stored zero point: GPTQ's first form stores one less."""
+    divides: bool = False
+    """Whether integers are divided by their scale."""
     notices: tuple[str, ...] = ()
     """Lines for the user."""
 
@@ -96,11 +98,28 @@ def _mxfp4(config: Config, fields: Mapping[str, Any]) -> Scheme:
     return Scheme(method="mxfp4", bits=4)
 
 
+def _bitnet(config: Config, fields: Mapping[str, Any]) -> Scheme:
+    _check_keys(config, fields, _BITNET.split())
+    linear = {"linear_class": "bitlinear", "quantization_mode": "offline", **fields}
+    kind = _one_of(config, linear, "linear_class", ("bitlinear", "autobitlinear"))
+    mode = _one_of(config, linear, "quantization_mode", ("offline", "online"))
+    if fields.get("use_rms_norm"):
+        raise _refused(config, "use_rms_norm", True, "false: no norm before each linear layer")
+    is_online = kind == "autobitlinear" and mode == "online"
+    line = "config.json: inputs of linear layers are rounded to 8 bits too, each token's by its largest one;"
+    return Scheme(
+        method="bitnet online" if is_online else "bitnet",
+        divides=kind == "bitlinear",
+        notices=(f"{line} here as the format of weights says: in block formats by 32 columns, else not",),
+    )
+
+
 _READERS: Mapping[str, Callable[[Config, Mapping[str, Any]], Scheme]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
     "mxfp4": _mxfp4,
+    "bitnet": _bitnet,
 }
 
 # Keys about how the integers were found, not about what they mean, beside those that are read above.
@@ -116,6 +135,7 @@ _AWQ = """
     fuse_max_seq_len modules_to_fuse exllama_config checkpoint_format sym desc_act lm_head meta pack_dtype dynamic
     method
 """
+_BITNET = "quant_method linear_class quantization_mode use_rms_norm rms_norm_eps modules_to_not_convert"
 _COMPRESSED = """
     quant_method format config_groups ignore kv_cache_scheme sparsity_config quantization_status
     global_compression_ratio version transform_config

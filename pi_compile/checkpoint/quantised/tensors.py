@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pi_compile.checkpoint.quantised.layouts import LAYOUTS, Layout, MxMatrices, QuantisedMatrix
 from pi_compile.checkpoint.quantised.scheme import Scheme
+from pi_compile.checkpoint.quantised.ternary import TernaryMatrix
 from pi_compile.checkpoint.tensors import Array, FolderTensors, RowReader
 from pi_compile.errors import CheckpointError
 
@@ -23,14 +24,14 @@ class QuantisedTensors:
         Raises CheckpointError for a layer whose tensors are incomplete or do not fit together.
         """
         self._stored, self._scheme = stored, scheme
-        self._matrices: dict[str, QuantisedMatrix | MxMatrices] = {}
+        self._matrices: dict[str, QuantisedMatrix | MxMatrices | TernaryMatrix] = {}
         self._main: dict[str, str] = {}
         self.location, self.files, names = stored.location, stored.files, set(stored.names)
         for layout in LAYOUTS[scheme.method]:
             ending = f".{layout.main}"
-            for main in sorted(name for name in stored.names if name.endswith(ending)):
+            for main in sorted(name for name in stored.names if name.endswith(layout.layers + ending)):
                 layer = main.removesuffix(ending)
-                if layout.main == "weight" and f"{layer}.{layout.beside[0]}" not in stored.names:
+                if layout.main == "weight" and any(f"{layer}.{name}" not in stored.names for name in layout.beside[:1]):
                     continue  # a layer that is not quantised
                 names -= self._add(layer, layout)
         if not self._matrices:

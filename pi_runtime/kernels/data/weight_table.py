@@ -33,6 +33,7 @@ class LayerRecord:
     out: Annotated[int, "attention/out"]
     out_scales: Annotated[int, "attention/out_scales"]
     out_bias: Annotated[int, "attention/out_bias"]
+    attention_inner_norm: Annotated[int, "attention/inner_norm"]
     attention_out_norm: Annotated[int, "attention/out_norm/weight"]
     attention_out_norm_bias: Annotated[int, "attention/out_norm/bias"]
     sinks: Annotated[int, "attention/sinks"]
@@ -46,6 +47,7 @@ class LayerRecord:
     v_up_scales: Annotated[int, "attention/v_up_scales"]
     ffn_norm: Annotated[int, "ffn/norm/weight"]
     ffn_norm_bias: Annotated[int, "ffn/norm/bias"]
+    ffn_inner_norm: Annotated[int, "ffn/inner_norm"]
     ffn_out_norm: Annotated[int, "ffn/out_norm/weight"]
     ffn_out_norm_bias: Annotated[int, "ffn/out_norm/bias"]
     router: Annotated[int, "ffn/router"]
@@ -84,6 +86,8 @@ class LayerRecord:
     """Rank of the predictor's matrices."""
     limit: np.float32
     """Magnitudes of the activation up to here count as 0."""
+    norm_eps: np.float32
+    """Epsilon of the norm of an FFN's factors."""
     margin: int
     """Margin of the rung that compares signs."""
     first_slots: int
@@ -329,6 +333,7 @@ def settings_of(d: Decoder, layer: Layer, mode: str) -> dict[str, int | np.float
         "selector": SELECTOR_CODES[rung.selector],
         "rank": layer.rank or 0,
         "limit": np.float32(d.threshold if exact else max(d.threshold, layer.threshold)),
+        "norm_eps": np.float32(d.norm_eps),
         "margin": layer.margin,
     }
 

@@ -75,6 +75,8 @@ class Workspace(NamedTuple):
     """The tokens whose neurons are scored."""
     tally_CT3: Ints
     """What each chunk counts for each token."""
+    squares_CT: Floats
+    """Sums of the chunks' squared factors, where these are normed."""
     sums_CTP: Floats
     """Sums of the chunks for a few tokens."""
     scratch_CX: Floats

@@ -39,6 +39,7 @@ from pi_runtime.kernels.ffn.memory import (
     list_of,
     lists_of,
     spare_place,
+    squares_of,
     tally_of,
     up_rows,
     ups_of,
@@ -201,6 +202,8 @@ def add_block(f: Ffn, e: Batch, chunk: int, block: int, known: int, sums_NP: Flo
     h_NK = factors_of(f, chunk, e.first + e.token_N.shape[0])[e.first :]
     if own.whole_B[block]:
         _whole_factors(f, e, list_K, begin, end, ups_of(f, chunk, e.token_N.shape[0]), h_NK)
+        for n in range(e.token_N.shape[0]):
+            weigh_squares(f, e, chunk, n, list_K[begin:end], h_NK[n, begin:end])
         if summed:
             add_whole(down_rows(f, e), own, list_K, begin, end, h_NK, sums_NP)
         return
@@ -211,12 +214,36 @@ def add_block(f: Ffn, e: Batch, chunk: int, block: int, known: int, sums_NP: Flo
         start, behind = own.start_U[u], own.start_U[u] + own.count_U[u]
         for k in range(start, behind):
             own.h_K[k] = factor(f, own.h_K[k], own.product_K[k]) * e.route_weight_N[n]
+        weigh_squares(f, e, chunk, n, own.list_K[start:behind], own.h_K[start:behind])
         if summed:
             _add_list(down_rows(f, e), own, start, behind - start, f.activation == DRELU, known, sums_NP[n])
         else:
             h_NK[n, begin:end] = np.float32(0)
             for k in range(start, behind):
                 h_NK[n, own.place_K[k]] = own.h_K[k]
+
+
+@device
+def weigh_squares(f: Ffn, e: Batch, chunk: int, n: int, list_K: Ints, h_K: Floats) -> None:
+    """Where factors are normed: Σ h² of some of a token's, to those of the chunk; then h ← h · the norm's weight."""
+    weight = weights_of(e).ffn_inner_norm
+    if weight == 0:
+        return
+    squares_T, weight_F = squares_of(f, chunk, e.first + n + 1), vector(weight, f.d_ff)
+    for k in range(list_K.shape[0]):
+        squares_T[e.first + n] += h_K[k] * h_K[k]
+        h_K[k] *= weight_F[list_K[k]]
+
+
+@device
+def norm_scale(f: Ffn, e: Batch, n: int) -> np.float32:
+    """What a token's sum is multiplied by: 1 / √(mean h² + eps) where factors are normed, else 1."""
+    w, total = weights_of(e), np.float32(0)
+    if w.ffn_inner_norm == 0:
+        return np.float32(1)
+    for chunk in range(CHUNKS):
+        total += squares_of(f, chunk, n + 1)[n]
+    return np.float32(1) / np.sqrt(total / np.float32(f.d_ff) + w.norm_eps)
 
 
 @device

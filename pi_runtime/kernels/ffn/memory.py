@@ -74,6 +74,7 @@ class Ffn(NamedTuple):
     h_CTK: int
     up_CTK: int
     tally_CT3: int
+    squares_CT: int
     sums_CTP: int
     scratch_CX: int
 
@@ -119,6 +120,7 @@ def ffn_of(cfg: KernelConfig, ws: Workspace) -> Ffn:
         h_CTK=address_of(ws.h_CTK),
         up_CTK=address_of(ws.up_CTK),
         tally_CT3=address_of(ws.tally_CT3),
+        squares_CT=address_of(ws.squares_CT),
         sums_CTP=address_of(ws.sums_CTP),
         scratch_CX=address_of(ws.scratch_CX),
     )
@@ -260,6 +262,12 @@ def ups_of(f: Ffn, chunk: int, tokens: int) -> Floats:
 def tally_of(f: Ffn, chunk: int, tokens: int) -> Ints:
     """What the chunk counts for each token (T, 3)."""
     return carray(pointer_of(f.tally_CT3 + 8 * chunk * f.tokens * 3), (tokens, 3), np.int64)
+
+
+@device
+def squares_of(f: Ffn, chunk: int, tokens: int) -> Floats:
+    """The chunk's sums (T,) of squared factors."""
+    return vector(f.squares_CT + 4 * chunk * f.tokens, tokens)
 
 
 @device

@@ -7,7 +7,7 @@
     name_neurons     which neurons each token's selector names                       (`selection`)
     list_chunks      first · x of these, and which of them fire                      (`list_firing` in `blocks`)
     sum_chunks       up · x of those, their factors, and the sums of rows of `down`     (`add_block` in `blocks`)
-    merge            y ← y + the chunks' sums
+    merge            y ← y + the chunks' sums, over the factors' root mean square where they are normed
 
 All of them take an `Ffn` and a `Batch` (see `memory`), and a range of the `CHUNKS` chunks that neurons are dealt to. A
 chunk goes through its neurons block by block. A token's sum adds up its blocks in order, and then its chunks in order.
@@ -35,7 +35,9 @@ from pi_runtime.kernels.ffn.blocks import (
     first_products,
     limit_of,
     list_firing,
+    norm_scale,
     up_products,
+    weigh_squares,
 )
 from pi_runtime.kernels.ffn.memory import (
     FIRES,
@@ -51,6 +53,7 @@ from pi_runtime.kernels.ffn.memory import (
     list_of,
     lists_of,
     some_tokens,
+    squares_of,
     sums_of,
     tally_of,
     ups_of,
@@ -150,6 +153,8 @@ def _begin_chunk(f: Ffn, e: Batch, chunk: int) -> bool:
     list_neurons(f, e, chunk)
     tokens, named = e.token_N.shape[0], False
     tally_of(f, chunk, tokens)[:] = 0
+    if weights_of(e).ffn_inner_norm != 0:
+        squares_of(f, chunk, tokens)[:] = np.float32(0)
     for n in range(tokens):
         named |= scored_of(f, tokens)[n] >= 0
     return named
@@ -224,6 +229,7 @@ def _count_chunk(f: Ffn, e: Batch, chunk: int) -> None:
             h = h if kept else np.float32(0)
             tally_N3[n, KEPT] += h != 0
             h_NK[n, k] = h * e.route_weight_N[n]
+        weigh_squares(f, e, chunk, n, list_K, h_NK[n])
     if tokens <= FEW_TOKENS:
         sums_NP = sums_of(f, chunk, tokens)
         sums_NP[:] = np.float32(0)
@@ -248,9 +254,9 @@ def _merge_slice(f: Ffn, e: Batch, part: int, y_TD: Floats) -> None:
             sums_P = sums_of(f, chunk, n + 1)[n, low:high]
             for j in range(high - low):
                 total_P[j] += sums_P[j]
-        y_D = y_TD[e.token_N[n], low:high]
+        y_D, scale = y_TD[e.token_N[n], low:high], norm_scale(f, e, n)
         for j in range(high - low):
-            y_D[j] += total_P[j]
+            y_D[j] += total_P[j] * scale
 
 
 @loop_body
@@ -275,9 +281,9 @@ def _sum_some_tiles(f: Ffn, e: Batch, begin: int, end: int, part: int, carried_N
             carried_ND[first : first + tokens, low : low + columns] = total_NP[:tokens, :columns]
             continue
         for n in range(tokens):
-            y_D = y_TD[e.token_N[first + n], low : low + columns]
+            y_D, scale = y_TD[e.token_N[first + n], low : low + columns], norm_scale(f, e, first + n)
             for j in range(columns):
-                y_D[j] += total_NP[n, j]
+                y_D[j] += total_NP[n, j] * scale
 
 
 @device

@@ -64,6 +64,7 @@ NAMES = {
         *("latent_rank", "query_rank", "router_group_top", "router_groups", "router_normalised"),
         *("score_scale", "value_dim"),
     ],
+    "norms of what the last matrices read": ["inner_norms"],
     "experts weighed among all": ["router_normalised"],
 }  # fmt: skip
 

@@ -28,4 +28,5 @@ def test_what_the_gpu_tier_lacks_is_refused_by_name() -> None:
         "sinks, a window, clamped experts with biases",
         "shared experts, dense layers, a bias for choosing in groups",
         "latents of keys and of queries, experts of groups by their largest",
+        "norms of what the last matrices read",
     }

@@ -67,6 +67,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "logits-scaled-and-capped": {"logit_scale": 0.4, "logit_softcap": 1.5, "head_bias": True},
     "turned-back-without-rotation": {"rotary_frequencies": (-1.0, -0.03), "unrotated_layers": (1,)},
     "relu2-plain": {"activation": "relu2", "ffn": "plain", "norm": "layer", "rotary_frequencies": (1.0,)},
+    "inner-norms": {**ODD, "activation": "relu2", "inner_norms": True},
     "drelu": {**ODD, "activation": "drelu", "ffn_bias": True},
     "latents": {**ODD, "n_kv_heads": 1, "latent_rank": 37, "value_dim": 7, "rotary_frequencies": (1.0, 0.03)},
     "latents-of-queries": {

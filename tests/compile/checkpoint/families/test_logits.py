@@ -87,6 +87,7 @@ def test_whatever_the_sizes(case: str, tmp_path: Path, long: bool) -> None:
 END = LLAMA["eos_token_id"]
 SINGLE = {
     "arcee",
+    "bitnet",
     "deepseek-v2",
     "deepseek-v3",
     "gemma3",

@@ -25,6 +25,7 @@ from pi_compile.errors import CheckpointError
 FAMILIES = {
     "arcee": "arcee-biases",
     "bamboo": "bamboo",
+    "bitnet": "bitnet",
     "deepseek_v2": "deepseek-v2-groups",
     "deepseek_v3": "deepseek-v3",
     "falcon": "falcon-40b",
