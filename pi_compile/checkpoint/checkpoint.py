@@ -268,7 +268,7 @@ class Checkpoint(ResolvedCheckpoint):
             return rows
         if tensor.item is not None:
             (matrix,) = self.source.rows(tensor.name)[tensor.item : tensor.item + 1]
-            return StoredRows(_rows_of(np.ascontiguousarray(matrix.mT) if tensor.transposed else matrix, tensor))
+            return StoredRows(tensor.taken(np.ascontiguousarray(matrix.mT) if tensor.transposed else matrix))
         if tensor.rows is not None and tensor.rows.start == tensor.rows.stop:
             columns = self.source.shape(tensor.name)[0 if tensor.transposed else 1]
             return StoredRows(np.zeros((tensor.padded, columns), np.float32))
@@ -277,7 +277,7 @@ class Checkpoint(ResolvedCheckpoint):
             values = np.ascontiguousarray(values.mT)
         if tensor.stacked:
             values = values.reshape(-1, *values.shape[2:])
-        return StoredRows(_rows_of(values, tensor))
+        return StoredRows(tensor.taken(values))
 
     def _stored(self, fmt: Format, tensor: SourceTensor, matrix: RowReader, rows: Index) -> tuple[Array, Array]:
         """Rows in a block format: as they are where they lie on its grid, else quantised."""
@@ -333,18 +333,6 @@ def _stored_rows(source: TensorSource, tensor: SourceTensor) -> RowReader | None
 def _row_blocks(rows: RowReader) -> Iterator[Values]:
     step = _rows_per_block(rows.shape[1:])
     return (rows[start : start + step] for start in range(0, len(rows), step))
-
-
-def _rows_of(values: Array, tensor: SourceTensor) -> Array:
-    """The wanted rows of a tensor, and zeros behind them where it is padded."""
-    if tensor.rows is None:
-        return values
-    blocks = values.reshape(tensor.rows.groups, tensor.rows.size, *values.shape[1:])
-    wanted = blocks[:, tensor.rows.start : tensor.rows.stop : tensor.rows.step]
-    wanted = wanted.mT if tensor.rows.is_turned else wanted
-    wanted = wanted.reshape(-1, *wanted.shape[2:])
-    missing = max(0, tensor.padded - len(wanted))
-    return np.concatenate([wanted, np.zeros((missing, *wanted.shape[1:]), wanted.dtype)]) if missing else wanted
 
 
 def _rows_per_block(row_shape: Sequence[int]) -> int:

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from pi_compile.checkpoint.config import Config
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.guess_head import PREFIX
@@ -47,6 +50,17 @@ class SourceTensor:
     """The one of these matrices that is taken; None for all."""
     padded: int = 0
     """Rows that it has with zeros behind its own; 0 for its own alone."""
+
+    def taken(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The wanted rows of its values, and zeros behind them where it is padded."""
+        if self.rows is None:
+            return values
+        blocks = values.reshape(self.rows.groups, self.rows.size, *values.shape[1:])
+        wanted = blocks[:, self.rows.start : self.rows.stop : self.rows.step]
+        wanted = wanted.mT if self.rows.is_turned else wanted
+        wanted = wanted.reshape(-1, *wanted.shape[2:])
+        missing = max(0, self.padded - len(wanted))
+        return np.concatenate([wanted, np.zeros((missing, *wanted.shape[1:]), wanted.dtype)]) if missing else wanted
 
 
 Table = Mapping[str, tuple[SourceTensor, ...]]
