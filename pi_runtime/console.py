@@ -139,6 +139,8 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
     message = "\n".join(map(_printable, message.split("\n")))
     if "--json" in arguments:
         message = json.dumps({"error": message.removeprefix("error: "), "exit_code": code}, ensure_ascii=False)
+    elif sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
+        message = re.sub(r"\A(?:error|Error): |(?m:^  \w+: )", "\033[1;31m\\g<0>\033[0m", message)
     print(message, file=sys.stderr)  # noqa: T201
     return code
 

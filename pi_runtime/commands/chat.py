@@ -4,32 +4,41 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pi_runtime import console
 from pi_runtime.commands.printing import Report, print_stats, stream
-from pi_runtime.errors import PromptError
+from pi_runtime.errors import PiError, PromptError
 
 if TYPE_CHECKING:
     from pi_runtime.engine.generation import Generation
     from pi_runtime.engine.model import Model
     from pi_runtime.engine.tools.output import OutputFormat, OutputParser
+    from pi_runtime.sequence.settings import AnswerSettings
 
+_SAMPLING = {**dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), float), "top_k": int, "seed": int}
+"""Settings of how tokens are drawn that a talk may change, and how they are read."""
 HELP = """\
-/clear         begin anew; the system message stays
-/system TEXT   set the system message, and begin anew
-/save FILE     write the talk as JSON
-/load FILE     go on with a saved talk
-/stats         figures of the last answer
-/bye           end, as an empty line does
-\"\"\"            begins and ends a message of several lines; Ctrl-C stops an answer"""
+/clear           begin anew; the system message stays
+/system TEXT     set the system message, and begin anew
+/save FILE       write the talk as JSON
+/load FILE       go on with a saved talk
+/set NAME VALUE  a setting of the answers to come: max_tokens, temperature, top_k, top_p, min_p, seed, …
+/stats           figures of the last answer
+/bye             end, as an empty line does
+\"\"\"              begins and ends a message of several lines; Ctrl-C stops an answer"""
 
 
 def chat(
-    model: "Model", generate: Callable[..., "Generation"], system: str | None, report: Report, stats: bool
+    model: "Model",
+    generate: Callable[..., "Generation"],
+    settings: "AnswerSettings",
+    system: str | None,
+    report: Report,
+    stats: bool,
 ) -> None:
     """Answer each message that is typed, until an empty line, /bye or the end of input."""
     from pi_runtime.engine.tools.output import OutputFormat
@@ -38,7 +47,7 @@ def chat(
     if sys.stdin.isatty():
         with suppress(ImportError):  # Windows has none
             import readline  # noqa: F401 (lines can be edited, and called back)
-    talk = _Talk(model, generate, report, stats, OutputFormat.of(template.source, model.tokenizer))
+    talk = _Talk(model, generate, settings, report, stats, OutputFormat.of(template.source, model.tokenizer))
     talk.begin(system)
     console.say("Your turn; an empty line or end of input ends the talk, /help shows more.")
     while (text := _read_message()) and text != "/bye":
@@ -54,6 +63,7 @@ class _Talk:
 
     model: "Model"
     generate: Callable[..., "Generation"]
+    settings: "AnswerSettings"
     report: Report
     shows_stats: bool
     output: "OutputFormat"
@@ -75,7 +85,8 @@ class _Talk:
         """Answer a message. False where the context is full."""
         self.messages.append({"role": "user", "content": text})
         prompt = self.model.chat_prompt(self.messages)
-        self.last = answer = self.generate(prompt, cache=self.cache, shown_tokens=self.output.shown_tokens())
+        shown = self.output.shown_tokens()
+        self.last = answer = self.generate(prompt, cache=self.cache, shown_tokens=shown, **self.settings)
         parts: list[str] = []
         try:
             stream(_text(self.output.parser(prompt), answer), parts)
@@ -102,12 +113,25 @@ class _Talk:
                 Path(rest).write_text(json.dumps(self.messages, ensure_ascii=False, indent=1) + "\n", "utf-8")
             elif name == "/load" and rest:
                 self.begin(None, _messages(json.loads(Path(rest).read_text("utf-8"))))
+            elif name == "/set" and rest:
+                self.set(*rest.replace("=", " ").split())
             elif name == "/stats" and self.last is not None:
                 print_stats(self.model, self.report(self.last))
             else:
                 console.say(HELP)
-        except (OSError, ValueError) as error:  # the talk goes on
+        except (OSError, ValueError, PiError) as error:  # the talk goes on
             console.say(f"{name} {rest}: {error}")
+
+    def set(self, name: str, value: str = "", *_: str) -> None:
+        """Give the answers to come another setting. Raises ValueError or UsageError for one that cannot be."""
+        known = {"max_tokens": int, **_SAMPLING}
+        if name not in known:
+            raise ValueError(f"no setting of a talk; those are {', '.join(known)}")
+        number, sampling = known[name](value), self.settings["sampling"]
+        if name == "max_tokens":
+            self.settings = {**self.settings, "max_tokens": number}
+        elif sampling is not None:
+            self.settings = {**self.settings, "sampling": replace(sampling, **{name: number})}
 
 
 def _messages(loaded: Any) -> list[dict[str, str]]:

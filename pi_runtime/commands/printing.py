@@ -97,7 +97,9 @@ def print_stats(model: "Model", report: Mapping[str, Any]) -> None:
     mode, rungs = report["mode"], report["rungs"]
     if list(rungs) != [mode]:  # what it comes to, layer by layer
         mode += f" ({', '.join(f'{count} {rung}' for rung, count in rungs.items())})"
-    print_figures({"mode": mode, "seed": report["seed"], **taken, **report["stats"]})
+    figures, share = report["stats"], report["stats"]["rows_read_share"]
+    beside = {"dense_reads_times": 1 / share} if share else {}
+    print_figures({"mode": mode, "seed": report["seed"], **taken, **figures, **beside})
 
 
 def print_figures(figures: Mapping[str, Any]) -> None:

@@ -91,20 +91,20 @@ def run(
             file = PromptFile(task.prompts, model, shared)
             _answer_file(model, file, task.output, engine_options, model_options.kv_budget, stats)
             return
-        generate = partial(model.generate, speculate=engine_options.speculate, **settings)
+        generate = partial(model.generate, speculate=engine_options.speculate)
         if text is None:
             from pi_runtime.commands.chat import chat
 
-            chat(model, generate, task.system, report, stats)
+            chat(model, generate, settings, task.system, report, stats)
         elif as_json:
             from pi_runtime.commands.printing import print_answer
 
             top = answer.prompt_logprobs
-            print_answer(model, generate(text), report, None if top is None else model.score(text, top=top))
+            print_answer(model, generate(text, **settings), report, None if top is None else model.score(text, top=top))
         else:
             from pi_runtime.commands.printing import print_text
 
-            print_text(model, generate(text), report if stats else None)
+            print_text(model, generate(text, **settings), report if stats else None)
 
 
 _FLAGS_OF = {

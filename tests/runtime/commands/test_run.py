@@ -72,7 +72,7 @@ def test_stats_go_to_stderr(run: Run, alphabet: Path) -> None:
     code, out, err = run(alphabet, "-p", "x", "--stats", "--mode", "gate")
     assert (code, out) == (0, "yz\n")
     lines = dict(line.split() for line in err.splitlines())
-    assert lines.keys() == {"mode", "seed", *STATS}
+    assert lines.keys() == {"mode", "seed", "dense_reads_times", *STATS}
     assert (lines["mode"], lines["generated_tokens"], lines["rows_read_share"]) == ("gate", "2", "1.000")
 
 
@@ -225,14 +225,16 @@ def test_commands_of_a_talk(run: Run, alphabet: Path, tmp_path: Path) -> None:
     saved, odd = tmp_path / "talk.json", tmp_path / "odd.json"
     odd.write_text('[{"role": 1}]')
     typed = ["uv", f"/save {saved}", "/stats", "/help", "/frobnicate", f"/load {odd}", f"/load {tmp_path / 'none'}"]
-    code, out, err = run(alphabet, "--chat", "--system", "be", stdin="\n".join([*typed, "x", "/bye", "y"]))
-    assert (code, out) == (0, "wxyz\nyz\n")  # the talk goes on after every mistake, and ends with /bye
+    typed += ["/set top_k no", "/set n 1", "/set top_p 7", "/set max_tokens 3"]
+    typed += ["x", "/set max_tokens=1", "x", "/bye", "y"]
+    code, out, err = run(alphabet, "--chat", "--system", "be", stdin="\n".join(typed))
+    assert (code, out) == (0, "wxyz\nyz\ny\n")  # the talk goes on after every mistake, and ends with /bye
     assert json.loads(saved.read_text()) == [
         {"role": "system", "content": "be"}, {"role": "user", "content": "uv"}, {"role": "assistant", "content": "wxyz"}
     ]  # fmt: skip
     assert err.count("generated_tokens") == 1
     assert err.count("/system TEXT") == 2
-    assert f"/load {odd}: not a saved talk" in err
+    assert all(said in err for said in (f"/load {odd}: not a saved talk", "/set n 1: no setting", "top_p=7"))
     assert f"/load {tmp_path / 'none'}: " in err
     again = tmp_path / "again.json"
     typed = [f"/load {saved}", "x", f"/save {again}", "/clear", "/system go", "y", f"/save {saved}"]
