@@ -24,7 +24,7 @@ EXTRAS = {
     "ray": ("ray",),
 }
 """Packages of the installation itself (`runtime`) and of each extra."""
-_NOTABLE = ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512vnni", "neon")
+_NOTABLE = ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512vnni", "amx-int8", "neon")
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,17 @@ def _kernels() -> list[Finding]:
 
     from pi_runtime.kernels.codegen.jit import cache_folder, is_cold  # noqa: PLC0415
     from pi_runtime.kernels.codegen.threads import threading_layer  # noqa: PLC0415
+    from pi_runtime.kernels.codegen.tile_permission import refusal  # noqa: PLC0415
 
-    features = binding.get_host_cpu_features()
+    features, name = binding.get_host_cpu_features(), binding.get_host_cpu_name()
+    refused = refusal({feature for feature, there in features.items() if there}, name)
     notable = ", ".join(f for f in _NOTABLE if features.get(f)) or "no vector extension that kernels use"
     layer = threading_layer()
     slow = "install libgomp (Debian: libgomp1): without OpenMP each parallel step waits some ten times longer"
     folder = cache_folder()
     state = "compiled on first run" if is_cold() else "ready"
     return [
-        Finding("processor", f"{binding.get_host_cpu_name()}: {notable}"),
+        Finding("processor", f"{name}: {notable}" + (f"; AMX is not used: {refused}" if refused else "")),
         Finding("threading layer", layer, "" if layer in ("omp", "tbb") else slow),
         Finding("kernels", f"{state}, in {folder}, {size(shutil.disk_usage(folder).free)} free"),
     ]

@@ -1,5 +1,6 @@
 """Which instructions the kernels are made of, decided before anything is compiled.
 
+    amx       what avx512 has, and tiles for products of block formats with many vectors (AMX-INT8, on Linux)
     avx512    512-bit vectors and the integer dot product vpdpbusd (AVX-512 F, BW, DQ, VL, VNNI)
     avxvnni   256-bit vectors and vpdpbusd, in its VEX form or, on processors without that, in AVX-512's
     avx2      256-bit vectors, integer dot products from vpmaddubsw and vpmaddwd (AVX2, FMA, F16C)
@@ -7,6 +8,7 @@
     portable  whatever LLVM makes of plain loops
 
 `PI_ISA` forces one. An instruction the processor lacks would end the process inside LLVM, so it is refused here.
+Tiles are asked for (see `tile_permission`) unless another set is forced.
 """
 
 import ctypes
@@ -19,6 +21,8 @@ import llvmlite.binding
 import numba
 
 from pi_runtime.errors import UsageError
+from pi_runtime.kernels.codegen.tile_permission import FEATURES as TILES
+from pi_runtime.kernels.codegen.tile_permission import refusal
 
 _AVX2 = {"avx2", "fma", "f16c"}
 _NEON = {"neon", "dotprod"}
@@ -34,9 +38,12 @@ class Isa:
     lanes: int
     dot: bool
     """Whether there is vpdpbusd: four products of bytes added to each 32-bit lane, without saturation."""
+    tiles: bool = False
+    """Whether there are AMX's tiles of bytes."""
 
 
 _ISAS = (
+    Isa("amx", 16, True, tiles=True),
     Isa("avx512", 16, True),
     Isa("avxvnni", 8, True),
     Isa("avx2", 8, False),
@@ -49,6 +56,7 @@ NAMES = tuple(isa.name for isa in _ISAS)
 def available(features: set[str]) -> tuple[str, ...]:
     """Names of what a processor with these LLVM features can run, best first."""
     there = {
+        "amx": features >= _AVX2 | _VNNI_512 | TILES,
         "avx512": features >= _AVX2 | _VNNI_512,
         "avxvnni": features >= _AVX2 and ("avxvnni" in features or features >= _VNNI_512),
         "avx2": features >= _AVX2,
@@ -59,17 +67,22 @@ def available(features: set[str]) -> tuple[str, ...]:
 
 
 def choose(features: set[str], wanted: str | None) -> Isa:
-    """The best instruction set, or the one asked for. Raises UsageError for one that is not there."""
-    there = available(features)
+    """The best instruction set, or the one asked for. Raises UsageError for one that is not there.
+
+    Without permission there are no tiles.
+    """
+    refused = wanted in (None, "amx") and refusal(features, llvmlite.binding.get_host_cpu_name())
+    there = available(features - TILES if refused else features)
     name = there[0] if wanted is None else wanted
     if name not in there:
-        raise UsageError(f"PI_ISA={name}: not on this processor", expected=" or ".join(there))
+        why = f"not on this processor: {refused}" if refused else "not on this processor"
+        raise UsageError(f"PI_ISA={name}: {why}", expected=" or ".join(there))
     return _ISAS[NAMES.index(name)]
 
 
 def target_features(isa: Isa, features: set[str]) -> str:
     """LLVM's feature string for code that keeps to `isa` on a processor with `features`; '' leaves all as it is."""
-    if isa.name in ("avx512", "portable"):
+    if isa.name in ("amx", "avx512", "portable"):
         return ""
     if isa.name == "neon":
         return _flags(features)

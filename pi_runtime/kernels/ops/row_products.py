@@ -8,7 +8,8 @@ A row times a vector is summed in one order, however many rows and vectors share
 columns from left to right, and the lanes are added in halves. There are 8 in the block formats and 16 in f32, on every
 processor; f16 and bf16 have as many as a register. So a token gets the same bits alone and in any company. The vectors
 are quantised inputs (see `quantised_input`): q their integers and t their scales. Rows and vectors are taken in tiles,
-so that a weight that was read serves several vectors. While rows are read, later ones are prefetched.
+so that a weight that was read serves several vectors. While rows are read, later ones are prefetched. With AMX many
+vectors go another way (`tile_products`), to the same bits.
 
 Shape letters: D columns, P padded columns, B blocks, N rows of a call.
 """
@@ -60,6 +61,8 @@ from pi_runtime.kernels.data.weight_formats import (
     integer_weight,
 )
 from pi_runtime.kernels.ops.product_tiles import LANES, BlockTile, Rows, float_tile
+from pi_runtime.kernels.ops.tile_packing import TILE
+from pi_runtime.kernels.ops.tile_products import tile_row_products
 
 ROWS = 4
 """Rows of a tile."""
@@ -278,7 +281,19 @@ def mixed_row_products(m: MatrixView, rows: RowList, x: Vectors, out: int, out_s
 
 
 _without_vectors = mixed_row_products if float16.NATIVE else portable_row_products
-_row_products = by_address(vector_row_products if ISA.lanes else _without_vectors)
+_few_row_products = by_address(vector_row_products if ISA.lanes else _without_vectors)
+
+
+@public
+def tiled_row_products(m: MatrixView, rows: RowList, x: Vectors, out: int, out_stride: int) -> None:
+    """`row_products` by AMX's tiles where rows and vectors fill them."""
+    if is_quantised(m.fmt) and x.tokens >= TILE and rows.rows >= TILE // 2:
+        tile_row_products(m, rows, x, out, out_stride)
+    else:
+        _few_row_products(m, rows, x, out, out_stride)
+
+
+_row_products = by_address(tiled_row_products) if ISA.tiles else _few_row_products
 
 
 @device

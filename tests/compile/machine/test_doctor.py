@@ -1,5 +1,6 @@
 """The diagnosis names what is there, what is missing, and what to do about it."""
 
+import errno
 import importlib.metadata
 import importlib.util
 import re
@@ -14,7 +15,7 @@ from support.paths import ROOT
 
 from pi_compile.machine import doctor
 from pi_runtime.errors.exit_codes import EXTRA_OF
-from pi_runtime.kernels.codegen import threads
+from pi_runtime.kernels.codegen import threads, tile_permission
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -105,3 +106,22 @@ def test_a_slow_threading_layer_has_a_remedy(monkeypatch: pytest.MonkeyPatch, la
     finding = found("threading layer")
     assert finding.found == layer
     assert ("libgomp" in finding.remedy) == advised
+
+
+def test_tiles_that_are_refused_are_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    binding = pytest.importorskip("llvmlite.binding")
+    features = type(binding.get_host_cpu_features())
+    there = features({"amx-tile": True, "amx-int8": True})
+    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: there)
+    monkeypatch.setattr(doctor, "_gpu", lambda: doctor.Finding("gpu", "none"))
+    for number, told in (
+        (0, ""),
+        (errno.EINVAL, "; AMX is not used: the system refuses them (EINVAL): this system is"),
+    ):
+        monkeypatch.setattr(tile_permission, "ask", lambda number=number: number)
+        assert found("processor").found.partition("amx-int8")[2].startswith(told)
+        assert ("AMX is not used" in found("processor").found) == bool(told)
+    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: features({"avx2": True}))
+    for name, told in (("sapphirerapids", True), ("znver4", False)):
+        monkeypatch.setattr(binding, "get_host_cpu_name", lambda name=name: name)
+        assert ("virtual machine does not show them" in found("processor").found) == told

@@ -1,11 +1,15 @@
 """Which instructions are chosen, that each set computes the same, and what the 256-bit dot product becomes."""
 
+import ctypes
+import errno
 import os
+import platform
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import llvmlite.binding
@@ -14,10 +18,12 @@ from llvmlite import ir
 from support.paths import SUPPORT
 
 from pi_runtime.errors import UsageError
-from pi_runtime.kernels.codegen import isa, simd
+from pi_runtime.kernels.codegen import isa, simd, tile_permission
 
 AVX2 = {"sse2", "avx", "avx2", "fma", "f16c"}
 VNNI_512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"}
+ASK = tile_permission.ask
+AMX = {"amx-tile", "amx-int8"}
 PROCESSORS = {
     "neither x86 nor arm64": (set(), ("portable",)),
     "Cortex-A72": ({"neon"}, ("portable",)),
@@ -30,8 +36,14 @@ PROCESSORS = {
     "Knights Landing": (AVX2 | {"avx512f", "avx512cd"}, ("avx2", "portable")),
     "Alder Lake": (AVX2 | {"avxvnni"}, ("avxvnni", "avx2", "portable")),
     "Ice Lake": (AVX2 | VNNI_512, ("avx512", "avxvnni", "avx2", "portable")),
-    "Sapphire Rapids": (AVX2 | VNNI_512 | {"avxvnni"}, ("avx512", "avxvnni", "avx2", "portable")),
+    "Sapphire Rapids without tiles": (AVX2 | VNNI_512 | {"avxvnni"}, ("avx512", "avxvnni", "avx2", "portable")),
+    "Sapphire Rapids": (AVX2 | VNNI_512 | {"avxvnni"} | AMX, ("amx", "avx512", "avxvnni", "avx2", "portable")),
 }
+
+
+@pytest.fixture(autouse=True)
+def _tiles_are_granted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_permission, "ask", lambda: 0)
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
@@ -57,10 +69,44 @@ def test_what_is_not_there_is_refused(processor: str, wanted: str) -> None:
 
 
 def test_what_a_set_has() -> None:
-    found = {name: isa.choose(AVX2 | VNNI_512 | {"neon", "dotprod"}, name) for name in isa.NAMES}
+    found = {name: isa.choose(AVX2 | VNNI_512 | AMX | {"neon", "dotprod"}, name) for name in isa.NAMES}
+    assert [name for name, i in found.items() if i.tiles] == ["amx"]
     assert {name: (i.lanes, i.dot) for name, i in found.items()} == {
-        "avx512": (16, True), "avxvnni": (8, True), "avx2": (8, False), "neon": (8, False), "portable": (0, False)
+        "amx": (16, True), "avx512": (16, True),
+        "avxvnni": (8, True), "avx2": (8, False), "neon": (8, False), "portable": (0, False)
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.EINVAL, "Linux 5.16"),
+        (errno.EOPNOTSUPP, "switched off"),
+        (errno.ENOSPC, "signal stack"),
+        (errno.EPERM, "Operation not permitted"),
+    ],
+)
+def test_without_permission_there_are_no_tiles(number: int, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system lists them, and does not hand them out."""
+    asked: list[tuple[int, ...]] = []
+
+    def syscall(code: int, *arguments: Any) -> int:
+        asked.append((code, *(argument.value for argument in arguments)))
+        ctypes.set_errno(number)
+        return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(syscall=syscall))
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(tile_permission, "ask", ASK.__wrapped__)
+    features, _ = PROCESSORS["Sapphire Rapids"]
+    assert isa.choose(features, None).name == "avx512"
+    assert asked == [(158, 0x1023, 18)]
+    with pytest.raises(UsageError, match=rf"PI_ISA=amx: .*{reason}"):
+        isa.choose(features, "amx")
+    asked.clear()
+    assert isa.choose(features, "avx512").name == "avx512"
+    assert not asked, "nobody asks for what is not wanted"
 
 
 def flags(processor: str, name: str) -> set[str]:
@@ -70,6 +116,7 @@ def flags(processor: str, name: str) -> set[str]:
 
 
 def test_the_best_set_leaves_the_processor_as_it_is() -> None:
+    assert not flags("Sapphire Rapids", "amx")
     assert not flags("Ice Lake", "avx512")
     assert not flags("Haswell", "portable")
     assert not flags("Cortex-A72", "portable")
@@ -103,7 +150,8 @@ def test_avxvnni_through_avx512_keeps_to_256_bits() -> None:
 @pytest.mark.parametrize("name", isa.NAMES)
 def test_each_set_computes_the_same(name: str, tmp_path: Path) -> None:
     """Those that this machine has, each in processes of its own. The portable one's first process always compiles."""
-    there = isa.available(isa.host_features())
+    features = isa.host_features()
+    there = isa.available(features - AMX if ASK() else features)
     environment = {**os.environ, "PI_ISA": name, "PYTHONPATH": os.pathsep.join(sys.path), "NUMBA_NUM_THREADS": "3"}
     if name == "portable":
         environment["PI_CACHE_DIR"] = str(tmp_path / "cache")

@@ -2,20 +2,18 @@
 
 import ctypes
 import mmap
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rounding import product
-from support.stored import BLOCK_FORMATS, WEIGHT_FORMATS, StoredMatrix, ends, quantised_inputs, store, store_integers
+from support.row_products import products
+from support.stored import BLOCK_FORMATS, WEIGHT_FORMATS, StoredMatrix, ends, store, store_integers
 
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.kernels.codegen.isa import ISA
-from pi_runtime.kernels.data.matrix_view import RowList, Vectors
 from pi_runtime.kernels.ops.row_products import portable_row_products, vector_row_products
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
@@ -25,21 +23,6 @@ COMPUTE = vector_row_products if ISA.lanes else portable_row_products
 
 def random(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(scale)
-
-
-def products(
-    compute: Any, w: StoredMatrix, x_TD: np.ndarray, rows: Sequence[int] | None = None, tokens: Sequence[int] = ()
-) -> np.ndarray:
-    """(T, N): some rows of w, or all in turn, times some vectors, or all in turn; nothing is written around them."""
-    x, index = quantised_inputs(w.fmt, x_TD), np.array(rows if rows is not None else (), np.int64)
-    chosen, count = np.array(tokens, np.int64), len(w.values) if rows is None else len(rows)
-    around = np.full((len(tokens or x_TD) + 2, count + 3), np.float32(7))
-    listed = RowList(0, 0 if rows is None else index.ctypes.data, count, count)
-    vectors = Vectors(x.ctypes.data, x.strides[0], chosen.ctypes.data if tokens else 0, len(tokens or x_TD))
-    compute(w.view, listed, vectors, around[1:].ctypes.data, around.strides[0])
-    assert np.all(around[[0, -1]] == 7), "wrote before or after the results"
-    assert np.all(around[:, count:] == 7), "wrote beside the results"
-    return around[1:-1, :count]
 
 
 def dots(w: StoredMatrix, x_D: np.ndarray) -> np.ndarray:

@@ -1,0 +1,148 @@
+"""Products by AMX's tiles have the bits of `row_products`.
+
+Processors without AMX run them twice: with tiles that NumPy computes, for what is where and in which order; and as they
+are compiled for AMX, with a handler of SIGILL that carries out what the processor does not know.
+"""
+
+import ctypes
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding
+import numba
+import numpy as np
+import pytest
+from support.paths import SUPPORT
+from support.plain_tiles import PlainTiles
+from support.row_products import products
+from support.stored import BLOCK_FORMATS, store, store_integers
+
+from pi_runtime.kernels.codegen import amx, tile_permission
+from pi_runtime.kernels.codegen.isa import ISA
+from pi_runtime.kernels.data.matrix_view import MatrixView, RowList, Vectors
+from pi_runtime.kernels.ops import tile_products
+from pi_runtime.kernels.ops.row_products import portable_row_products, vector_row_products
+
+OTHERS = vector_row_products if ISA.lanes else portable_row_products
+SIGNATURE = numba.void(
+    *(numba.types.NamedUniTuple(numba.intp, len(kind._fields), kind) for kind in (MatrixView, RowList, Vectors)),
+    *[numba.intp] * 2,
+)
+
+
+def random(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def compiled() -> Any:
+    """The kernel compiled anew, and kept nowhere."""
+    kernel = numba.njit(SIGNATURE, error_model="numpy", nogil=True)(tile_products.tile_row_products.py_func)
+    assert kernel.signatures
+    return kernel
+
+
+@pytest.fixture(scope="module")
+def by_numpy() -> Callable[..., None]:
+    """The kernel with the twins of AMX's instructions."""
+    tiles = PlainTiles()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(amx, "instruction", tiles.instruction)
+        patched.setattr(amx, "allow", lambda *_: None)
+        kernel = compiled()
+
+    def run(*arguments: Any) -> None:
+        kernel(*arguments)
+        assert not tiles.errors, tiles.errors
+        assert tiles.rows is None, "tiles are not released"
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def native() -> Any:
+    """The kernel as it is compiled for AMX."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("no x86-64")
+    return compiled()
+
+
+@pytest.fixture(scope="module")
+def by_amx(native: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same on a processor with AMX, or with a handler that carries out its instructions."""
+    if ISA.name != "amx" and tile_permission.ask():
+        if sys.platform != "linux" or not shutil.which("cc"):
+            pytest.skip("no AMX, and no C compiler on Linux to stand in for it")
+        library = tmp_path_factory.mktemp("amx") / "amx.so"
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, SUPPORT / "amx.c"], check=True)
+        ctypes.CDLL(str(library))
+    return native
+
+
+def check(kernel: Any, fmt: str, shape: tuple[int, int, int], **chosen: Any) -> None:
+    tokens, rows, columns = shape
+    w, x_TD = store(fmt, random(columns, rows, columns)), random(1, tokens, columns)
+    np.testing.assert_array_equal(products(kernel, w, x_TD, **chosen), products(OTHERS, w, x_TD, **chosen))
+
+
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (16, 16, 257), (17, 33, 480), (5, 40, 1312), (64, 8, 97)], ids=str)
+def test_tiles_have_the_bits_of_vectors(fmt: str, shape: tuple[int, int, int], by_numpy: Any) -> None:
+    """Tokens, rows and columns: with a rest of each, one tile and several, groups and blocks outside them."""
+    check(by_numpy, fmt, shape)
+
+
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
+def test_what_is_compiled_for_amx_has_the_bits_of_vectors(fmt: str, by_amx: Any) -> None:
+    for tokens in range(1, 65, 9):
+        check(by_amx, fmt, (tokens, 37, 700 + tokens))
+    for columns in (1, 31, 32, 33, 64, 225, 256, 1024, 1120, 3 * 1024 + 255):
+        check(by_amx, fmt, (33, 18, columns))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
+def test_any_number_of_vectors(fmt: str, by_amx: Any) -> None:
+    for tokens in range(1, 131):
+        check(by_amx, fmt, (tokens, tokens % 70 + 1, 577 + 32 * tokens))
+
+
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
+def test_listed_rows_and_vectors(fmt: str, by_amx: Any) -> None:
+    """Vectors in turn are read where they are, others are copied; a list may be in turn in part."""
+    rng = np.random.default_rng(3)
+    rows, tokens = rng.integers(0, 50, 41).tolist(), [*range(3, 35), *rng.permutation(40).tolist()]
+    check(by_amx, fmt, (40, 50, 800), rows=rows, tokens=tokens)
+
+
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
+def test_the_largest_integers(fmt: str, by_amx: Any) -> None:
+    for integer in (-8, 7) if fmt != "q8" else (-127, 127):
+        w, x_TD = store_integers(fmt, np.full((9, 600), integer), 1.0), np.full((16, 600), np.float32(-127))
+        np.testing.assert_array_equal(products(by_amx, w, x_TD), products(OTHERS, w, x_TD))
+
+
+def test_the_machine_code(native: Any) -> None:
+    """For the first processor that has tiles; the function asks for them itself, whatever the processor."""
+    llvmlite.binding.initialize_all_targets()
+    llvmlite.binding.initialize_all_asmprinters()
+    (code,) = native.inspect_llvm().values()
+    machine = llvmlite.binding.Target.from_triple("x86_64-unknown-linux-gnu").create_target_machine(
+        cpu="sapphirerapids", opt=3
+    )
+    assembly = machine.emit_assembly(llvmlite.binding.parse_assembly(code))
+    found = re.findall(r"^\t(\w*tile\w*|tdp\w+)\t?(.*)$", assembly, re.M)
+    names = [name for name, _ in found]
+    assert names.count("ldtilecfg") == 1
+    assert names.count("tilerelease") >= 1
+    assert names.count("tdpbssd") == names.count("tilezero") == names.count("tilestored") > 0
+    assert names.count("tileloadd") == 2 * names.count("tdpbssd")
+    assert {operands for name, operands in found if name == "tdpbssd"} == {
+        "%tmm4, %tmm2, %tmm0",
+        "%tmm5, %tmm3, %tmm1",
+        "%tmm7, %tmm6, %tmm0",
+    }
