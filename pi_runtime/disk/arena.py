@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.reader import Artifact
@@ -116,8 +117,13 @@ class RowArena:
         return self.address + int(self.rows_L[layer].slot_N[0]) * self.nbytes + row * self.places_L[layer].nbytes
 
 
-def row_arena(artifact: Artifact, name: str, plan: RamPlan, reader: Reader) -> RowArena:
-    """The arena of one array with its pinned rows, and with the caches full of those that fire next most often."""
+def row_arena(
+    artifact: Artifact, name: str, plan: RamPlan, reader: Reader, heat_U: npt.NDArray[np.float64]
+) -> RowArena:
+    """The arena of one array with its pinned rows, and with the caches full of those that fire next most often.
+
+    `heat_U`: of the experts of all layers that share a cache, as `RowStore` counts it.
+    """
     m, slots = artifact.manifest, plan.slots(name)
     d = m.decoder
     nbytes = row_nbytes(d, m.formats["ffn"])[name]
@@ -133,8 +139,7 @@ def row_arena(artifact: Artifact, name: str, plan: RamPlan, reader: Reader) -> R
     reader.hold(memory)
     shared_S = [np.full(slots, first, np.int64) for first in (-1, 0, -1)]
     pool = neuron_cache.rows_of(d.neurons, ring, ring + pool_slots, MOST_REFERENCES, *shared_S)
-    floor = min(d.experts_per_token, pool_slots // d.d_ff // max(1, len(pooled)))
-    of_pool = iter(neuron_cache.in_one_ring(pool, len(pooled), d.d_ff, floor))
+    of_pool = iter(neuron_cache.in_one_ring(pool, len(pooled), d.d_ff, heat_U))
     whole_L = tuple(own.pinned == d.neurons for own in slots_L)
     counts_L2 = np.zeros((len(slots_L), 2), np.int64)
     arena = RowArena(nbytes, memory, [], [], tuple(regions.tolist()), whole_L, counts_L2, on_gpu)

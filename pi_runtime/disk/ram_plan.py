@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pi_runtime.artifact.buffers import cache_format
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.guess_head import PREFIX
 from pi_runtime.artifact.layer_classes import layer_classes, sequence_nbytes
@@ -43,7 +44,7 @@ class Slots:
     """The slots of one layer's rows of one array."""
 
     pinned: int
-    """Rows that stay: of each expert, equally many of those that are stored first, or whole experts."""
+    """Rows that stay: of each expert, equally many of those that are stored first. Of whole experts all or none."""
     cached: int
     """Rows of the layer's cache, or its part of what layers share whose experts are read as a whole."""
 
@@ -196,7 +197,7 @@ def _as_stored(
     neurons = m.decoder.neurons
     more = (room - plan.slot_bytes) // sum(_row_cost(nbytes, gate) for gate in gate_L)
     rest = [
-        _slots(pinned, min(neurons - pinned, cached + more), m.decoder.d_ff if whole else 1)
+        _slots(m.decoder, pinned, min(neurons - pinned, cached + more), whole)
         for pinned, cached, whole in zip(plan.pinned, plan.cached, whole_L, strict=True)
     ]
     whole = [Slots(neurons if resident else 0, 0) for resident in plan.first]
@@ -204,10 +205,11 @@ def _as_stored(
     return {"first": first, "rest": rest}
 
 
-def _slots(pinned: int, cached: int, unit: int) -> Slots:
-    """As many of so many slots as hold whole units."""
-    kept = pinned // unit * unit
-    return Slots(kept, (pinned - kept + cached) // unit * unit)
+def _slots(d: Decoder, pinned: int, cached: int, whole: bool) -> Slots:
+    """So many slots; where experts come and go as a whole, and not all stay, none does."""
+    if not whole or pinned == d.neurons:
+        return Slots(pinned, cached)
+    return Slots(0, (pinned + cached) // d.d_ff * d.d_ff)
 
 
 def _by_rule(
@@ -220,11 +222,8 @@ def _by_rule(
         if room >= d.neurons * nbytes["first"]:
             slots["first"][n] = Slots(d.neurons, 0)
             room -= d.neurons * nbytes["first"]
-    often_LG = [
-        np.sort(expert_counts(artifact, n) if whole else _often(artifact, n).reshape(d.n_experts, -1).sum(0))[::-1]
-        for n, whole in enumerate(whole_L)
-    ]
-    divided = _divided(often_LG, [_row_cost(nbytes, gate) for gate in gate_L], whole_L, room, d.neurons)
+    often_LF = np.array([np.sort(_often(artifact, n).reshape(d.n_experts, -1).sum(0))[::-1] for n in range(layers)])
+    divided = _divided(d, often_LF, np.array([_row_cost(nbytes, gate) for gate in gate_L]), np.array(whole_L), room)
     for n, found in enumerate(divided):
         slots["rest"][n] = found
         if not gate_L[n]:
@@ -254,32 +253,27 @@ def expert_counts(artifact: Artifact, layer: int) -> np.ndarray:
     return np.zeros(d.n_experts) if found is None else found.reshape(d.n_experts, -1).sum(1)
 
 
-def _divided(
-    often_LG: Sequence[np.ndarray], cost_L: Sequence[int], whole_L: Sequence[bool], room: int, neurons: int
-) -> list[Slots]:
+def _divided(d: Decoder, often_LF: np.ndarray, cost_L: np.ndarray, whole_L: np.ndarray, room: int) -> list[Slots]:
     """Slots of each layer: a share of the room pins the rows that fire most often, the rest goes by what is left.
 
-    Rows are pinned in groups: equally many of each expert, or whole experts, if anything is known of them. `often_LG`
-    has the groups of each layer, those that fire most often first.
+    Rows are pinned in groups, equally many of each expert; `often_LF` has the groups of each layer, those that fire
+    most often first. Layers whose experts come and go as a whole pin none, and share one cache.
     """
-    if room >= sum(cost * neurons for cost in cost_L):
-        return [Slots(neurons, 0)] * len(often_LG)
-    rows_L = np.array([neurons // len(often_G) for often_G in often_LG])
-    step_L = rows_L * np.array(cost_L)
-    worth = np.concatenate([often_G / step for often_G, step in zip(often_LG, step_L, strict=True)])
-    layer = np.repeat(np.arange(len(often_LG)), [len(often_G) for often_G in often_LG])
-    order = np.argsort(-worth, kind="stable")
-    known = (worth[order] > 0) | ~np.array(whole_L)[layer[order]]
-    taken = (np.cumsum(step_L[layer[order]]) <= room * PINNED_SHARE) & known
-    pinned_L = np.bincount(layer[order[taken]], minlength=len(often_LG))
+    if room >= int(cost_L.sum()) * d.neurons:
+        return [Slots(d.neurons, 0)] * len(often_LF)
+    step_L = d.n_experts * cost_L
+    order = np.argsort(-(often_LF / step_L[:, None]).ravel(), kind="stable")
+    layer_G = order // d.d_ff
+    layer_G = layer_G[~whole_L[layer_G]]
+    taken_G = layer_G[np.cumsum(step_L[layer_G]) <= room * PINNED_SHARE]
+    pinned_L = np.bincount(taken_G, minlength=len(often_LF))
     room -= int((pinned_L * step_L).sum())
-    left_L = np.array([often_G[p:].sum() for often_G, p in zip(often_LG, pinned_L, strict=True)])
-    if any(whole_L) or not left_L.sum():  # layers of whole experts share one cache
+    left_L = np.array([often_F[p:].sum() for often_F, p in zip(often_LF, pinned_L, strict=True)])
+    if whole_L.any() or not left_L.sum():
         left_L = np.ones(len(left_L))
     found, spare = [], 0
     for n, share in enumerate(left_L / left_L.sum()):
-        pinned, own = int(pinned_L[n] * rows_L[n]), int(room * share) + spare
-        cached = min(neurons - pinned, own // cost_L[n])
-        found.append(_slots(pinned, cached, int(rows_L[n]) if whole_L[n] else 1))
-        spare = own - found[n].cached * cost_L[n] if whole_L[n] else 0
+        pinned, own, cost = int(pinned_L[n]) * d.n_experts, int(room * share) + spare, int(cost_L[n])
+        found.append(_slots(d, pinned, min(d.neurons - pinned, own // cost), bool(whole_L[n])))
+        spare = own - found[n].cached * cost if whole_L[n] else 0
     return found

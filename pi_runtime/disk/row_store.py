@@ -3,7 +3,7 @@
 A *request* names neurons of one expert, by array. `RowStore.ranges` cuts requests into ranges of chunks whose missing
 rows fit into a region of slots for staged rows: while one range is used, the next one is read into another region.
 
-Shape letters: I neurons, C chunks.
+Shape letters: I neurons, C chunks, X experts, U experts of all layers whose experts come and go as a whole.
 """
 
 from collections import deque
@@ -13,18 +13,25 @@ from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from pi_runtime.artifact.footprint import CHUNKS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import ROW_ARRAYS
 from pi_runtime.disk.arena import row_arena
 from pi_runtime.disk.kernels import fetching, neuron_cache
-from pi_runtime.disk.ram_plan import RamPlan
+from pi_runtime.disk.ram_plan import RamPlan, expert_counts
 from pi_runtime.disk.reader import Reader
 from pi_runtime.kernels.data.matrix_view import Ints
 
 REGIONS = 2
 """Regions of staged rows that ranges take in turn; behind them is one for each of two layers' rows read ahead."""
+
+HALF_LIFE = 32
+"""Tokens in which a use of an expert comes to count half. Chosen on traces of one text, of changing subjects and of
+several users (`nox -s bench -- disk --parts residency`)."""
+PROFILED_TOKENS = 32
+"""So many tokens count what the profile knows of experts when a model is opened."""
 
 
 class Request(NamedTuple):
@@ -53,7 +60,13 @@ class RowStore:
     def __init__(self, artifact: Artifact, plan: RamPlan, reader: Reader) -> None:
         d = artifact.manifest.decoder
         self.plan, self.reader, self._d_ff = plan, reader, d.d_ff
-        self.arenas = {name: row_arena(artifact, name, plan, reader) for name in ROW_ARRAYS}
+        whole = [layer for layer, by_expert in enumerate(plan.by_expert_L) if by_expert]
+        self._unit_of = {layer: n * d.n_experts for n, layer in enumerate(whole)}
+        self._heat_U = np.concatenate([np.zeros(0), *(_profiled(artifact, layer) for layer in whole)])
+        """Uses of each expert, each of which counts half after `HALF_LIFE` tokens: in units of a use at the start."""
+        self._use = 1.0
+        """What a use counts now."""
+        self.arenas = {name: row_arena(artifact, name, plan, reader, self._heat_U) for name in ROW_ARRAYS}
         self._row_I, self._slot_I = np.empty((2, d.neurons), np.int64)
         self._staged: dict[tuple[str, int], int] = {}
         """Slots of each region that hold rows, by array and region."""
@@ -96,6 +109,9 @@ class RowStore:
             yield part
             for name, _ in part.request.needs:
                 self._clear(name, part.request.layer, region)
+            if part.end == CHUNKS and self.plan.by_expert_L[part.request.layer]:
+                for arena in self.arenas.values():
+                    neuron_cache.end_unit(arena.rows_L[part.request.layer], part.request.expert * self._d_ff)
             asked.extend(islice(coming, 1))
 
     def _asked_whole(self, request: Request, region: int, keep: bool, room: int) -> bool:
@@ -122,6 +138,8 @@ class RowStore:
         layer, base = request.layer, request.expert * self._d_ff
         self._begin_turn(request)
         self._open.add(layer)
+        if region < REGIONS:
+            self._heat_U[self._unit_of[layer] + request.expert] += self._use
         before = {name: self.arenas[name].counts_L2[layer].copy() for name, _ in request.needs}
         self._asked(RowRange(request, 0, CHUNKS), region, keep=True, stage=False)
         if all(self.arenas[name].rows_L[layer].slot_N[base + row_I].all() for name, row_I in request.needs):
@@ -219,6 +237,13 @@ class RowStore:
         if layer in self._ahead:
             self.reader.wait(REGIONS + layer % 2)
 
+    def age(self) -> None:
+        """Let uses so far count less: a step is over."""
+        self._use *= 2 ** (1 / HALF_LIFE)
+        if self._use > 1e9:
+            self._heat_U /= self._use
+            self._use = 1.0
+
     def end_layer(self, layer: int) -> None:
         """Let go of a layer's rows that were read ahead."""
         self._ahead.pop(layer, None)
@@ -242,3 +267,9 @@ class RowStore:
         """Rows that were in memory when they were asked for, and that were not, since the beginning."""
         hits, misses = sum(arena.counts_L2.sum(0) for arena in self.arenas.values()).tolist()
         return hits, misses
+
+
+def _profiled(artifact: Artifact, layer: int) -> npt.NDArray[np.float64]:
+    """(X,) how often each expert of a layer is used in `PROFILED_TOKENS` tokens by the profile's counts, if any."""
+    count_X = expert_counts(artifact, layer)
+    return count_X * (PROFILED_TOKENS * artifact.manifest.decoder.experts_per_token / max(1.0, count_X.sum()))

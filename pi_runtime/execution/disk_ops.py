@@ -58,6 +58,7 @@ class DiskOps(CpuOps):
         saves_L = self._spared_L * self._rest_share >= TWO_PHASES_FROM
         self._two_phases_L = (saves_L | self._rows.plan.two_phases_L).tolist()
         self.ahead.way.count(seconds / len(self.x_TD))
+        self._rows.age()
 
     def attention(self, layer: int) -> None:
         """x ← x + attention(x); rows of experts that are known before it come meanwhile."""

@@ -1,62 +1,47 @@
 """The disk tier beside the same model in memory, mapped within the same limit, llama.cpp, and the device's own rate.
 
 nox -s bench -- disk [--formats f16,q4] [--budgets 100,75,50,25,10,5] [--persistence 0.36,0.8] [--tokens N]
-                     [--parts budgets,ablation,policies,phases] [--layers N] [--no-llama] [--machine FILE] [--json PATH]
+                     [--parts budgets,ablation,policies,phases,mixtures,residency] [--layers N] [--no-llama]
+                     [--machine FILE] [--json PATH] [--mixtures SmallThinker-4B,Qwen3-MoE]
+                     [--mixture-budgets 50,25,12.5]
 
 A synthetic Llama (recipes/demo/sparse_model) decodes within `--ram-budget`s that leave room for so many percent of the
-FFNs' rows. Every engine runs in the same memory cgroup, which counts the page cache too, with 5 % more than a budget;
-where none can be made, this is said, and mapped engines are left out. Embeddings of tokens that follow each other by id
+FFNs' rows. Every engine runs in the same memory cgroup, which counts the page cache too. Ours has 5 % more there than
+its budget, mapped engines have what ours took of it at most, so that both have the same bytes. Where no group can be
+made, this is said, and mapped engines are left out. Embeddings of tokens that follow each other by id
 are alike, so the step between the ids of a text sets how many neurons stay active: the persistence that this brings is
 measured and printed. The device's rate is taken at the mean size of a run's own reads, and its depth. *Waiting* is the
 share of a token's time in which nothing can be computed before rows come, *bookkeeping* what is left beside that and
 compiled steps of the model: looking rows up, asking for them, and Python. What placing
 predicts of each run stands below it: from the neurons that a recorded text names and fires, and from this machine's
-profile, which is measured first. The model has the width of 1.2 B parameters; `--layers 16` is all of it.
+profile, which is measured first. The model has the width of 1.2 B parameters; `--layers 16` is all of it. The part
+`mixtures` decodes with mixtures of experts (`disk_tier.mixtures`), `residency` compares which of them stay in memory on
+three traces (`disk_tier.residency`).
 """
 
 import argparse
 import json
-import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from disk_tier import policies, prediction
-from disk_tier.ceiling import device_rate
-from disk_tier.limits import MemoryGroup, NoGroupError, evict, memory_group
-from side_by_side.peers import PEERS
-from side_by_side.process import EngineError, Worker
-from side_by_side.rounds import LLAMA_CPP
-from side_by_side.shape import add_shape, decoder_of
-from sparse_model import Spec, build
-from support.row_traces import Trace, persistence
-from support.synthetic import byte_tokenizer
+from disk_tier import mixtures, policies, residency
+from disk_tier.case import OURS, Case
+from disk_tier.limits import MemoryGroup, NoGroupError, memory_group
+from side_by_side.shape import add_shape
+from support.row_traces import persistence
 
 from pi_compile.machine import Machine, find_machine
 from pi_compile.machine.measurement import measure_machine
 from pi_compile.results import WINDOWS
-from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.rows import WORKERS, row_nbytes
-from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.artifact.rows import row_nbytes
 
-LIKENESS = 0.98
-"""Of the embeddings of tokens whose ids follow each other."""
-WARM = 12
-SLACK = 1.05
-"""The cgroup's limit ÷ the budget, both without what a process takes before it enters the group."""
-SLACK_NBYTES = 8 << 20
-"""What a process may have grown by since its smallest budget was computed."""
-OURS = "ours"
-EMBEDDINGS = 2048
-"""Embeddings of the synthetic model that differ."""
-TRACED = 64
-"""Tokens of a text whose neurons are recorded."""
-ALL_PARTS = ("budgets", "ablation", "policies", "phases")
+ALL_PARTS = ("budgets", "ablation", "policies", "phases", "mixtures", "residency")
 
 
 def arguments() -> argparse.Namespace:
@@ -71,154 +56,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--over-read", type=float, default=1.5, help="neurons that the predictor names ÷ those that fire"
     )
+    parser.add_argument("--mixtures", default=",".join(mixtures.MIXTURES))
+    parser.add_argument("--mixture-budgets", default="50,25,12.5", help="percent of the experts")
     parser.add_argument("--no-llama", action="store_true")
-    parser.add_argument("--machine", help="a profile of this machine with its disk; default: one is measured")
+    parser.add_argument(
+        "--machine",
+        help="a profile of this machine with its disk; default: one is measured; none: nothing is predicted",
+    )
     parser.add_argument("--json", type=Path, help="write everything there")
     parser.add_argument("--folder", type=Path, help="for the models, some GB; default: a temporary one")
     add_shape(parser)
     parser.set_defaults(layers=6)
     return parser.parse_args()
-
-
-def texts(tokens: int, wanted: float) -> list[int]:
-    """Ids of a text whose neurons persist about as wanted: at 0.36 ids are random, above they count up."""
-    if wanted <= 0.4:
-        return np.random.default_rng(1).integers(0, EMBEDDINGS, tokens).tolist()
-    return [n * step_for(wanted) % EMBEDDINGS for n in range(tokens)]
-
-
-def step_for(wanted: float) -> int:
-    """The step between ids with which about as many neurons persist: a fit to what was measured."""
-    return max(1, round(np.log(wanted) / 2.9 / np.log(LIKENESS)))
-
-
-class Case:
-    """One format: its files, and how engines are run."""
-
-    def __init__(self, a: argparse.Namespace, fmt: str, folder: Path, group: MemoryGroup | None) -> None:
-        self.a, self.format, self.folder, self._group = a, fmt, folder, group
-        self.decoder, self.path, self.gguf = decoder_of(a), folder / f"{fmt}.pi", folder / f"{fmt}.gguf"
-        self.rows: list[dict[str, Any]] = []
-        self._rates: dict[int, float] = {}
-        _build(a, self.decoder, fmt, self.path, a.over_read)
-        with self.ours() as worker:
-            found = worker.ask("budgets", path=str(self.path))
-        self.least, self.most, self._process = found["least"], found["most"], found["process"]
-        self.levels = [float(level) for level in a.persistence.split(",")]
-        self.predictions: dict[float, prediction.Prediction] = {}
-
-    @cached_property
-    def traces(self) -> dict[float, tuple[list[Trace], list[Trace]]]:
-        """What the predictors name, and what fires, layer by layer, at each persistence."""
-        found, files = {}, [self.folder / f"{kind}.npz" for kind in ("named", "fired")]
-        with self.ours(mode="predicted", ram_budget=self.budget(50), two_phases=True) as worker:
-            for level in self.levels:
-                worker.ask("trace", tokens=texts(TRACED, level), named=str(files[0]), fired=str(files[1]))
-                named, fired = map(policies.load_traces, files)
-                found[level] = named, fired
-        return found
-
-    def predict(self, machine: Machine) -> None:
-        """Prepare what is predicted of runs from now on."""
-        self.predictions = {
-            level: prediction.Prediction(self.path, machine, *traces) for level, traces in self.traces.items()
-        }
-
-    def budget(self, percent: float) -> int:
-        """The `--ram-budget` that leaves room for this share of the rows."""
-        return SLACK_NBYTES + int(self.least + percent / 100 * (self.most - self.least))
-
-    @contextmanager
-    def ours(self, limit: int | None = None, **opening: Any) -> Iterator[Worker]:
-        """Our engine, with its model opened, in the group if there is a limit."""
-        with Worker("pi", "disk_tier.engine", limit_s=300) as worker:
-            if limit is not None:
-                worker.ask("budgets", path=str(self.path))  # all is imported then
-                self._enter(worker, self.path, limit)
-            if opening:
-                worker.ask("open_model", path=str(self.path), **opening)
-            yield worker
-
-    def _enter(self, worker: Worker, path: Path, limit: int) -> None:
-        """Put an engine into the group before it opens its file, of which nothing is in the page cache."""
-        evict(path)
-        if self._group is not None:
-            self._group.limit(int(SLACK * (limit - self._process)))
-            self._group.add(worker.pid)
-
-    def measure(
-        self, name: str, limit: int | None, levels: Sequence[float], tokens: int, **opening: Any
-    ) -> dict[float, float]:
-        """Decode with ours at each persistence; prints and keeps rows; returns tokens per second."""
-        opening, rates = {"mode": self.a.mode, **opening}, {}
-        warm = WARM if opening.get("ram_budget") or limit is None else 1
-        with self.ours(limit, **opening) as worker:
-            for level in levels:
-                found = worker.ask("decode", tokens=texts(warm + tokens, level), warm=warm)
-                rates[level] = self._row(name, level, found)
-                if name == OURS and level in self.predictions:
-                    self._compare(level, worker.ask("plan"))
-        return rates
-
-    def _compare(self, level: float, plan: dict[str, Any]) -> None:
-        """Print what is predicted of the last row."""
-        row = self.rows[-1]
-        rate, hits, nbytes = row["predicted"] = self.predictions[level].of(**plan)
-        print(
-            f"    predicted {rate:.2f} tokens/s ({rate / row['tokens_per_s'] - 1:+.0%}), hits {hits:.3f},"
-            f" {nbytes / 1e6:.2f} MB/token",
-            flush=True,
-        )
-
-    def llama(self, limit: int, tokens: int) -> float | None:
-        """Decode with llama.cpp, mapped, in the group; None where it fails."""
-        try:
-            with Worker(LLAMA_CPP, PEERS[LLAMA_CPP][0], limit_s=300) as worker:
-                worker.ask("describe")
-                self._enter(worker, self.gguf, limit)
-                worker.ask("open_model", path=str(self.gguf), context=512)
-                return self._row("llama.cpp mapped", None, worker.ask("decode", context=1, tokens=tokens))
-        except EngineError as failure:
-            print(f"  {failure}", flush=True)
-            return None
-
-    def _row(self, name: str, persistence: float | None, found: dict[str, Any]) -> float:
-        seconds = found["seconds"]
-        mean = statistics.fmean(seconds)
-        row = {"format": self.format, "engine": name, "persistence": persistence, "tokens_per_s": 1 / mean, **found}
-        p50, p90, p99 = (1e3 * np.percentile(seconds, [50, 90, 99])).tolist()
-        line = f"  {name:24}{'' if persistence is None else persistence:>5} {1 / mean:7.2f} tokens/s"
-        line += f"  p50 {p50:7.1f} p90 {p90:7.1f} p99 {p99:7.1f} ms"
-        if "cpu_s" in found:
-            line += f"  CPU {1e3 * found['cpu_s']:6.1f} ms"
-        if found.get("reads"):
-            size = found["bytes_read"] / found["reads"]
-            row["ceiling"] = self.rate(size)
-            reading_s = found["bytes_read"] / row["ceiling"] / len(seconds)
-            row["reading_share"] = reading_s / mean
-            line += f"  hits {found['hits'] / (found['hits'] + found['misses']):.3f}"
-            line += f"  {found['bytes_read'] / len(seconds) / 1e6:6.2f} MB/token in reads of {size / 1024:.1f} KiB"
-            line += f", {1e3 * reading_s:.1f} ms at the device's {row['ceiling'] / 1e6:.0f} MB/s"
-            waiting, computing = found["seconds_waited"] / found["disk_s"], found["computing_s"] / found["disk_s"]
-            line += f"  waiting {waiting:.2f}, bookkeeping {1 - waiting - computing:.2f}"
-        elif "device_bytes" in found:
-            line += f"  {found['device_bytes'] / len(seconds) / 1e6:6.1f} MB/token"
-        self.rows.append(row)
-        print(line, flush=True)
-        return 1 / mean
-
-    def rate(self, nbytes: float) -> float:
-        """The device's rate at about this size, taken once for each."""
-        size = max(512, round(nbytes / 512) * 512) if nbytes < 4096 else round(nbytes / 4096) * 4096
-        if size not in self._rates:
-            self._rates[size] = device_rate(self.path, size, WORKERS)
-        return self._rates[size]
-
-
-def _build(a: argparse.Namespace, decoder: Decoder, fmt: str, path: Path, over_read: float) -> None:
-    formats = {**dict.fromkeys(PARTS, fmt), "predictor": "q4"}
-    spec = Spec(decoder=decoder, formats=formats, density=a.density, rank=a.rank, likeness=LIKENESS)
-    build(spec, {over_read: path}, byte_tokenizer())
 
 
 def measure_budgets(case: Case, group: MemoryGroup | None) -> None:
@@ -232,8 +81,8 @@ def measure_budgets(case: Case, group: MemoryGroup | None) -> None:
         print("  " + ", ".join(f"{ours[p] / in_memory[p]:.2f} of in memory at {p:g}" for p in levels), flush=True)
         if group is None or percent >= 100:
             continue
-        mapped = case.measure("ours, mapped", budget, levels[:1], a.mapped_tokens)[levels[0]]
-        peer = None if a.no_llama else case.llama(budget, a.mapped_tokens)
+        mapped = case.measure("ours, mapped", case.taken, levels[:1], a.mapped_tokens, slack=1.0)[levels[0]]
+        peer = None if a.no_llama else case.llama(a.mapped_tokens)
         print(f"  {ours[levels[0]] / mapped:.1f} × ours mapped", end="")
         print("" if peer is None else f", {ours[levels[0]] / peer:.1f} × llama.cpp", flush=True)
 
@@ -278,6 +127,30 @@ def measure_phases(a: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     return case.rows
 
 
+def measure_format(
+    a: argparse.Namespace, fmt: str, folder: Path, group: MemoryGroup | None, machine: Machine | None
+) -> list[dict[str, Any]]:
+    """The parts that are about one format."""
+    parts, case = a.parts.split(","), Case(a, fmt, folder, group)
+    if "budgets" in parts and not a.no_llama and group is not None:
+        from side_by_side.gguf_file import write_gguf
+
+        write_gguf(case.gguf, case.decoder, fmt)
+    print(f"{fmt}: {case.path.stat().st_size / 1e6:.0f} MB; the device by size of a read:", end=" ")
+    print(", ".join(f"{n} KiB {case.rate(n << 10) / 1e6:.0f} MB/s" for n in (4, 8, 16, 32)), flush=True)
+    if "budgets" in parts:
+        if machine is not None:
+            case.predict(machine)
+        measure_budgets(case, group)
+    if "ablation" in parts:
+        measure_ablation(case, group)
+    if "policies" in parts and fmt == a.formats.split(",")[-1]:
+        measure_policies(case)
+    case.path.unlink()
+    case.gguf.unlink(missing_ok=True)
+    return case.rows
+
+
 def main() -> None:
     a, rows = arguments(), list[dict[str, Any]]()
     parts: Sequence[str] = a.parts.split(",")
@@ -289,26 +162,15 @@ def main() -> None:
         except NoGroupError as reason:
             print(f"no memory cgroup, so mapped engines are left out: {reason}", flush=True)
         machine = None
-        if "budgets" in parts:
+        if a.machine != "none" and {"budgets", "mixtures"}.intersection(parts):
             machine = find_machine(a.machine, Path()) if a.machine else measure_machine(folder)
-        for fmt in a.formats.split(","):
-            case = Case(a, fmt, folder, group)
-            if "budgets" in parts and not a.no_llama and group is not None:
-                from side_by_side.gguf_file import write_gguf
-
-                write_gguf(case.gguf, case.decoder, fmt)
-            print(f"{fmt}: {case.path.stat().st_size / 1e6:.0f} MB; the device by size of a read:", end=" ")
-            print(", ".join(f"{n} KiB {case.rate(n << 10) / 1e6:.0f} MB/s" for n in (4, 8, 16, 32)), flush=True)
-            if machine is not None:
-                case.predict(machine)
-                measure_budgets(case, group)
-            if "ablation" in parts:
-                measure_ablation(case, group)
-            if "policies" in parts and fmt == a.formats.split(",")[-1]:
-                measure_policies(case)
-            rows += case.rows
-            case.path.unlink()
-            case.gguf.unlink(missing_ok=True)
+        if "residency" in parts:
+            rows += residency.compare()
+        formats = a.formats.split(",")
+        for fmt, name in product(formats, a.mixtures.split(",")) if "mixtures" in parts else ():
+            rows += mixtures.measure(a, name, fmt, folder, group, machine)
+        for fmt in formats if {"budgets", "ablation", "policies"}.intersection(parts) else ():
+            rows += measure_format(a, fmt, folder, group, machine)
         if "phases" in parts:
             rows += measure_phases(a, folder)
         if a.json is not None:

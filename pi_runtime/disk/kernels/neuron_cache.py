@@ -8,23 +8,26 @@ Rows for which there is no room, or that are not worth any, are *staged*: they g
 `clear_staged`.
 
 Where an expert's rows are always needed together they come and go together, as a *unit*, in slots that follow each
-other. Layers of such experts share one ring; a layer that holds no more units than the floor loses none to others.
+other. Layers of such experts share one ring. The unit that makes room there is the one that was used least lately: its
+*heat* is a sum over its uses, each of which halves in so many tokens (`row_store.RowStore`).
 
-Shape letters: N rows of a layer (all experts), S slots, I rows that are asked for, C chunks.
+Shape letters: N rows of a layer (all experts), S slots, I rows that are asked for, C chunks, U units of all layers that
+share a ring.
 """
 
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from pi_runtime.artifact.footprint import CHUNKS, GROUP
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import Ints
 from pi_runtime.kernels.ffn.memory import bit_reversed
 
-BEGIN, END, CLOCK_HAND, TURN, MOST_REFERENCES, UNIT, TURNS, FLOOR = range(8)
-"""What `LayerRows.clock_8` holds: the cached slots, the hand's place, the number of the current turn, the most
-references that a row gets, the rows of a unit, for how many turns a row that was asked for stays, and the floor."""
+BEGIN, END, CLOCK_HAND, TURN, MOST_REFERENCES, UNIT, TURNS = range(7)
+"""What `LayerRows.clock_7` holds: the cached slots, the hand's place, the number of the current turn, the most
+references that a row gets, the rows of a unit, and for how many turns a row that was asked for stays."""
 HITS, MISSES = range(2)
 
 
@@ -32,7 +35,7 @@ class LayerRows(NamedTuple):
     """One layer's rows of one array (`first` or `rest`)."""
 
     slot_N: Ints
-    clock_8: Ints
+    clock_7: Ints
     owner_S: Ints
     """The row in each slot, of whichever layer has the slot; −1 for none."""
     references_S: Ints
@@ -44,33 +47,37 @@ class LayerRows(NamedTuple):
     """`slot_N` of all layers that share the ring, one after the other; an owner is a place here."""
     layer: int
     """Which of these this layer is."""
-    held_L: Ints
-    """Units that each of these has in the ring."""
+    heat_U: npt.NDArray[np.float64]
+    """How often each unit was used lately, of all of these."""
 
 
 def rows_of(
     neurons: int, begin: int, end: int, most_references: int, owner_S: Ints, references_S: Ints, turn_S: Ints
 ) -> LayerRows:
     """A layer's rows, none of them there, with a ring of its own: the cached slots [begin, end)."""
-    clock_8 = np.array([begin, end, begin, 0, most_references, 1, 1, 0], np.int64)
+    clock_7 = np.array([begin, end, begin, 0, most_references, 1, 1], np.int64)
     slot_N, counts_2 = np.zeros(neurons, np.int64), np.zeros(2, np.int64)
-    return LayerRows(slot_N, clock_8, owner_S, references_S, turn_S, counts_2, slot_N, 0, np.zeros(1, np.int64))
+    return LayerRows(slot_N, clock_7, owner_S, references_S, turn_S, counts_2, slot_N, 0, np.zeros(0))
 
 
-def in_one_ring(rows: LayerRows, layers: int, unit: int, floor: int) -> list[LayerRows]:
+def in_one_ring(rows: LayerRows, layers: int, unit: int, heat_U: npt.NDArray[np.float64]) -> list[LayerRows]:
     """The rows of some layers that share the ring of `rows`, by units; a unit stays for two turns, because those of the
     next layer may come while this one's are used."""
-    rows.clock_8[[UNIT, TURNS, FLOOR]] = unit, 2, floor
-    slot_LN, held_L = np.zeros((layers, len(rows.slot_N)), np.int64), np.zeros(layers, np.int64)
-    return [rows._replace(slot_N=slot_LN[n], slot_A=slot_LN.reshape(-1), layer=n, held_L=held_L) for n in range(layers)]
+    rows.clock_7[[UNIT, TURNS]] = unit, 2
+    slot_LN = np.zeros((layers, len(rows.slot_N)), np.int64)
+    slot_A = slot_LN.reshape(-1)
+    return [rows._replace(slot_N=slot_LN[n], slot_A=slot_A, layer=n, heat_U=heat_U) for n in range(layers)]
 
 
 def place(rows: LayerRows, row_I: Ints, slot: int) -> None:
     """Say that these rows are in the slots from this one on."""
     rows.owner_S[slot : slot + len(row_I)] = rows.layer * len(rows.slot_N) + row_I
     rows.slot_N[row_I] = np.arange(slot, slot + len(row_I))
-    if rows.clock_8[BEGIN] <= slot < rows.clock_8[END]:
-        rows.held_L[rows.layer] += len(row_I) // rows.clock_8[UNIT]
+
+
+def end_unit(rows: LayerRows, row: int) -> None:
+    """Say that the unit with this first row may go before the turn is over."""
+    rows.turn_S[rows.slot_N[row]] = -1
 
 
 @public
@@ -80,8 +87,8 @@ def begin_turn(rows: LayerRows, base: int, neuron_I: Ints, goes_on: bool) -> int
     Those that are there stay until the next turn. `goes_on`: rows of the turn before stay too.
     """
     if not goes_on:
-        rows.clock_8[TURN] += 1
-    turn, absent = rows.clock_8[TURN], 0
+        rows.clock_7[TURN] += 1
+    turn, absent = rows.clock_7[TURN], 0
     for neuron in neuron_I:
         slot = rows.slot_N[base + neuron]
         rows.turn_S[slot] = turn
@@ -98,30 +105,35 @@ def absent_of_chunks(rows: LayerRows, base: int, neuron_I: Ints, absent_C: Ints)
 
 
 @device
-def _free_unit(rows: LayerRows, tries: int) -> tuple[int, int]:
-    """Move the hand to a unit of the ring that may go, at most so many tries; returns its first slot, or 0, and what is
-    left of the tries."""
-    clock_8, neurons, slot = rows.clock_8, rows.slot_N.shape[0], 0
+def _free_row(rows: LayerRows, tries: int) -> tuple[int, int]:
+    """Move the hand to a row of the ring that may go, at most so many tries; returns its slot, or 0, and what is left
+    of the tries."""
+    clock_7, slot = rows.clock_7, 0
     while tries > 0 and slot == 0:
         tries -= 1
-        hand = clock_8[CLOCK_HAND]
-        behind = hand + clock_8[UNIT]
-        clock_8[CLOCK_HAND] = behind if behind < clock_8[END] else clock_8[BEGIN]
-        owner = rows.owner_S[hand]
-        if owner >= 0:
-            layer = owner // neurons
-            if rows.turn_S[hand] > clock_8[TURN] - clock_8[TURNS]:
-                continue
-            if layer != rows.layer and rows.held_L[layer] <= clock_8[FLOOR]:
-                continue
+        hand = clock_7[CLOCK_HAND]
+        clock_7[CLOCK_HAND] = hand + 1 if hand + 1 < clock_7[END] else clock_7[BEGIN]
+        if rows.owner_S[hand] >= 0 and rows.turn_S[hand] == clock_7[TURN]:
+            continue
         if rows.references_S[hand] > 0:
             rows.references_S[hand] -= 1
         else:
             slot = hand
-            if owner >= 0:
-                rows.held_L[owner // neurons] -= 1
-            rows.held_L[rows.layer] += 1
     return slot, tries
+
+
+@device
+def _coldest_unit(rows: LayerRows) -> int:
+    """The first slot of the ring's unit with least heat of those that may go, an empty one before others; or 0."""
+    clock_7, coldest, least = rows.clock_7, 0, np.inf
+    for slot in range(clock_7[BEGIN], clock_7[END], clock_7[UNIT]):
+        owner = rows.owner_S[slot]
+        if owner < 0:
+            return slot
+        heat = rows.heat_U[owner // clock_7[UNIT]]
+        if heat < least and rows.turn_S[slot] <= clock_7[TURN] - clock_7[TURNS]:
+            coldest, least = slot, heat
+    return coldest
 
 
 @public
@@ -141,7 +153,7 @@ def obtain(
     Returns how many these are, and how many slots from `staging` on they take; rows that would take one are left out
     where `staging` is negative. `keep`: they may take cached slots.
     """
-    clock_8, every = rows.clock_8, begin == 0 and end == CHUNKS
+    clock_7, every = rows.clock_7, begin == 0 and end == CHUNKS
     count = 0
     for neuron in neuron_I:
         if not (every or begin <= bit_reversed(neuron // GROUP % CHUNKS) < end):
@@ -152,17 +164,19 @@ def obtain(
             count += 1
         else:
             rows.counts_2[HITS] += 1
-            if rows.references_S[slot] < clock_8[MOST_REFERENCES]:
+            if rows.references_S[slot] < clock_7[MOST_REFERENCES]:
                 rows.references_S[slot] += 1
     rows.counts_2[MISSES] += count
-    unit, first = clock_8[UNIT], rows.layer * rows.slot_N.shape[0]
+    unit, first = clock_7[UNIT], rows.layer * rows.slot_N.shape[0]
     listed, staged, k = 0, 0, 0
-    tries = (clock_8[MOST_REFERENCES] + 1) * (clock_8[END] - clock_8[BEGIN]) // unit if keep else 0
+    tries = (clock_7[MOST_REFERENCES] + 1) * (clock_7[END] - clock_7[BEGIN]) if keep else 0
     while k < count:
         is_unit = row_I[k] % unit == 0 and k + unit <= count and row_I[k + unit - 1] == row_I[k] + unit - 1
         length, slot = (unit if is_unit else 1), 0
-        if is_unit:
-            slot, tries = _free_unit(rows, tries)
+        if unit == 1:
+            slot, tries = _free_row(rows, tries)
+        elif is_unit and keep:
+            slot = _coldest_unit(rows)
         is_cached = slot != 0
         if not is_cached:
             slot = staging + staged
@@ -171,7 +185,7 @@ def obtain(
             if is_cached and rows.owner_S[slot + i] >= 0:
                 rows.slot_A[rows.owner_S[slot + i]] = 0
             row = row_I[k + i]
-            rows.owner_S[slot + i], rows.slot_N[row], rows.turn_S[slot + i] = first + row, slot + i, clock_8[TURN]
+            rows.owner_S[slot + i], rows.slot_N[row], rows.turn_S[slot + i] = first + row, slot + i, clock_7[TURN]
             rows.references_S[slot + i], row_I[listed], slot_I[listed] = 0, row, slot + i
             listed += 1
         k += length
@@ -190,8 +204,7 @@ def clear_staged(rows: LayerRows, staging: int, count: int) -> None:
 @public
 def forget(rows: LayerRows) -> None:
     """Forget all rows in cached slots, for what they hold is not certain."""
-    rows.held_L[:] = 0
-    for slot in range(rows.clock_8[BEGIN], rows.clock_8[END]):
+    for slot in range(rows.clock_7[BEGIN], rows.clock_7[END]):
         if rows.owner_S[slot] >= 0:
             rows.slot_A[rows.owner_S[slot]] = 0
         rows.owner_S[slot] = -1

@@ -165,4 +165,26 @@ def trace(tokens: list[int], named: str, fired: str) -> dict[str, Any]:
     return {"tokens": len(tokens)}
 
 
-HANDLERS = {f.__name__: f for f in (budgets, open_model, decode, plan, trace)}
+def routes(tokens: list[int]) -> dict[str, Any]:
+    """Decode tokens one by one: the experts of each, layer by layer, and those that each layer's router would have
+    taken before its turn, where it is asked."""
+    steps_of = disk_ops.tokens_by_expert, disk_ahead.tokens_by_expert
+    taken, ahead = list[list[int]](), list[list[int]]()
+
+    def spied(function: Any, into: list[list[int]]) -> Any:
+        def spy(expert_TK: np.ndarray, *others: Any) -> Any:
+            into.append(expert_TK[0].tolist())
+            return function(expert_TK, *others)
+
+        return spy
+
+    disk_ops.tokens_by_expert, disk_ahead.tokens_by_expert = (
+        spied(function, into) for function, into in zip(steps_of, (taken, ahead), strict=True)
+    )
+    disk_ahead.FasterWay.second = True  # type: ignore[method-assign, assignment]
+    decode(tokens, 0)
+    disk_ops.tokens_by_expert, disk_ahead.tokens_by_expert = steps_of
+    return {"taken": taken, "ahead": ahead}
+
+
+HANDLERS = {f.__name__: f for f in (budgets, open_model, decode, plan, trace, routes)}

@@ -1,6 +1,7 @@
 """A Llama of random weights as a GGUF file, for llama.cpp: same shape and bits as ours."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -14,11 +15,13 @@ _TILE_ROWS = 1024
 
 
 def write_gguf(
-    path: Path, d: Decoder, format_name: str, *, has_tokenizer: bool = False, router_rows: np.ndarray | None = None
-) -> None:
+    path: Path, d: Decoder, format_name: str, *, has_tokenizer: bool = False, router_rows: np.ndarray | None = None,
+    given: Mapping[str, np.ndarray] | None = None,
+) -> None:  # fmt: skip
     """Write the file. Where tokens come and go as numbers it needs no tokenizer; else each token is its number.
 
-    With experts it is a Qwen3-MoE; `router_rows` are factors of its routers' rows.
+    With experts it is a Qwen3-MoE; `router_rows` are factors of its routers' rows. Tensors that are
+    `given` are not random.
     """
     writer = gguf.GGUFWriter(path, "llama" if d.n_experts == 1 else "qwen3moe")
     if d.n_experts > 1:
@@ -44,6 +47,10 @@ def write_gguf(
         writer.add_tokenizer_model("none")
     rng, made = np.random.default_rng(0), {}
     for name, shape in _shapes(d):
+        if given is not None and name in given:
+            kind = Type.F32 if name.endswith("gate_inp.weight") else TYPES[format_name]
+            writer.add_tensor(name, gguf.quantize(given[name], kind), raw_dtype=kind)
+            continue
         if len(shape) == 1:
             writer.add_tensor(name, np.ones(shape, np.float32))
             continue

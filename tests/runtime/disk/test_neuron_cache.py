@@ -73,25 +73,37 @@ def test_a_row_that_comes_again_and_again_outlives_those_that_come_once() -> Non
     assert ask(110) == 1
 
 
-def test_a_layer_keeps_its_floor_of_units_of_a_ring_that_layers_share() -> None:
-    unit, units, layers = 8, 6, 3
-    owner_S, turn_S = np.full(200, -1, np.int64), np.full(200, -1, np.int64)
-    pool = neuron_cache.rows_of(10 * unit, 1, 1 + units * unit, 3, owner_S, np.zeros(200, np.int64), turn_S)
-    rows_L = neuron_cache.in_one_ring(pool, layers, unit, floor=2)
-    row_I, slot_I = np.empty((2, 10 * unit), np.int64)
-    rng = np.random.default_rng(0)
-    for turn in range(60):
-        rows = rows_L[turn % layers if turn < 40 else (turn + 1) % 2]
-        unit_I = np.sort(rng.choice(10, 2, replace=False))
-        neuron_I = (unit * unit_I[:, None] + np.arange(unit)).ravel()
-        neuron_cache.begin_turn(rows, 0, neuron_I, False)
+def test_the_unit_that_was_used_least_lately_makes_room_in_a_ring_that_layers_share() -> None:
+    unit, units, layers, experts = 8, 6, 3, 10
+    owner_S, turn_S, heat_U = np.full(200, -1, np.int64), np.full(200, -1, np.int64), np.zeros(layers * experts)
+    pool = neuron_cache.rows_of(experts * unit, 1, 1 + units * unit, 3, owner_S, np.zeros(200, np.int64), turn_S)
+    rows_L = neuron_cache.in_one_ring(pool, layers, unit, heat_U)
+    row_I, slot_I = np.empty((2, experts * unit), np.int64)
+
+    def ask(layer: int, expert: int, goes_on: bool = False) -> None:
+        rows, neuron_I = rows_L[layer], expert * unit + np.arange(unit)
+        neuron_cache.begin_turn(rows, 0, neuron_I, goes_on)
         _, staged = neuron_cache.obtain(rows, 0, neuron_I, 0, CHUNKS, True, -1, row_I, slot_I)
-        slot_U = rows.slot_N[neuron_I].reshape(2, unit)
         assert staged == 0
-        if turn >= 4:  # before, those of the two turns before may leave too little room
-            assert (slot_U > 0).all()
-        assert all((np.diff(slots) == 1).all() for slots in slot_U if slots[0])
-        held_L = [int((other.slot_N > 0).sum()) // unit for other in rows_L]
-        assert held_L == rows.held_L.tolist()
-        assert turn < 5 or min(held_L) >= 2
-    assert sum(held_L) == units
+        assert rows.slot_N[neuron_I].tolist() == list(range(rows.slot_N[neuron_I[0]], rows.slot_N[neuron_I[0]] + unit))
+
+    def held() -> set[tuple[int, int]]:
+        return {(n, e) for n, rows in enumerate(rows_L) for e in range(experts) if rows.slot_N[e * unit]}
+
+    heat_U[:] = np.random.default_rng(0).permutation(layers * experts) + 1.0
+    for expert in range(6):
+        ask(expert % layers, expert)
+    for layer, expert in ((0, 7), (1, 7), (2, 7), (0, 8), (1, 8)):
+        before = held()
+        fresh = {(n, e) for n, e in before if turn_S[rows_L[n].slot_N[e * unit]] > pool.clock_7[neuron_cache.TURN] - 1}
+        coldest = min(before - fresh, key=lambda unit: heat_U[unit[0] * experts + unit[1]])
+        ask(layer, expert)
+        assert held() == before - {coldest} | {(layer, expert)}
+    for expert in range(4):  # all of these are needed in one turn
+        ask(2, expert, goes_on=expert > 0)
+    assert {(2, expert) for expert in range(4)} <= held()
+    neuron_cache.end_unit(rows_L[2], 3 * unit)
+    heat_U[2 * experts + 3] = 0
+    ask(2, 9, goes_on=True)
+    assert (2, 3) not in held()
+    assert {(2, 0), (2, 1), (2, 2), (2, 9)} <= held()

@@ -12,6 +12,7 @@ from pi_runtime import Model, load
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.schema import Text
 from pi_runtime.execution import disk_ahead, disk_ops
+from pi_runtime.execution.cpu_ops import CpuOps
 from pi_runtime.execution.disk import DiskExecutor
 from pi_runtime.execution.executor import SequenceStep
 
@@ -112,6 +113,63 @@ def test_experts_that_come_and_go_as_a_whole(tmp_path: Path, monkeypatch: pytest
         with from_disk(path, share, "dense") as model:
             for _ in range(2):
                 same(outputs(model), expected)
+
+
+def test_a_router_before_attention_names_what_is_read_and_nothing_else_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Rows and experts fill whole sectors and pages, so bytes that are read are those of rows.
+    shape = {"d_model": 256, "d_ff": 200, "n_experts": 8, "experts_per_token": 2, "router_early": True}
+    path = artifact(tmp_path, "f16", **shape, tied_head=True)
+    attention, attention_alone, grouped = disk_ops.DiskOps.attention, CpuOps.attention, disk_ops.tokens_by_expert
+    before, during, routed = list[np.ndarray](), list[np.ndarray](), list[list[int]]()
+
+    def held(layer: int) -> np.ndarray:
+        assert isinstance(model.executor, DiskExecutor)
+        slot_2N = [arena.rows_L[layer].slot_N for arena in model.executor.rows.arenas.values()]
+        return np.all(np.array(slot_2N).reshape(2, 8, 200) > 0, axis=(0, 2))
+
+    def spied_attention(self: disk_ops.DiskOps, layer: int) -> None:
+        before.append(held(layer))
+        attention(self, layer)
+
+    def spied_attention_alone(self: CpuOps, layer: int) -> None:
+        during.append(held(layer))
+        attention_alone(self, layer)
+
+    def spied_grouping(expert_TK: np.ndarray, *others: Any) -> Any:
+        routed.append(expert_TK[0].tolist())
+        return grouped(expert_TK, *others)
+
+    with from_disk(path, 0.6, "dense") as model:
+        cache, read = model.new_cache(), bytes_read(model)
+        monkeypatch.setattr(disk_ops.DiskOps, "attention", spied_attention)
+        monkeypatch.setattr(CpuOps, "attention", spied_attention_alone)
+        monkeypatch.setattr(disk_ops, "tokens_by_expert", spied_grouping)
+        for token in PROMPT[:12]:
+            model.decode(token, cache)
+        read = bytes_read(model) - read
+    assert len(routed) == len(during) == 12 * 3
+    assert all(held_X[expert_K].all() for held_X, expert_K in zip(during, routed, strict=True))
+    missed = sum(int((~held_X[expert_K]).sum()) for held_X, expert_K in zip(before, routed, strict=True))
+    assert missed > 0
+    assert read == missed * 200 * 3 * 256 * 2
+
+
+def test_experts_move_while_the_text_stays_the_same(tmp_path: Path) -> None:
+    path = artifact(tmp_path, "q4", n_experts=12, experts_per_token=2, d_ff=200)
+    with load(path, mode="dense", device="cpu") as model:
+        cache = model.new_cache()
+        expected = [model.decode(token, cache) for token in PROMPT[:30]]
+    with from_disk(path, 0.4, "dense") as model:
+        assert isinstance(model.executor, DiskExecutor)
+        rows_L, cache = model.executor.rows.arenas["rest"].rows_L, model.new_cache()
+        held = []
+        for token, logits in zip(PROMPT[:30], expected, strict=True):
+            same(model.decode(token, cache), logits)
+            held.append(np.array([rows.slot_N[::200] > 0 for rows in rows_L]))
+    assert (held[0] != held[-1]).any()
+    assert {int(some.sum()) for some in held} == {held[0].sum()}
 
 
 @pytest.mark.parametrize("ahead", [True, False])
