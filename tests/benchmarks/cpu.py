@@ -14,12 +14,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from side_by_side.case import Case, check, run
-from side_by_side.rounds import Row
+from side_by_side.case import OURS, Case, check, run
+from side_by_side.rounds import FailedRow, Row
 from side_by_side.shape import add_shape, decoder_of, head_share
 from side_by_side.table import print_rows, write_json
 from sparse_model import Spec
 
+from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.kernels.codegen.isa import ISA
 
@@ -51,8 +52,8 @@ def core(a: argparse.Namespace) -> list[Case]:
     """One case a format; transformers beside the first 16-bit one."""
     decoder = decoder_of(a)
     names = a.formats.split(",")
-    # The 256-bit kernels too where there is more: the machines this is for have no more.
-    own = (ISA.name, "avxvnni") if ISA.name == "avx512" else (ISA.name,)
+    # Those without tiles and with 256 bits too where there is more: the machines this is for have no more.
+    own = {"amx": ("amx", "avx512", "avxvnni"), "avx512": ("avx512", "avxvnni")}.get(ISA.name, (ISA.name,))
     isas = tuple(a.isa.split(",")) if a.isa else own
     sixteen = next((name for name in names if name in ("f16", "bf16")), None)
     brief = {"rounds": 3, "prompts": (64,)} if a.quick else {}
@@ -73,6 +74,15 @@ def core(a: argparse.Namespace) -> list[Case]:
         )
         for name in names
     ]
+
+
+def void_rows(case: Case) -> list[FailedRow]:
+    """Prompts by AMX's tiles where the processor has none: they are measured nowhere else."""
+    if "amx" in case.isas or not FORMATS[case.format].quantised:
+        return []
+    told = {"engine": OURS, "version": None, "build": None, "format": case.format, "mode": "dense", "isa": "amx"}
+    told |= {"phase": "prefill", "parameters": case.parameters, "failure": "void: no AMX here"}
+    return [FailedRow(tokens=tokens, **told) for tokens in case.prompts]
 
 
 def sweeps(case: Case) -> Iterator[tuple[str, Case]]:
@@ -100,7 +110,7 @@ def main() -> None:
         share, sparse = (head_share(case.spec.decoder, density) for density in (1, case.spec.density))
         print(f"\n{what}, {case.format}, {case.parameters / 1e9:.2f} B parameters", flush=True)
         print(f"the head's share of a token's weights: {share:.0%} dense, {sparse:.0%} at density {case.spec.density}")
-        found = run(case, folder)
+        found = [*run(case, folder), *void_rows(case)]
         print_rows(found)
         rows.extend(found)
         if a.json:

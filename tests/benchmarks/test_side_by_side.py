@@ -1,6 +1,7 @@
 """The CPU benchmark: ratios and shares are taken within a round, and a peer that fails becomes a row."""
 
 import argparse
+import contextlib
 import json
 import re
 import shutil
@@ -321,7 +322,7 @@ AVX512 = {"avx512f", "avx512cd", "avx512vl", "avx512dq", "avx512bw"}
         pytest.param(
             COMMON | AVX512 | {"avx512vbmi", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile", "amx_int8"},
             {"SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2", "AVX_VNNI"}
-            | {"AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16"},
+            | {"AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16", "AMX_TILE", "AMX_INT8"},
             id="Sapphire Rapids",
         ),
         # VNNI's flag alone would bring AVX-512 with it.
@@ -330,9 +331,7 @@ AVX512 = {"avx512f", "avx512cd", "avx512vl", "avx512dq", "avx512bw"}
         ),
     ],
 )
-def test_llama_cpp_is_built_with_what_the_processor_has_but_amx(
-    rounds: ModuleType, flags: set[str], on: set[str]
-) -> None:
+def test_llama_cpp_is_built_with_what_the_processor_has(rounds: ModuleType, flags: set[str], on: set[str]) -> None:
     from side_by_side.llama_cpp_build import cmake_arguments
 
     first, *switches = cmake_arguments(flags)
@@ -342,7 +341,20 @@ def test_llama_cpp_is_built_with_what_the_processor_has_but_amx(
     # What is missing is switched off by name: ggml's default for it is on.
     assert {"SSE42", "AVX", "AVX2", "FMA", "F16C", "BMI2"} <= named.keys()
     assert set(named.values()) <= {"ON", "OFF"}
-    assert not any("AMX" in name for name in named)
+
+
+def test_llama_cpp_keeps_its_tile_configuration(rounds: ModuleType, tmp_path: Path) -> None:
+    from side_by_side.llama_cpp_build import patch
+
+    source = tmp_path / "mmq.cpp"
+    source.write_text("    tc.rows[0] = 8;\n\n    _tile_loadconfig(&tc);\n    done = true;\n")
+    patch(source)
+    barrier, call = source.read_text().splitlines()[2].split(") : ")[0], "_tile_loadconfig(&tc);"
+    assert barrier.strip() == '__asm__ volatile("" : : "r"(&tc'
+    assert call in source.read_text()
+    source.write_text("_tile_loadconfig(&other);")
+    with pytest.raises(RuntimeError, match="26954"):
+        patch(source)
 
 
 def test_off_x86_the_compiler_chooses(rounds: ModuleType) -> None:
@@ -362,13 +374,14 @@ def test_llama_cpp_is_built_again_where_the_arguments_or_the_version_changed(
         if "--force-reinstall" in command:
             builds.append((command[-1], env["CMAKE_ARGS"].split()[-1]))
 
+    monkeypatch.setattr(build, "sources_of", contextlib.nullcontext)
     monkeypatch.setattr(build.subprocess, "run", run)
     monkeypatch.setattr(build.sys, "prefix", str(tmp_path))
     for package, flags in [("x==1", {"avx512f"}), ("x==1", {"avx512f"}), ("x==1", set()), ("x==2", set())]:
         monkeypatch.setattr(build, "processor_flags", lambda flags=flags: flags)
         build.install(package)
     assert builds == [
-        ("x==1", "-DGGML_AVX512_BF16=OFF"),
+        ("x==1", "-DGGML_AMX_INT8=OFF"),
         ("x==1", "-DGGML_NATIVE=ON"),
         ("x==2", "-DGGML_NATIVE=ON"),
     ]

@@ -10,6 +10,7 @@ import llama_cpp
 import numpy as np
 
 from side_by_side.gguf_file import dense_bytes
+from side_by_side.llama_cpp_build import PATCHED
 from side_by_side.process import threads
 
 BATCH = 512
@@ -87,7 +88,8 @@ _sessions: list[_Session] = []
 
 def describe() -> dict[str, str]:
     """What the library was compiled with, by its own account."""
-    return {"build": " ".join(re.findall(r"(\w+) = 1\b", llama_cpp.llama_print_system_info().decode()))}
+    found = " ".join(re.findall(r"(\w+) = 1\b", llama_cpp.llama_print_system_info().decode()))
+    return {"build": f"{found} {PATCHED}" if "AMX_INT8" in found else found}
 
 
 def open_model(path: str, context: int, sequences: int = 1) -> None:
