@@ -62,6 +62,7 @@ class GroupedCommand(TyperCommand):
             )
             if (record := parameter.get_help_record(ctx)) is not None:
                 sections.setdefault(title or "Options", []).append(record)
+        sections["Options"] = sections.pop("Options")
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)
@@ -73,7 +74,7 @@ def takes(
     """Let a command take the fields of dataclasses as options. It is called with an instance of each, in their order.
 
     A field has its option in its annotation, or in `flags` by its name; one that has neither keeps its default.
-    `titles` are those of groups in the help of a `GroupedCommand`.
+    `titles` are those of groups in the help of a `GroupedCommand`; an option with a panel of its own keeps that.
     """
     known, titled = flags or {}, titles or {}
 
@@ -107,7 +108,7 @@ def _options(group: type[Any], flags: Mapping[str, Any], title: str | None) -> l
         elif option.parser is not None:
             kind = str  # what has a parser is text for typer
         option = copy.copy(option)
-        option.rich_help_panel = title
+        option.rich_help_panel = title if option.rich_help_panel is None else option.rich_help_panel
         found.append(field.replace(annotation=Annotated[kind, option]))
     return found
 

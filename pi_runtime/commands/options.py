@@ -28,8 +28,12 @@ def _guesses(text: str) -> str | int:
     return int(text) if text.isdecimal() else text
 
 
-def _budget(name: str, help_text: str) -> Any:
-    return typer.Option(envvar=f"PI_{name.upper()}", help=help_text, parser=_size(name), metavar="<str>")
+def _budget(name: str, help_text: str, **more: Any) -> Any:
+    return typer.Option(envvar=f"PI_{name.upper()}", help=help_text, parser=_size(name), metavar="<str>", **more)
+
+
+_OTHER = {"rich_help_panel": ""}
+"""Of an option that stands with those that belong to no group."""
 
 
 def _one_of(*words: str) -> Callable[[], list[str]]:
@@ -92,9 +96,11 @@ class SourceOptions:
         ),
     ]
     cache_limit: Annotated[
-        int | None, _budget("cache_limit", "Most that packed models take, like 50GiB; older ones go.")
+        int | None, _budget("cache_limit", "Most that packed models take, like 50GiB; older ones go.", **_OTHER)
     ] = None
-    verify: Annotated[bool, typer.Option("--verify", help="First check every byte against its digest.")] = False
+    verify: Annotated[bool, typer.Option("--verify", help="First check every byte against its digest.", **_OTHER)] = (
+        False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,4 +186,4 @@ TITLES: Mapping[type[Any], str] = {
     EngineOptions: "Several at once, and drafts",
     BenchOptions: "--bench",
 }
-"""Titles of groups in the help of `pi-run`."""
+"""Titles of groups of options in a help."""

@@ -15,7 +15,7 @@ import typer
 
 from pi_runtime import console
 from pi_runtime.commands import access
-from pi_runtime.commands.options import ENGINE_FLAGS, MODEL_FLAGS, SourceOptions
+from pi_runtime.commands.options import ENGINE_FLAGS, MODEL_FLAGS, TITLES, SourceOptions
 from pi_runtime.engine.options import EngineOptions, ModelOptions
 from pi_runtime.errors import PiError, TemplateError, UsageError
 from pi_runtime.errors.exit_codes import flag, missing_extra
@@ -82,8 +82,12 @@ class ListenOptions(SourceOptions):
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its private key.", show_default=False)] = None
 
 
-@app.command()
-@console.takes(ListenOptions, ModelOptions, EngineOptions, flags={**MODEL_FLAGS, **ENGINE_FLAGS})
+@app.command(cls=console.GroupedCommand)
+@console.takes(
+    *(ListenOptions, ModelOptions, EngineOptions),
+    flags={**MODEL_FLAGS, **ENGINE_FLAGS},
+    titles={**TITLES, ListenOptions: "Where it listens, who may use it, and what it takes on"},
+)
 def serve(
     listen: ListenOptions,
     model_options: ModelOptions,

@@ -29,6 +29,7 @@ from pi_runtime.artifact.rows import (
 )
 from pi_runtime.artifact.rungs import rung_in_mode
 from pi_runtime.artifact.schema import Manifest, RowPlan
+from pi_runtime.console import size
 from pi_runtime.errors import DoesNotFitError, Setting
 
 _NOT_RESIDENT = (*(f"/ffn/{array}" for array in ROW_ARRAYS), "/ffn/order", "/ffn/counts")
@@ -147,7 +148,7 @@ def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
     m = artifact.manifest
     nbytes = slot_nbytes(m.decoder, m.formats["ffn"])
     least, most = useful_budgets(m, fixed)
-    refuse_below(artifact, budget, least)
+    refuse_below(artifact, budget, least, _parts(m, least))
     buffers = row_buffers(m.decoder, sum(nbytes.values()), budget - fixed)
     room = buffers.left
     gate_L, packed_L = ([rung_in_mode(layer.rung, how).needs_all_first for layer in m.layers] for how in (mode, "auto"))
@@ -174,14 +175,27 @@ def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
     )
 
 
-def refuse_below(artifact: Artifact, budget: int, least: int) -> None:
-    """Raise DoesNotFitError for a budget below the smallest one with which the artifact runs."""
+def _parts(m: Manifest, least: int) -> str:
+    """What the smallest budget is for, in words."""
+    weights = sum(resident_nbytes(m, whole_embedding=False).values())
+    parts = {"the process": PROCESS_NBYTES, "weights that are not read from disk": weights}
+    parts["keys, values and buffers"] = least - sum(parts.values())
+    return ", ".join(f"{size(nbytes)} for {part}" for part, nbytes in parts.items())
+
+
+def refuse_below(artifact: Artifact, budget: int, least: int, parts: str = "") -> None:
+    """Raise DoesNotFitError for a budget below the smallest one with which the artifact runs, and what has `parts`."""
     if budget < least:
         raise DoesNotFitError(
             (f"{artifact.path}: ", Setting("ram_budget"), " is too small to run it, however slowly"),
-            expected=f"at least {least} bytes",
+            expected=f"at least {least} bytes" + (f": {parts}" if parts else ""),
             found=f"{budget} bytes",
-            remedy=(Setting("ram_budget", -(-least // 2**20) << 20), ", or a smaller ", Setting("context")),
+            remedy=(
+                Setting("ram_budget", -(-least // 2**20) << 20),
+                ", or a smaller ",
+                Setting("context"),
+                ", which keys and values follow",
+            ),
         )
 
 

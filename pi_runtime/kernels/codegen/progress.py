@@ -4,16 +4,14 @@ A step may take minutes because its work is large. It is stuck where the count s
 models, because their steps take turns.
 """
 
-# The signatures of `generate` are numba's.
-# ruff: noqa: ARG001
-
 import ctypes
 from typing import Any
 
 import llvmlite.binding
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+
+from pi_runtime.kernels.codegen.emits import emits
 
 _COUNT, _NAME = ctypes.c_int64(0), "pi_runtime progress"
 llvmlite.binding.add_symbol(_NAME, ctypes.addressof(_COUNT))
@@ -29,15 +27,10 @@ def advance() -> None:
     _COUNT.value += 1
 
 
-@intrinsic
-def advanced(typing_context: Any) -> Any:
+@emits(types.none())
+def advanced(b: Any) -> Any:
     """Say in a kernel that work goes on."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word = ir.IntType(64)
-        known = builder.module.globals.get(_NAME)
-        place = ir.GlobalVariable(builder.module, word, _NAME) if known is None else known
-        builder.atomic_rmw("add", place, word(1), "monotonic")
-        return context.get_dummy_value()
-
-    return types.none(), generate
+    word = ir.IntType(64)
+    known = b.module.globals.get(_NAME)
+    place = ir.GlobalVariable(b.module, word, _NAME) if known is None else known
+    b.atomic_rmw("add", place, word(1), "monotonic")

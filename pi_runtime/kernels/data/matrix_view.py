@@ -18,6 +18,7 @@ from numba.extending import intrinsic
 
 from pi_runtime.artifact.formats import BLOCK, FORMATS, RUN, WEIGHT_FORMATS
 from pi_runtime.kernels.codegen import float16
+from pi_runtime.kernels.codegen.emits import emits
 from pi_runtime.kernels.codegen.jit import device, public
 
 Floats = npt.NDArray[np.float32]
@@ -57,44 +58,28 @@ def address_of(typing_context: Any, array: Any) -> Any:
     return types.intp(array), generate
 
 
-@intrinsic
-def half_to_float(typing_context: Any, bits: Any) -> Any:
+@emits(types.float32(types.uint16))
+def half_to_float(b: Any, bits: Any) -> Any:
     """Convert binary16 in a uint16 to float32. numba has no float16 arrays on the CPU."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return float16.widen(builder, arguments[0])
-
-    return types.float32(types.uint16), generate
+    return float16.widen(b, bits)
 
 
-@intrinsic
-def float_to_half(typing_context: Any, number: Any) -> Any:
+@emits(types.uint16(types.float32))
+def float_to_half(b: Any, number: Any) -> Any:
     """Convert float32 to binary16 in a uint16: rounded to nearest even, infinite where it is out of range."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return float16.narrow(builder, arguments[0])
-
-    return types.uint16(types.float32), generate
+    return float16.narrow(b, number)
 
 
-@intrinsic
-def multiply_add(typing_context: Any, x: Any, y: Any, z: Any) -> Any:
+@emits(types.float32(types.float32, types.float32, types.float32))
+def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
     """x · y + z, rounded once, as vector instructions compute it."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.fma(*arguments)
-
-    return types.float32(types.float32, types.float32, types.float32), generate
+    return b.fma(x, y, z)
 
 
-@intrinsic
-def count_ones(typing_context: Any, word: Any) -> Any:
+@emits(types.int64(types.uint64))
+def count_ones(b: Any, word: Any) -> Any:
     """Count the bits that are set in a uint64."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.ctpop(arguments[0])
-
-    return types.int64(types.uint64), generate
+    return b.ctpop(word)
 
 
 class MatrixView(NamedTuple):

@@ -3,19 +3,16 @@
 Shape letters: D columns, B blocks, J columns of one block or vector, Q groups of four bytes.
 """
 
-# The signatures of `generate` are numba's.
-# ruff: noqa: ARG001
-
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numba import carray, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen import simd as v
+from pi_runtime.kernels.codegen.emits import emits
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import (
@@ -112,18 +109,11 @@ def _emit_groups(
                 v.store(b, value, out, b.add(at, v.offset(4 * (block * BLOCK + k))))
 
 
-@intrinsic
-def _load_groups(
-    typing_context: Any, fmt: Any, row: Any, scales: Any, offsets: Any, first: Any, groups: Any, out: Any
-) -> Any:
+@emits(types.void(*[types.intp] * 7))
+def _load_groups(b: Any, fmt: Any, row: Any, scales: Any, offsets: Any, first: Any, groups: Any, out: Any) -> Any:
     """Load whole groups from group `first` on as float32, in the order of their columns."""
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        fmt, *values = arguments
-        v.switch(b, fmt, {code: partial(_emit_groups, f, b, *values) for code, f in BLOCK_FORMATS.items()})
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 7), generate
+    values = row, scales, offsets, first, groups, out
+    v.switch(b, fmt, {code: partial(_emit_groups, f, b, *values) for code, f in BLOCK_FORMATS.items()})
 
 
 def _emit_single(f: BlockFormat, b: Any, row: Any, block: Any, scale: Any, offset: Any, out: Any) -> None:
@@ -139,13 +129,8 @@ def _emit_single(f: BlockFormat, b: Any, row: Any, block: Any, scale: Any, offse
     v.store(b, value, v.pointer(b, out), v.offset(0))
 
 
-@intrinsic
-def load_single_block(typing_context: Any, fmt: Any, row: Any, block: Any, scale: Any, offset: Any, out: Any) -> Any:
+@emits(types.void(*[types.intp] * 3, *[types.float32] * 2, types.intp))
+def load_single_block(b: Any, fmt: Any, row: Any, block: Any, scale: Any, offset: Any, out: Any) -> Any:
     """Load a block outside the groups of a row as float32: its columns lie one after the other."""
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        fmt, *values = arguments
-        v.switch(b, fmt, {code: partial(_emit_single, f, b, *values) for code, f in BLOCK_FORMATS.items()})
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 3, *[types.float32] * 2, types.intp), generate
+    values = row, block, scale, offset, out
+    v.switch(b, fmt, {code: partial(_emit_single, f, b, *values) for code, f in BLOCK_FORMATS.items()})

@@ -5,8 +5,8 @@ one that a matrix has. A further block format is one more class here: how many b
 stands for 0, and how stored bytes become registers of weights.
 """
 
-# The signatures of `generate` are numba's, and a format does not need all that another one does.
-# ruff: noqa: ARG001, ARG002
+# A format does not need all that another one does.
+# ruff: noqa: ARG002
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from pi_runtime.artifact.formats import BLOCK, FORMATS, Format
 from pi_runtime.kernels.codegen import float16
 from pi_runtime.kernels.codegen import simd as v
+from pi_runtime.kernels.codegen.emits import emits
 from pi_runtime.kernels.codegen.isa import ISA
 
 GROUP_COLUMNS = 8 * BLOCK
@@ -274,54 +274,34 @@ BLOCK_FORMATS: dict[int, BlockFormat] = _by_code(
 """By code."""
 
 
-@intrinsic
-def float_weight(typing_context: Any, fmt: Any, row: Any, column: Any) -> Any:
+@emits(types.float32(types.intp, types.intp, types.intp))
+def float_weight(b: Any, fmt: Any, row: Any, column: Any) -> Any:
     """One number of a row of a float format, as float32."""
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        fmt, row, column = arguments
-        cases = {code: partial(f.load_one, b, v.pointer(b, row), column) for code, f in FLOAT_FORMATS.items()}
-        return v.switch(b, fmt, cases)
-
-    return types.float32(types.intp, types.intp, types.intp), generate
+    cases = {code: partial(f.load_one, b, v.pointer(b, row), column) for code, f in FLOAT_FORMATS.items()}
+    return v.switch(b, fmt, cases)
 
 
-@intrinsic
-def block_weight(typing_context: Any, fmt: Any, q: Any, scale: Any, offset: Any) -> Any:
+@emits(types.float32(types.intp, *[types.float32] * 3))
+def block_weight(b: Any, fmt: Any, q: Any, scale: Any, offset: Any) -> Any:
     """A signed integer of a block format, as float32, as a weight."""
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        fmt, *values = arguments
-        return v.switch(b, fmt, {code: partial(f.value, b, *values) for code, f in BLOCK_FORMATS.items()})
-
-    return types.float32(types.intp, *[types.float32] * 3), generate
+    return v.switch(b, fmt, {code: partial(f.value, b, q, scale, offset) for code, f in BLOCK_FORMATS.items()})
 
 
-@intrinsic
-def block_product(typing_context: Any, fmt: Any, total: Any, sums: Any, scales: Any) -> Any:
+@emits(types.float32(types.intp, types.float32, types.UniTuple(types.float32, 2), types.UniTuple(types.float32, 3)))
+def block_product(b: Any, fmt: Any, total: Any, sums: Any, scales: Any) -> Any:
     """`BlockFormat.scaled` of one block: sums are (whole, negative), scales (s, t, offset)."""
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        values = arguments[1], *(value for some in arguments[2:] for value in cgutils.unpack_tuple(b, some))
-        ones = [v.splat(b, value, 1) for value in values]
-        cases = {code: partial(f.scaled, b, *ones) for code, f in BLOCK_FORMATS.items()}
-        return b.extract_element(v.switch(b, arguments[0], cases), v.I32(0))
-
-    floats = types.float32
-    return floats(types.intp, floats, types.UniTuple(floats, 2), types.UniTuple(floats, 3)), generate
+    values = total, *(value for some in (sums, scales) for value in cgutils.unpack_tuple(b, some))
+    ones = [v.splat(b, value, 1) for value in values]
+    cases = {code: partial(f.scaled, b, *ones) for code, f in BLOCK_FORMATS.items()}
+    return b.extract_element(v.switch(b, fmt, cases), v.I32(0))
 
 
-@intrinsic
-def integer_weight(typing_context: Any, fmt: Any, row: Any, index: Any, blocks: Any) -> Any:
+@emits(types.int32(*[types.intp] * 4))
+def integer_weight(b: Any, fmt: Any, row: Any, index: Any, blocks: Any) -> Any:
     """The signed integer at a stored index of a row of `blocks` blocks."""
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        fmt, row, index, blocks = arguments
-        grouped = b.icmp_signed("<", b.udiv(index, v.offset(GROUP_COLUMNS)), b.udiv(blocks, v.offset(8)))
-        cases = {}
-        for code, f in BLOCK_FORMATS.items():
-            count = b.select(grouped, v.offset(GROUP_COLUMNS), v.offset(BLOCK * f.per_byte))
-            cases[code] = partial(f.load_one, b, v.pointer(b, row), index, count)
-        return v.switch(b, fmt, cases)
-
-    return types.int32(*[types.intp] * 4), generate
+    grouped = b.icmp_signed("<", b.udiv(index, v.offset(GROUP_COLUMNS)), b.udiv(blocks, v.offset(8)))
+    cases = {}
+    for code, f in BLOCK_FORMATS.items():
+        count = b.select(grouped, v.offset(GROUP_COLUMNS), v.offset(BLOCK * f.per_byte))
+        cases[code] = partial(f.load_one, b, v.pointer(b, row), index, count)
+    return v.switch(b, fmt, cases)

@@ -172,7 +172,10 @@ class KernelConfig(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Both ends of the model: addresses of what stands before the first layer and after the last."""
+    """Both ends of the model: addresses of what stands before the first layer and after the last.
+
+    Fields have the names of arrays, but for norms and the head.
+    """
 
     embedding: int
     positions: int
@@ -259,27 +262,15 @@ class StoredArrays(Protocol):
 def ends_of(artifact: StoredArrays) -> Ends:
     """The addresses are valid as long as the artifact is open."""
     head = "embedding" if artifact.manifest.decoder.tied_head else "head"
-
-    def address(name: str) -> int:
-        return _address(artifact, "", name)
-
-    return Ends(
-        embedding=address("embedding"),
-        positions=address("positions"),
-        norm=address("final_norm/weight"),
-        norm_bias=address("final_norm/bias"),
-        embedding_norm=address("embedding_norm/weight"),
-        embedding_norm_bias=address("embedding_norm/bias"),
-        embedding_in=address("embedding_in"),
-        embedding_out=address("embedding_out"),
-        head=address(head),
-        head_bias=address("head_bias"),
-        embedding_scales=address(scales_name("embedding")),
-        positions_scales=address(scales_name("positions")),
-        embedding_in_scales=address(scales_name("embedding_in")),
-        embedding_out_scales=address(scales_name("embedding_out")),
-        head_scales=address(scales_name(head)),
-    )
+    names = {
+        "norm": "final_norm/weight",
+        "norm_bias": "final_norm/bias",
+        "embedding_norm": "embedding_norm/weight",
+        "embedding_norm_bias": "embedding_norm/bias",
+        "head": head,
+        "head_scales": scales_name(head),
+    }
+    return Ends(*(_address(artifact, "", names.get(field, field)) for field in Ends._fields))
 
 
 def table_of(artifact: StoredArrays, mode: str) -> LayerRecords:

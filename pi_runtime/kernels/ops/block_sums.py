@@ -18,9 +18,6 @@ time, and the upper bits that belong to it.
 Shape letters: K rows, B blocks of a strip of columns, J columns of one block, P padded columns.
 """
 
-# The signatures of `generate` are numba's.
-# ruff: noqa: ARG001
-
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,11 +28,11 @@ from typing import Any
 import numpy as np
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from pi_runtime.artifact.footprint import BLOCK_SUM, STRIP
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen import simd as v
+from pi_runtime.kernels.codegen.emits import emits
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import (
@@ -239,26 +236,21 @@ class _Factors:
             yield loop.index, h_L, b.fpext(found, v.vec(v.F32, self.lanes))
 
 
-@intrinsic
-def _quantise_factors(typing_context: Any, fmt: Any, arguments: Any) -> Any:
+@emits(types.void(types.intp, types.UniTuple(types.intp, 12)))
+def _quantise_factors(b: Any, fmt: Any, arguments: Any) -> Any:
     """Write c, g, n and −Σ n z of a strip, Σ h m in place of c, and the addresses of its rows and of those to prefetch.
 
     The tuple: values, stride, scales, scales' stride, offsets, slots, list, factors, count, known, scratch, blocks of
     the strip (padded to fours).
     """
+    values = cgutils.unpack_tuple(b, arguments)
+    blocks = values[-1]
 
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        values = cgutils.unpack_tuple(b, arguments[1])
-        blocks = values[-1]
-
-        with b.if_else(b.icmp_signed("==", blocks, v.offset(_BLOCKS))) as (strip, part):
-            with strip:
-                _Factors(b, _BLOCKS, arguments[0], values, v.offset(0)).emit()
-            with part, cgutils.for_range_slice(b, v.offset(0), blocks, v.offset(4)) as (first, _):
-                _Factors(b, 4, arguments[0], values, first).emit()
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.UniTuple(types.intp, 12)), generate
+    with b.if_else(b.icmp_signed("==", blocks, v.offset(_BLOCKS))) as (strip, part):
+        with strip:
+            _Factors(b, _BLOCKS, fmt, values, v.offset(0)).emit()
+        with part, cgutils.for_range_slice(b, v.offset(0), blocks, v.offset(4)) as (first, _):
+            _Factors(b, 4, fmt, values, first).emit()
 
 
 def _parts(f: BlockFormat, b: Any, groups: list[Run], line: Any, half: int, n: Any) -> Iterator[tuple[Any, Any]]:
@@ -325,17 +317,12 @@ def _emit_sum(f: BlockFormat, b: Any, arguments: Any) -> None:
             _add(f, b, found[vector], scales, added, y, first)
 
 
-@intrinsic
-def _sum_groups(typing_context: Any, fmt: Any, arguments: Any) -> Any:
+@emits(types.void(types.intp, types.UniTuple(types.intp, 10)))
+def _sum_groups(b: Any, fmt: Any, arguments: Any) -> Any:
     """y ← y + the sum over whole groups.
 
     The tuple: address of the rows' addresses, two a pair; pairs; addresses of n [pairs, blocks, 2] in 16 bits, g,
     −Σ n z and Σ h m [blocks]; blocks; groups; y's address, and that of the addresses of rows to prefetch.
     """
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        values = cgutils.unpack_tuple(b, arguments[1])
-        v.switch(b, arguments[0], {code: partial(_emit_sum, f, b, values) for code, f in BLOCK_FORMATS.items()})
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.UniTuple(types.intp, 10)), generate
+    values = cgutils.unpack_tuple(b, arguments)
+    v.switch(b, fmt, {code: partial(_emit_sum, f, b, values) for code, f in BLOCK_FORMATS.items()})

@@ -6,7 +6,7 @@ Each score is summed in the order of the columns, however many queries share a c
 and in any company. No lanes are added up, as rows of keys would need it.
 """
 
-# The signatures of `generate` are numba's.
+# The definition takes the scratch memory of its compiled twin.
 # ruff: noqa: ARG001
 
 from functools import partial
@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numba import carray, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from pi_runtime.artifact.footprint import POSITIONS
 from pi_runtime.kernels.codegen import simd as v
+from pi_runtime.kernels.codegen.emits import emits
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import device, public
@@ -73,16 +73,11 @@ _FEW = 4
 """Queries for which the memory is the limit."""
 
 
-@intrinsic
-def _emit_key_products(typing_context: Any, fmt: Any, call: Any) -> Any:
+@emits(types.void(types.intp, types.UniTuple(types.intp, 8)))
+def _emit_key_products(b: Any, fmt: Any, call: Any) -> Any:
     """Emit `key_products`; `call` is a tuple of its other values, in order."""
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        values = cgutils.unpack_tuple(b, arguments[1])
-        v.switch(b, arguments[0], {code: partial(_emit_tiles, FLOAT_FORMATS[code], b, *values) for code in (F32, F16)})
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.UniTuple(types.intp, 8)), generate
+    values = cgutils.unpack_tuple(b, call)
+    v.switch(b, fmt, {code: partial(_emit_tiles, FLOAT_FORMATS[code], b, *values) for code in (F32, F16)})
 
 
 @public

@@ -14,9 +14,6 @@ vectors go another way (`tile_products`), to the same bits.
 Shape letters: D columns, P padded columns, B blocks, N rows of a call.
 """
 
-# The signatures of `generate` are numba's.
-# ruff: noqa: ARG001
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,11 +23,11 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen import float16
 from pi_runtime.kernels.codegen import simd as v
+from pi_runtime.kernels.codegen.emits import emits
 from pi_runtime.kernels.codegen.footprint import padded_width
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.isa import ISA
@@ -181,21 +178,16 @@ class _ProductCall:
                 t = b.add(t, b.mul(tiles, v.offset(size)))
 
 
-@intrinsic
-def _emit_row_products(typing_context: Any, fmt: Any, call: Any) -> Any:
+@emits(types.void(types.intp, types.UniTuple(types.intp, 17)))
+def _emit_row_products(b: Any, fmt: Any, call: Any) -> Any:
     """Emit `row_products`; `call` is a tuple of the values of `_ProductCall`, in order."""
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        call = _ProductCall(b, *cgutils.unpack_tuple(b, arguments[1]))
-        cases: dict[int, Callable[[], None]] = {}
-        for code, f in FLOAT_FORMATS.items():
-            cases[code] = partial(call.emit, partial(float_tile, f), f.lanes, _FLOAT_TILES, 2)
-        for code, block in BLOCK_FORMATS.items() if ISA.lanes else ():
-            cases[code] = partial(call.emit, partial(BlockTile, block), LANES, _BLOCK_TILES, 1)
-        v.switch(b, arguments[0], cases)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.UniTuple(types.intp, 17)), generate
+    call = _ProductCall(b, *cgutils.unpack_tuple(b, call))
+    cases: dict[int, Callable[[], None]] = {}
+    for code, f in FLOAT_FORMATS.items():
+        cases[code] = partial(call.emit, partial(float_tile, f), f.lanes, _FLOAT_TILES, 2)
+    for code, block in BLOCK_FORMATS.items() if ISA.lanes else ():
+        cases[code] = partial(call.emit, partial(BlockTile, block), LANES, _BLOCK_TILES, 1)
+    v.switch(b, fmt, cases)
 
 
 @public

@@ -8,9 +8,6 @@ in its register meanwhile.
 Shape letters: T tokens, K rows, D columns, L lanes.
 """
 
-# The signatures of `generate` are numba's.
-# ruff: noqa: ARG001
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +17,10 @@ from typing import Any
 import numpy as np
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from pi_runtime.artifact.footprint import SUM_ROWS
 from pi_runtime.kernels.codegen import simd as v
+from pi_runtime.kernels.codegen.emits import emits
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import device, public
@@ -124,16 +121,11 @@ class _SumCall:
             self._add([f.load(b, row, column, lanes, left) for row in rows], first, column, alone, left)
 
 
-@intrinsic
-def _emit_row_sums(typing_context: Any, fmt: Any, call: Any) -> Any:
+@emits(types.void(types.intp, types.UniTuple(types.intp, 13)))
+def _emit_row_sums(b: Any, fmt: Any, call: Any) -> Any:
     """Emit `row_sums`; `call` is a tuple of the values of `_SumCall`, in order."""
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        call = _SumCall(b, *cgutils.unpack_tuple(b, arguments[1]))
-        v.switch(b, arguments[0], {code: partial(call.emit, f) for code, f in FLOAT_FORMATS.items()})
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.UniTuple(types.intp, 13)), generate
+    call = _SumCall(b, *cgutils.unpack_tuple(b, call))
+    v.switch(b, fmt, {code: partial(call.emit, f) for code, f in FLOAT_FORMATS.items()})
 
 
 @public

@@ -6,18 +6,15 @@ The code is emitted over whole vectors: LLVM would leave loops of so few scores 
 rounds as written, so the bits are the same with any vector instructions.
 """
 
-# The signatures of `generate` are numba's.
-# ruff: noqa: ARG001
-
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from pi_runtime.artifact.footprint import POSITIONS
 from pi_runtime.kernels.codegen import simd as v
+from pi_runtime.kernels.codegen.emits import emits
 from pi_runtime.kernels.codegen.jit import device
 from pi_runtime.kernels.data.matrix_view import Floats, address_of
 
@@ -65,32 +62,28 @@ def _folded(b: Any, values: Any, join: Any) -> Any:
     return b.extract_element(values, ir.Constant(v.I32, 0))
 
 
-@intrinsic
-def _emit_weigh(typing_context: Any, score: Any, seen: Any, scale: Any, largest: Any, total: Any) -> Any:
+@emits(types.float32(types.intp, types.intp, types.float32, types.intp, types.intp))
+def _emit_weigh(b: Any, score: Any, seen: Any, scale: Any, largest: Any, total: Any) -> Any:
     """Emit `weigh`; scores, largest and total are addresses."""
+    places = [v.pointer(b, address) for address in (score, largest, total)]
+    score, start, kind = places[0], v.offset(0), v.vec(v.F32, POSITIONS)
+    before, total = (v.load(b, place, start, v.F32) for place in places[1:])
 
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        places = [v.pointer(b, arguments[k]) for k in (0, 3, 4)]
-        score, start, kind = places[0], v.offset(0), v.vec(v.F32, POSITIONS)
-        before, total = (v.load(b, place, start, v.F32) for place in places[1:])
+    def larger(one: Any, other: Any) -> Any:
+        return b.select(b.fcmp_ordered(">", one, other), one, other)
 
-        def larger(one: Any, other: Any) -> Any:
-            return b.select(b.fcmp_ordered(">", one, other), one, other)
-
-        numbers = ir.Constant(v.vec(v.I64, POSITIONS), list(range(POSITIONS)))
-        counts = b.icmp_signed("<", numbers, v.splat(b, arguments[1], POSITIONS))
-        scaled = b.fmul(v.load(b, score, start, kind), v.splat(b, arguments[2], POSITIONS))
-        seen = b.select(counts, scaled, _constant(kind, -np.inf))
-        largest = larger(_folded(b, seen, larger), before)
-        weights = _exp(b, b.fsub(scaled, v.splat(b, largest, POSITIONS)))
-        weights = b.select(counts, weights, _constant(kind, 0.0))
-        rescale = _exp(b, b.fsub(before, largest))
-        total = b.fadd(b.fmul(total, rescale), _folded(b, weights, b.fadd))
-        for value, place in zip((weights, largest, total), places, strict=True):
-            v.store(b, value, place, start)
-        return rescale
-
-    return types.float32(types.intp, types.intp, types.float32, types.intp, types.intp), generate
+    numbers = ir.Constant(v.vec(v.I64, POSITIONS), list(range(POSITIONS)))
+    counts = b.icmp_signed("<", numbers, v.splat(b, seen, POSITIONS))
+    scaled = b.fmul(v.load(b, score, start, kind), v.splat(b, scale, POSITIONS))
+    seen = b.select(counts, scaled, _constant(kind, -np.inf))
+    largest = larger(_folded(b, seen, larger), before)
+    weights = _exp(b, b.fsub(scaled, v.splat(b, largest, POSITIONS)))
+    weights = b.select(counts, weights, _constant(kind, 0.0))
+    rescale = _exp(b, b.fsub(before, largest))
+    total = b.fadd(b.fmul(total, rescale), _folded(b, weights, b.fadd))
+    for value, place in zip((weights, largest, total), places, strict=True):
+        v.store(b, value, place, start)
+    return rescale
 
 
 @device

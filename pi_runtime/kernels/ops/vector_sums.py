@@ -1,17 +1,14 @@
 """Sums over one vector, in one order on every processor: `LANES` lanes from left to right, then added in halves."""
 
-# The signatures of `generate` are numba's.
-# ruff: noqa: ARG001
-
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from pi_runtime.kernels.codegen import simd as v
+from pi_runtime.kernels.codegen.emits import emits
 from pi_runtime.kernels.codegen.jit import device
 from pi_runtime.kernels.data.matrix_view import Floats, address_of
 
@@ -35,26 +32,20 @@ def _emit_sum(b: Any, address: Any, count: Any, add: Callable[[Any, Any], Any]) 
     return b.extract_element(v.halves_added(b, b.load(total), LANES), v.I32(0))
 
 
-@intrinsic
-def _sum(typing_context: Any, address: Any, count: Any) -> Any:
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        return _emit_sum(b, arguments[0], arguments[1], b.fadd)
-
-    return types.float32(types.intp, types.intp), generate
+@emits(types.float32(types.intp, types.intp))
+def _sum(b: Any, address: Any, count: Any) -> Any:
+    return _emit_sum(b, address, count, b.fadd)
 
 
-@intrinsic
-def _squares(typing_context: Any, address: Any, count: Any, mean: Any) -> Any:
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        mean_L = v.splat(b, arguments[2], LANES)
+@emits(types.float32(types.intp, types.intp, types.float32))
+def _squares(b: Any, address: Any, count: Any, mean: Any) -> Any:
+    mean_L = v.splat(b, mean, LANES)
 
-        def add(total: Any, x_L: Any) -> Any:
-            apart = b.fsub(x_L, mean_L)
-            return v.fma(b, apart, apart, total)
+    def add(total: Any, x_L: Any) -> Any:
+        apart = b.fsub(x_L, mean_L)
+        return v.fma(b, apart, apart, total)
 
-        return _emit_sum(b, arguments[0], arguments[1], add)
-
-    return types.float32(types.intp, types.intp, types.float32), generate
+    return _emit_sum(b, address, count, add)
 
 
 @device

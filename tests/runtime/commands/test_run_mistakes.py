@@ -119,7 +119,8 @@ def test_an_error_beside_json_is_json(run: Run) -> None:
 def test_options_are_shown_by_group_and_values_completed(run: Run) -> None:
     text = run("--help")[1]
     places = [
-        text.index(words) for words in ("Arguments:", "What to do:", "--chat", "--bench:", "--batches", "  --json ")
+        text.index(words)
+        for words in ("Arguments:", "What to do:", "--chat", "--bench:", "--batches", "--verify", "  --json ")
     ]
     assert places == sorted(places)
     complete = MODEL_FLAGS["mode"].autocompletion
