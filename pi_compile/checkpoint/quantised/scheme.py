@@ -106,6 +106,9 @@ def _bitnet(config: Config, fields: Mapping[str, Any]) -> Scheme:
     if fields.get("use_rms_norm"):
         raise _refused(config, "use_rms_norm", True, "false: no norm before each linear layer")
     is_online = kind == "autobitlinear" and mode == "online"
+    kept = fields.get("modules_to_not_convert") or []
+    if is_online and kept != ["lm_head"] * len(kept):
+        raise _refused(config, "modules_to_not_convert", kept, "none but lm_head: all linear layers are rounded alike")
     line = "config.json: inputs of linear layers are rounded to 8 bits too, each token's by its largest one;"
     return Scheme(
         method="bitnet online" if is_online else "bitnet",

@@ -81,6 +81,8 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     edit_tensors(tmp_path, **{name.replace(".", "__"): stored.to(torch.int32)})
     with pytest.raises(CheckpointError, match="do not fit together"):
         open_checkpoint(tmp_path)
-    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "bitnet", "use_rms_norm": True})
-    with pytest.raises(CheckpointError, match="use_rms_norm"):
-        open_checkpoint(tmp_path)
+    partly = {**FORMS["master weights"], "modules_to_not_convert": ["q_proj"]}
+    for fields in ({"use_rms_norm": True}, partly):
+        edit_json(tmp_path / "config.json", quantization_config={"quant_method": "bitnet", **fields})
+        with pytest.raises(CheckpointError, match=[*fields][-1]):
+            open_checkpoint(tmp_path)
