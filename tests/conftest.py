@@ -9,15 +9,19 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from pi_runtime.engine import loading
 from pi_runtime.execution.devices import gpu_driver
 
 if not gpu_driver():
     # Triton reads it when it is imported, and whoever imports it first decides.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # Other processes test on the other cores. torch reads it when it is imported; numba keeps its threads.
+BESIDE_OTHERS = "PYTEST_XDIST_WORKER" in os.environ
+if BESIDE_OTHERS:
+    # Other processes test on the other cores. torch reads it when it is imported; numba keeps its threads, for tests
+    # that name a number. Where none is named it is one: threads that wait for each other double a test's time.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("PI_THREADS", "1")
 
 # A build takes as many workers as there is room for; here each would import torch for a second's work.
 os.environ.setdefault("PI_WORKERS", "1")
@@ -86,6 +90,16 @@ def no_waiting_for_disks() -> Iterator[None]:
     """Tests write thousands of artifacts, and none has to survive a power cut."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread_each() -> Iterator[None]:
+    """Beside other processes a model runs on one thread, unless a test says how many; results are the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        if BESIDE_OTHERS:
+            threads = loading._threads
+            patch.setattr(loading, "_threads", lambda wanted: threads(1 if wanted is None else wanted))
         yield
 
 

@@ -1,7 +1,7 @@
 """Golden logits: what small models compute, to the last bit, on every instruction set and at any number of threads.
 
-    python tests/support/golden_logits.py FOLDER [THREADS …]    prints the instruction set, once the logits are the same
-    python tests/support/golden_logits.py FOLDER --write        writes them anew (f16: those of its lanes)
+    python tests/support/golden_logits.py FOLDER THREADS… [FORMAT…]    prints the instruction set, once all are the same
+    python tests/support/golden_logits.py FOLDER --write               writes them anew (f16: those of its lanes)
 
 A process of its own for each instruction set, because the choice is made once. No exponential but the softmax's own is
 computed: others come from the machine's C library.
@@ -52,9 +52,11 @@ def logits(fmt: str, folder: Path, threads: int | None = None) -> Iterator[npt.N
 
 
 def main() -> None:
-    folder, *numbers = sys.argv[1:]
+    folder, *words = sys.argv[1:]
+    formats = [word for word in words if word in FORMATS]
+    numbers = [word for word in words if word not in formats]
     golden = dict(np.load(GOLDEN_LOGITS)) if GOLDEN_LOGITS.exists() else {}
-    for threads, fmt in itertools.product(numbers, FORMATS):
+    for threads, fmt in itertools.product(numbers, formats or FORMATS):
         entry = key(fmt, REGISTER)
         found = np.stack(list(logits(fmt, Path(folder), None if threads == "--write" else int(threads))))
         if threads == "--write":

@@ -12,9 +12,10 @@ import pytest
 
 def new_environment(home: Path) -> dict[str, str]:
     """Variables of a new environment in `home`, which sees this one's packages, but not the repository."""
-    venv.create(home, with_pip=True)
+    packages = {path for path in sys.path if path.endswith("site-packages")}
+    venv.create(home, with_pip=not any(Path(path, "pip").is_dir() for path in packages))
     site = next((home / "lib").glob("python*/site-packages"))
-    (site / "packages.pth").write_text("\n".join({path for path in sys.path if path.endswith("site-packages")}))
+    (site / "packages.pth").write_text("\n".join(packages))
     environment = {**os.environ, "PATH": f"{home / 'bin'}:{os.environ['PATH']}"}
     environment.pop("PYTHONPATH", None)
     return environment

@@ -1,7 +1,10 @@
 """Every kernel made of vector instructions against float64, with the instruction set that PI_ISA names.
 
-Prints that name. A process of its own, because the choice is made once; few kernels, because each set compiles its own.
+`isa_checks.py [FORMAT…]` prints that name. A process of its own, because the choice is made once; few kernels, because
+each set compiles its own.
 """
+
+import sys
 
 import numpy as np
 
@@ -75,12 +78,13 @@ def check_ffn(fmt: str) -> None:
 
 
 def main() -> None:
-    for fmt in WEIGHT_FORMATS:
+    formats = sys.argv[1:] or [*WEIGHT_FORMATS]
+    for fmt in formats:
         check_products(fmt)
         check_sums(fmt)
         check_ffn(fmt)
-    for fmt in BLOCK_FORMATS:
-        check_extremes(fmt)
+        if fmt in BLOCK_FORMATS:
+            check_extremes(fmt)
     print(ISA.name)
 
 

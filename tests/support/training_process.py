@@ -1,6 +1,6 @@
 """Trainings in processes of their own, forked from one that has everything imported: whole, and killed twice each.
 
-python -m support.training_process RECIPE FOLDER PROCESSES SEED KILLED
+python -m support.training_process RECIPE SEED FOLDER PROCESSES KILLED [FOLDER PROCESSES KILLED …]
 """
 
 import hashlib
@@ -61,16 +61,16 @@ def trained(recipe: Path, output: Path, processes: int, delays: list[float]) -> 
 
 
 def main() -> None:
-    recipe, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    processes, seed, killed = map(int, sys.argv[3:])
+    recipe, seed, triples = Path(sys.argv[1]), int(sys.argv[2]), iter(sys.argv[3:])
     torch.set_num_threads(1)
     load_model(open_base(read_sparsify_recipe(recipe).model, recipe.parent))  # imports what each process would
-    began, random_delay = time.perf_counter(), random.Random(seed)
-    print("whole", trained(recipe, folder / "whole", processes, []))
-    took = time.perf_counter() - began
-    for n in range(killed):
-        delays = [random_delay.uniform(0, took) for _ in range(2)]
-        print("killed", trained(recipe, folder / f"killed-{n}", processes, delays))
+    for folder, processes, killed in zip(triples, triples, triples, strict=True):
+        began, random_delay = time.perf_counter(), random.Random(seed)
+        print(folder, trained(recipe, Path(folder, "whole"), int(processes), []))
+        took = time.perf_counter() - began
+        for n in range(int(killed)):
+            delays = [random_delay.uniform(0, took) for _ in range(2)]
+            print(folder, trained(recipe, Path(folder, f"killed-{n}"), int(processes), delays))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,18 +23,26 @@ from pi_compile.errors import TrainingError
 from pi_compile.sparsification.checkpoints import Checkpoints
 
 
-def trained(bases: Path, folder: Path, processes: int, killed: int) -> list[list[str]]:
-    """Digests of weights and text, and processes, of several trainings; the first, `whole`, was not killed."""
-    folder.mkdir()
-    recipe = bases / f"{folder.parent.name}-{processes}.toml"
+@pytest.fixture(scope="module")
+def trained(bases: Path, tmp_path_factory: pytest.TempPathFactory, long: bool) -> dict[int, tuple[Path, list[Any]]]:
+    """Trainings in so many processes: their folder, and the digests of weights and text, and processes, of each.
+
+    The first, `whole`, was not killed.
+    """
+    folder, recipe = tmp_path_factory.mktemp("trained"), bases / "killed.toml"
     recipe.write_text(small_recipe(steer={"sparsity": 0.8}, run={"every": 2, "control": True}).to_toml())
     env = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "support.training_process", recipe, folder, *map(str, (processes, 0, killed))]
+    command = [sys.executable, "-m", "support.training_process", str(recipe), "0"]
+    for processes, killed in ((1, 20 if long else 1), (2, 5 if long else 0)):
+        (folder / str(processes)).mkdir()
+        command += [str(folder / str(processes)), str(processes), str(killed)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    rows = [line.split()[1:] for line in done.stdout.splitlines()]
-    assert len(rows) == 1 + killed
-    return rows
+    found: dict[int, tuple[Path, list[Any]]] = {n: (folder / str(n), []) for n in (1, 2)}
+    for line in done.stdout.splitlines():
+        name, *row = line.split()
+        found[int(Path(name).name)][1].append(row)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -86,31 +95,22 @@ def test_a_flipped_bit_among_the_generators_is_seen(saved: Path, tmp_path: Path)
         checkpoints.load(1)
 
 
-@pytest.fixture(scope="module")
-def in_one(bases: Path, tmp_path_factory: pytest.TempPathFactory, long: bool) -> tuple[Path, list[list[str]]]:
-    """Trainings in one process: their folder, and what `trained` tells of them."""
-    folder = tmp_path_factory.mktemp("in_one") / "1"
-    return folder, trained(bases, folder, 1, 20 if long else 1)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_killed_training_ends_in_the_same_bits(in_one: tuple[Path, list[list[str]]]) -> None:
-    whole, *killed = in_one[1]
-    assert killed
+def test_a_killed_training_ends_in_the_same_bits(trained: dict[int, tuple[Path, list[Any]]], long: bool) -> None:
+    whole, *killed = trained[1][1]
+    assert len(killed) == (20 if long else 1)
     assert all(row == whole for row in killed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_two_processes_train_on_the_same_text_as_one(
-    bases: Path, in_one: tuple[Path, list[list[str]]], tmp_path: Path, long: bool
-) -> None:
+def test_two_processes_train_on_the_same_text_as_one(trained: dict[int, tuple[Path, list[Any]]], long: bool) -> None:
     """In the long form they are killed too."""
-    alone, ((_, text, _), *_) = in_one
-    whole, *killed = trained(bases, tmp_path / "2", 2, 5 if long else 0)
+    (alone, ((_, text, _), *_)), (together, (whole, *killed)) = trained[1], trained[2]
+    assert len(killed) == (5 if long else 0)
     assert all(row == whole for row in killed)
     assert whole[1:] == [text, "2"]
-    one, two = (load_file(folder / "whole" / "model.safetensors") for folder in (alone, tmp_path / "2"))
+    one, two = (load_file(folder / "whole" / "model.safetensors") for folder in (alone, together))
     for name, tensor in one.items():
         assert torch.allclose(tensor, two[name], atol=1e-4), name

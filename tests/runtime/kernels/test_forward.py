@@ -6,12 +6,14 @@ are looked for in which no byte hangs on that; there equality is as close as in 
 such bytes: there kernels may differ from the reference by what it differs from itself when last bits change.
 """
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.long_form import marked_long
 from support.rounding import blocks_of
 from support.steps import step
 from support.synthetic import random_artifact, small_decoder
@@ -180,11 +182,16 @@ BOUND = {"f32": 1e-5, "f16": 1e-3, "bf16": 1e-3}
 """Beside weights of 16 bits keys and values are rounded to float16, some of them otherwise for a last bit: by 2⁻¹¹."""
 
 
-@pytest.mark.parametrize("fmt", FLOATS)
-@pytest.mark.parametrize("name", DECODERS)
+EVERY_FLOAT = [(name, fmt) for name in DECODERS for fmt in FLOATS]
+BUT_ONE = set(zip(DECODERS, itertools.cycle(FLOATS[1:]), strict=False))
+"""One format of 16 bits, in turns: in the short form each decoder has the other."""
+
+
+@pytest.mark.parametrize("case", marked_long(EVERY_FLOAT, BUT_ONE), ids="-".join)
 def test_logits_equal_the_reference_and_token_by_token_equals_the_block(
-    name: str, fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    name, fmt = case
     path, decoder = artifact_of(name, fmt, tmp_path)
     length, margins = min(decoder.context_length, 131), Margins(monkeypatch)
     for mode in MODES:
@@ -283,17 +290,21 @@ def decided(
             yield ids, wanted
 
 
-@pytest.mark.parametrize(
-    ("name", "fmt"),
-    # Numbers that come from few integers have quotients that are halves: an embedding's that a product begins with.
-    [
-        (name, fmt)
-        for name, d in DECODERS.items()
-        for fmt in BYTES
-        if fmt == "q8" or not (d.get("block") == "reordered" or "d_embedding" in d)
-    ],
-)
-def test_decided_inputs_of_q8_and_q4(name: str, fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# Numbers that come from few integers have quotients that are halves: an embedding's that a product begins with.
+EVERY_BLOCK = [
+    (name, fmt)
+    for name, d in DECODERS.items()
+    for fmt in BYTES
+    if fmt == "q8" or not (d.get("block") == "reordered" or "d_embedding" in d)
+]
+FEWER_BITS = [case for case in EVERY_BLOCK if case[1] != "q8"]
+BUT_TWO = [case for n, case in enumerate(FEWER_BITS) if n % 4 != n // 4 % 4]
+"""In the short form each decoder has q8 and another format; four in a row have all."""
+
+
+@pytest.mark.parametrize("case", marked_long(EVERY_BLOCK, BUT_TWO), ids="-".join)
+def test_decided_inputs_of_q8_and_q4(case: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, fmt = case
     path, _ = artifact_of(name, fmt, tmp_path)
     margins = Margins(monkeypatch)
     for mode in ("gate", "predicted"):

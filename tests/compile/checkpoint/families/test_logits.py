@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 import numpy as np
 import torch
 from support.families import CASES, LLAMA, random_checkpoint, random_sizes
+from support.long_form import marked_long
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.packing import PackSpec, pack
@@ -73,7 +74,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
         assert_equal_logits(found, wanted)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", marked_long(CASES, list(CASES)[1::2]))
 def test_whatever_the_sizes(case: str, tmp_path: Path, long: bool) -> None:
     for seed in range(5 if long else 1):
         folder = tmp_path / str(seed)

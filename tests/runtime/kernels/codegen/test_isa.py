@@ -15,7 +15,10 @@ from typing import Any
 import llvmlite.binding
 import pytest
 from llvmlite import ir
+from support.golden_logits import FORMATS
+from support.long_form import marked_long
 from support.paths import SUPPORT
+from support.stored import WEIGHT_FORMATS
 
 from pi_runtime.errors import UsageError
 from pi_runtime.kernels.codegen import isa, simd, tile_permission
@@ -146,17 +149,27 @@ def test_avxvnni_through_avx512_keeps_to_256_bits() -> None:
     assert not any(f.startswith("-") for f in found)
 
 
+GOLDEN = ("f16", "q6", "q4_1")
+"""Numbers, blocks, and blocks with an offset. In the short form these have golden logits, and others are checked."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", isa.NAMES)
-def test_each_set_computes_the_same(name: str, tmp_path: Path) -> None:
-    """Those that this machine has, each in processes of its own. The portable one's first process always compiles."""
+@pytest.mark.parametrize("name", marked_long(isa.NAMES, ["avxvnni"]))
+def test_each_set_computes_the_same(name: str, tmp_path: Path, long: bool) -> None:
+    """Those that this machine has, each in processes of its own. The portable one's first process always compiles.
+
+    One has vectors as wide as avx2's, and multiplies as avx512 does. Sets that are not the best share the formats out.
+    """
     features = isa.host_features()
     there = isa.available(features - AMX if ASK() else features)
     environment = {**os.environ, "PI_ISA": name, "PYTHONPATH": os.pathsep.join(sys.path), "NUMBA_NUM_THREADS": "3"}
     if name == "portable":
         environment["PI_CACHE_DIR"] = str(tmp_path / "cache")
     logits, operators = SUPPORT / "golden_logits.py", SUPPORT / "isa_checks.py"
-    for child, *arguments in ((logits, tmp_path, "1"), (logits, tmp_path, "3"), (operators,)):
+    golden, others = list(FORMATS), list(WEIGHT_FORMATS)
+    if name != there[0] and not long:
+        golden, others = list(GOLDEN), [fmt for fmt in WEIGHT_FORMATS if fmt not in GOLDEN]
+    for child, *arguments in ((logits, tmp_path, "1", *golden), (logits, tmp_path, "3", *golden), (operators, *others)):
         command = [sys.executable, child, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         if name in there:
