@@ -4,7 +4,7 @@ nox -s bench -- guesses [TEXT …] [--pairs 4] [--tokens 400] [--layers 4] [--mo
 
 Prompts and answers are cut from real texts: the files named, or this project's pages. The answer is forced: logits are
 computed and the sampler runs, but the next token is the answer's. So acceptance is that of real text, and not of the
-loops in which a random model ends. Tokens are pieces of words of up to six letters.
+loops in which a random model ends. Tokens are pieces of words of up to six letters, or those of `--model`.
 
     copy   the answer is the prompt's passage
     edit   the passage with every 12th sentence or so left out, and with some words replaced throughout
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from guessing.answers import clock_of, drafted
+from guessing.answers import Clock, Way, clock_of, drafted
 from guessing.schemas import of_schemas
 from guessing.trained_head import of_a_trained_head
 from support.bench_model import CONTEXT, VOCABULARY, add_arguments, built, opened, verdict
@@ -59,7 +59,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--speculate", default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--right", type=float, default=0.65, help="set: share of right tokens of the head")
-    parser.add_argument("--model", type=Path, help="head, schemas: an artifact")
+    parser.add_argument("--model", type=Path, help="an artifact, in place of a random model")
     parser.add_argument("--prompts", type=Path, help="head: JSON objects with a `text`, one a line")
     parser.add_argument("--schemas", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=10, help="head, schemas: begin nothing new after these")
@@ -124,40 +124,36 @@ def forced(model: Model, prompt: list[int], answer: list[int]) -> AnswerSequence
     return begun
 
 
-def written(model: Model, prompt: list[int], answer: list[int], speculate: str | int, times: StepTimes) -> Generation:
-    """A forced answer, written to its end."""
-    begun, rule = forced(model, prompt, answer), model.speculation(speculate, times)
-    generation = Generation(model.executor, model.new_cache(), begun, rule)
-    "".join(generation)
+def written(model: Model, prompt: list[int], answer: list[int], way: Way, clock: Clock) -> tuple[Generation, float]:
+    """A forced answer, written to its end, and its seconds behind the first token."""
+    generation, seconds = way.write(model, forced(model, prompt, answer), clock)
     assert generation.token_ids == answer
-    return generation
+    return generation, seconds
 
 
-def rate(stats: Stats) -> float:
-    """Tokens per second behind the first."""
-    assert stats.decode_tokens_per_s is not None
-    return stats.decode_tokens_per_s
-
-
-def together(model: Model, pairs: Sequence[tuple[list[int], list[int]]], speculate: str | int) -> float:
-    """Tokens per second of answers that an engine writes at once, from the first token of each."""
+def together(model: Model, pairs: Sequence[tuple[list[int], list[int]]], speculate: str | int, clock: Clock) -> float:
+    """Tokens per second of answers that an engine writes at once, when all have begun."""
     with Engine(model, slots=len(pairs), speculate=speculate, decode_share=0) as engine:
         sequences = [forced(model, prompt, answer) for prompt, answer in pairs]
         for sequence in sequences:
             engine.submit(sequence, Origin())
         streams = [Stream(sequence, model.executor.neurons) for sequence in sequences]
+        for stream in streams:
+            next(stream, "")
+        began = clock()
         for stream, (_, answer) in zip(streams, pairs, strict=True):
             "".join(stream)
             assert stream.token_ids == answer
-        stats = [stream.stats for stream in streams]
-        return sum(s.generated_tokens - 1 for s in stats) / max(s.decode_s for s in stats)
+        return sum(len(answer) - 1 for _, answer in pairs) / (clock() - began)
 
 
 def of_texts(a: argparse.Namespace) -> None:
     """Answers that repeat the prompt, answers with edits, and free text."""
-    rng, words, ratios, company, times = random.Random(a.seed), Words(), {}, {}, StepTimes()
+    rng, ratios, company, clock = random.Random(a.seed), dict[str, float](), dict[str, float](), clock_of(a)
     speculate = int(a.speculate) if a.speculate.isdecimal() else a.speculate
-    with opened(a) as model:
+    times = StepTimes()
+    with opened(a) if a.model is None else load(a.model, threads=a.threads, device="cpu") as model:
+        words = Words() if a.model is None else model.tokenizer.encode
         print("kind   plain, tokens/s   with guesses   ratio   guessed   right   right of guessed")
         for kind, answer_of in KINDS.items():
             found, pairs = [], []
@@ -166,16 +162,18 @@ def of_texts(a: argparse.Namespace) -> None:
                 answer = words(answer_of(passage, following, rng))
                 pairs.append((prompt, answer))
                 # By turns the first of the two, because the speed of a machine drifts.
-                order = [("off", StepTimes()), (speculate, times)][:: (-1) ** len(pairs)]
-                both = [written(model, prompt, answer, *settings).stats for settings in order]
-                plain, guessed = both[:: (-1) ** len(pairs)]
-                found.append(rate(guessed) / rate(plain))
+                ways = [Way("off", "off", StepTimes()), Way("drafts", speculate, times)][:: (-1) ** len(pairs)]
+                both = [written(model, prompt, answer, way, clock) for way in ways]
+                (_, plain_s), (generation, guessed_s) = both[:: (-1) ** len(pairs)]
+                found.append(plain_s / guessed_s)
+                plain, faster = ((len(answer) - 1) / seconds for seconds in (plain_s, guessed_s))
+                guessed = generation.stats
                 print(
-                    f"{kind:6} {rate(plain):15.1f} {rate(guessed):14.1f} {found[-1]:7.2f} "
+                    f"{kind:6} {plain:15.1f} {faster:14.1f} {found[-1]:7.2f} "
                     f"{guessed.guessed_tokens:9} {guessed.accepted_tokens:7} {guessed.acceptance or 0:18.0%}"
                 )
             ratios[kind] = statistics.median(found)
-            rates = [[together(model, pairs, setting) for setting in ("off", speculate)] for _ in range(ROUNDS)]
+            rates = [[together(model, pairs, setting, clock) for setting in ("off", speculate)] for _ in range(ROUNDS)]
             company[kind] = statistics.median(on / off for off, on in rates)
             print(f"{kind:6} {rates[-1][0]:15.1f} {rates[-1][1]:14.1f} {company[kind]:7.2f}   {len(pairs)} at once")
         print("tokens of a block: its time ÷ that of one token")
@@ -198,13 +196,12 @@ def of_a_set_head(a: argparse.Namespace) -> None:
             found, times, stats = [], StepTimes(), list[Stats]()
             with load(path, mode=mode, context=CONTEXT, threads=a.threads, device="cpu") as model:
                 for prompt, answer in pairs[:1] * 2 + pairs:  # the first ones compile kernels
-                    order = [("off", StepTimes()), (a.speculate, times)][:: (-1) ** len(found)]
+                    ways = [Way("off", "off", StepTimes()), Way("drafts", a.speculate, times)][:: (-1) ** len(found)]
                     taken_s = []
-                    for settings in order:
-                        began = clock()
-                        generation = written(model, prompt, answer, *settings)
-                        taken_s.append(clock() - began)
-                        stats += [generation.stats] if settings[1] is times else []
+                    for way in ways:
+                        generation, seconds = written(model, prompt, answer, way, clock)
+                        taken_s.append(seconds)
+                        stats += [generation.stats] if way.times is times else []
                     plain_s, guessed_s = taken_s[:: (-1) ** len(found)]
                     found.append(plain_s / guessed_s)
                     rates = f"{a.tokens / plain_s:8.1f} tokens/s, with guesses {a.tokens / guessed_s:8.1f}"
