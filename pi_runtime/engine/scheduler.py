@@ -1,7 +1,7 @@
 """Which requests run which tokens in the next step: knows no model and no memory, only numbers of tokens.
 
-A step holds one token of every request that is decoding, and some tokens of prompts, which take turns. Several prompts
-share at most `piece` of them.
+A step holds one token of every request that is decoding, and some tokens of prompts: first of the one with the least
+left, and now and then by turns. Several prompts share at most `piece` of them.
 While prompts are read, steps without prompts come between, so that those who are decoding keep a share of their speed.
 """
 
@@ -11,6 +11,9 @@ from typing import Generic, Protocol, TypeVar
 
 PIECE = 32
 """Tokens that several prompts share in a step, and the fewest that one gets, unless asked otherwise."""
+BY_TURNS = 4
+"""Of so many steps with prompts the last one goes by turns. In the others the prompt with the least left comes first:
+then most prompts of those that come together have their first token early."""
 MAX_WITH_PROMPTS = 8
 """Steps with prompts in a row, so that the time of one without is measured now and then."""
 
@@ -29,6 +32,10 @@ class Schedulable(Protocol):
     @property
     def block(self) -> int:
         """How many of its tokens may run in one step."""
+
+    @property
+    def num_pending(self) -> int:
+        """How many of its tokens have not run yet."""
 
 
 S = TypeVar("S", bound=Schedulable)
@@ -103,6 +110,8 @@ class Scheduler(Generic[S]):
         self.waiting: WaitingQueue[S] = WaitingQueue()
         self._turns: deque[S] = deque()
         """The live requests in the order in which their prompts run."""
+        self._steps = 0
+        """Steps with prompts."""
 
     @property
     def idle(self) -> bool:
@@ -174,7 +183,11 @@ class Scheduler(Generic[S]):
         """
         work = [(s, 1) for s in self.live if s.is_decoding]
         left, ran = self.piece if prompt_tokens is None else prompt_tokens, []
-        for s in self.reading:
+        reading = self.reading
+        self._steps += bool(reading)
+        if self._steps % BY_TURNS:
+            reading.sort(key=lambda s: s.num_pending)
+        for s in reading:
             if left > 0:
                 tokens = min(s.block, left)
                 work.append((s, tokens))

@@ -259,20 +259,40 @@ def forward(
     `attention`).
     """
     at, select_T, wanted_N, tokens = step.at, step.select_T, step.wanted_N, step.tokens_T.shape[0]
-    x_TD = ws.x_TD[:tokens]
+    x_TD, wanted, layers = ws.x_TD[:tokens], wanted_N.shape[0], table_LX.shape[0]
+    # Of the last layer nobody reads more than the wanted tokens: the others end with their keys and values.
+    wanted_alone = wanted < tokens and cfg.experts == 1 and not count_all and step.state_L[layers] < 0
     _embed(cfg, ends, eps, step.tokens_T, at.position_T, ws, x_TD)
-    for layer in range(table_LX.shape[0]):
+    for layer in range(layers):
         keep_state(step.state_L, step.states_TC, layer, x_TD)
-        w_X, normed_TD = table_LX[layer], ws.normed_TD[:tokens]
+        w_X = table_LX[layer]
         _attention(cfg, w_X[0], eps, cos_SJ, sin_SJ, at, x_TD, ws)
-        _ffn(cfg, w_X, normed_TD, select_T, count_all, ws, ws.counts_LT3[layer, :tokens], x_TD)
+        if wanted_alone and layer == layers - 1:
+            select_T = _bring_forward(wanted_N, select_T, residual_of(cfg, ws), ws)
+            tokens, x_TD = wanted, ws.x_TD[:wanted]
+        tally_T3 = ws.counts_LT3[layer, :tokens]
+        _ffn(cfg, w_X, ws.normed_TD[:tokens], select_T, count_all, ws, tally_T3, x_TD)
         after_ffn(cfg, w_X[0], eps, residual_of(cfg, ws)[:tokens], x_TD)
-    keep_state(step.state_L, step.states_TC, table_LX.shape[0], x_TD)
-    wanted = wanted_N.shape[0]
+    if wanted_alone:
+        for n in range(wanted - 1, -1, -1):
+            ws.counts_LT3[layers - 1, wanted_N[n]] = ws.counts_LT3[layers - 1, n]
+    keep_state(step.state_L, step.states_TC, layers, x_TD)
     wanted_ND = ws.attended_TD[:wanted]
     for n in range(wanted):
-        _copy(x_TD[wanted_N[n]], wanted_ND[n])
+        _copy(x_TD[n if wanted_alone else wanted_N[n]], wanted_ND[n])
     _head(cfg, ends, eps, wanted_ND, ws, ws.logits_TV[:wanted])
+
+
+@device
+def _bring_forward(wanted_N: Ints, select_T: Ints, residual_TD: Floats, ws: Workspace) -> Ints:
+    """Move what an FFN takes of some tokens, in ascending order, to the front; returns whether they select."""
+    select_N = ws.taken_select_T[: wanted_N.shape[0]]
+    for n in range(wanted_N.shape[0]):
+        select_N[n] = select_T[wanted_N[n]]
+        _copy(ws.x_TD[wanted_N[n]], ws.x_TD[n])
+        _copy(residual_TD[wanted_N[n]], residual_TD[n])
+        _copy(ws.normed_TD[wanted_N[n]], ws.normed_TD[n])
+    return select_N
 
 
 @public

@@ -12,7 +12,7 @@ P padded columns.
 
 import numpy as np
 
-from pi_runtime.artifact.footprint import CHUNKS, FEW_TOKENS, GROUP, SUM_ROWS
+from pi_runtime.artifact.footprint import CHUNKS, FEW_TOKENS, GROUP
 from pi_runtime.kernels.codegen.footprint import input_nbytes
 from pi_runtime.kernels.codegen.jit import device
 from pi_runtime.kernels.data.matrix_view import (
@@ -21,12 +21,13 @@ from pi_runtime.kernels.data.matrix_view import (
     MatrixView,
     Vectors,
     address_of,
-    is_quantised,
     listed_rows,
     vector,
 )
 from pi_runtime.kernels.data.weight_table import DRELU
+from pi_runtime.kernels.ffn.down import add_list, add_whole, keep
 from pi_runtime.kernels.ffn.memory import (
+    END,
     KEPT,
     READ,
     Batch,
@@ -36,9 +37,9 @@ from pi_runtime.kernels.ffn.memory import (
     down_rows,
     factors_of,
     first_rows,
+    kept_of,
     list_of,
     lists_of,
-    spare_place,
     squares_of,
     tally_of,
     up_rows,
@@ -47,9 +48,7 @@ from pi_runtime.kernels.ffn.memory import (
 )
 from pi_runtime.kernels.ffn.selection import scored_of, scores_of
 from pi_runtime.kernels.ops.activations import activate, times_up
-from pi_runtime.kernels.ops.block_sums import add_block_rows
 from pi_runtime.kernels.ops.row_products import AHEAD_NBYTES, row_products
-from pi_runtime.kernels.ops.row_sums import row_sums
 
 
 @device
@@ -128,14 +127,14 @@ def list_firing(f: Ffn, e: Batch, named: bool, chunk: int, block: int, end: int)
             read = own.count_U[u]
             for k in range(own.start_U[u], own.start_U[u] + read):
                 h = activate(f.activation, limit, own.product_K[k])
-                own.list_K[fire], own.place_K[fire], own.h_K[fire] = own.list_K[k], own.place_K[k], h
+                own.list_K[fire], own.h_K[fire] = own.list_K[k], h
                 fire += h != 0
         else:
             if scored_N[n] >= 0:
                 read = _drop_unnamed(scores_of(f, scored_N[n]), list_K, begin, end, h_NK[n])
             for k in range(begin, end):
                 h = activate(f.activation, limit, h_NK[n, k])
-                own.list_K[fire], own.place_K[fire], own.h_K[fire], h_NK[n, k] = list_K[k], k, h, h
+                own.list_K[fire], own.h_K[fire], h_NK[n, k] = list_K[k], h, h
                 fire += h != 0
         own.start_U[u], own.count_U[u] = start, fire - start
         tally_N3[n, READ] += read
@@ -153,7 +152,7 @@ def _list_named(f: Ffn, scored_N: Ints, list_K: Ints, own: TokenLists, block: in
         u, everything, score_F = block * FEW_TOKENS + n, scored_N[n] < 0, scores_of(f, scored_N[n])
         own.start_U[u] = total
         for k in range(begin, end):
-            own.list_K[total], own.place_K[total] = list_K[k], k
+            own.list_K[total] = list_K[k]
             total += everything or score_F[list_K[k]] > 0
         own.count_U[u] = total - own.start_U[u]
     return tokens == 1 or 2 * (total - own.size_2[1]) <= tokens * (end - begin)
@@ -175,7 +174,7 @@ def _list_ahead(f: Ffn, e: Batch, chunk: int, end: int, total: int) -> int:
 
     They are those that the first token reads in the next block, or in the next chunk up to neuron `high`.
     """
-    own, list_K, score_F = lists_of(f, chunk), list_of(f, chunk), scores_of(f, scored_of(f, 1)[0])
+    own, list_K, score_F = lists_of(f, chunk), list_of(f, chunk), scores_of(f, scored_of(f, e.first + 1)[e.first])
     count, most = list_K.shape[0], total + AHEAD_NBYTES // first_rows(f, e).stride
     for k in range(end, count):
         if total < most and score_F[list_K[k]] > 0:
@@ -195,17 +194,20 @@ def _list_ahead(f: Ffn, e: Batch, chunk: int, end: int, total: int) -> int:
 def add_block(f: Ffn, e: Batch, chunk: int, block: int, known: int, sums_NP: Floats) -> None:
     """Add a block's sums for a few tokens. Rows up to place `known` of the lists are fetched ahead.
 
-    Where `sums_NP` has no tokens their factors are written instead, a whole block's for every place.
+    Where `sums_NP` has no tokens their factors are written instead: a whole block's for every place, else those of each
+    token's own rows, with the rows in `kept_of`.
     """
-    own, list_K = lists_of(f, chunk), list_of(f, chunk)
+    own, list_K, tokens = lists_of(f, chunk), list_of(f, chunk), e.first + e.token_N.shape[0]
     begin, end, summed = own.block_B[block], own.block_B[block + 1], sums_NP.shape[0] > 0
-    h_NK = factors_of(f, chunk, e.first + e.token_N.shape[0])[e.first :]
+    h_NK, kept_NK = factors_of(f, chunk, tokens)[e.first :], kept_of(f, chunk, tokens)[e.first :]
     if own.whole_B[block]:
-        _whole_factors(f, e, list_K, begin, end, ups_of(f, chunk, e.token_N.shape[0]), h_NK)
+        _whole_factors(f, e, list_K, begin, end, ups_of(f, chunk, tokens)[e.first :], h_NK)
         for n in range(e.token_N.shape[0]):
             weigh_squares(f, e, chunk, n, list_K[begin:end], h_NK[n, begin:end])
         if summed:
             add_whole(down_rows(f, e), own, list_K, begin, end, h_NK, sums_NP)
+        else:
+            keep(list_K, begin, end, h_NK, kept_NK)
         return
     if f.gated:
         _list_products(f, e, up_rows(f, e), weights_of(e).up_bias, own, block, known)
@@ -216,11 +218,14 @@ def add_block(f: Ffn, e: Batch, chunk: int, block: int, known: int, sums_NP: Flo
             own.h_K[k] = factor(f, own.h_K[k], own.product_K[k]) * e.route_weight_N[n]
         weigh_squares(f, e, chunk, n, own.list_K[start:behind], own.h_K[start:behind])
         if summed:
-            _add_list(down_rows(f, e), own, start, behind - start, f.activation == DRELU, known, sums_NP[n])
+            add_list(down_rows(f, e), own, start, behind - start, f.activation == DRELU, known, sums_NP[n])
         else:
-            h_NK[n, begin:end] = np.float32(0)
+            place = begin
             for k in range(start, behind):
-                h_NK[n, own.place_K[k]] = own.h_K[k]
+                h_NK[n, place], kept_NK[n, place] = own.h_K[k], own.list_K[k]
+                place += own.h_K[k] != 0
+            if place < end:
+                kept_NK[n, place] = END
 
 
 @device
@@ -242,7 +247,7 @@ def norm_scale(f: Ffn, e: Batch, n: int) -> np.float32:
     if w.ffn_inner_norm == 0:
         return np.float32(1)
     for chunk in range(CHUNKS):
-        total += squares_of(f, chunk, n + 1)[n]
+        total += squares_of(f, chunk, e.first + n + 1)[e.first + n]
     return np.float32(1) / np.sqrt(total / np.float32(f.d_ff) + w.norm_eps)
 
 
@@ -254,53 +259,3 @@ def _whole_factors(f: Ffn, e: Batch, list_K: Ints, begin: int, end: int, up_NK: 
     for n in range(e.token_N.shape[0]):
         for k in range(begin, end):
             h_NK[n, k] = factor(f, h_NK[n, k], up_NK[n, k]) * e.route_weight_N[n]
-
-
-@device
-def _add_list(down: MatrixView, own: TokenLists, start: int, count: int, gaps: bool, known: int, y_P: Floats) -> None:
-    """y ← y + the sum of the `count` rows listed from `start` on. The rows that follow in the lists are fetched ahead.
-
-    `gaps`: many factors are 0, and their rows are not read.
-    """
-    if gaps:
-        last = start
-        for k in range(start, start + count):
-            own.list_K[last], own.h_K[last] = own.list_K[k], own.h_K[k]
-            last += own.h_K[k] != 0
-        count = last - start
-    listed, following = address_of(own.list_K) + 8 * start, count if gaps else known - start
-    if is_quantised(down.fmt):
-        add_block_rows(down, listed, count, following, address_of(own.h_K) + 4 * start, y_P, own.sums)
-    else:
-        h_K = own.product_K[spare_place(own) :][: count + SUM_ROWS]  # the products are no longer needed
-        h_K[:count], h_K[count:] = own.h_K[start : start + count], np.float32(0)
-        row_sums(down, listed_rows(listed, count, following), address_of(h_K), 0, 1, address_of(y_P), 0)
-
-
-@device
-def add_whole(
-    down: MatrixView, own: TokenLists, list_K: Ints, begin: int, end: int, h_NK: Floats, y_NP: Floats
-) -> None:
-    """y ← y + the sums of the rows at the places [begin, end) of a list, times their factors, for a few tokens."""
-    tokens, count = y_NP.shape[0], end - begin
-    if not is_quantised(down.fmt) and count % SUM_ROWS == 0 and _mostly(h_NK, tokens, begin, end):
-        rows, h_at = listed_rows(address_of(list_K) + 8 * begin, count, count), address_of(h_NK) + 4 * begin
-        row_sums(down, rows, h_at, 4 * h_NK.shape[1], tokens, address_of(y_NP), 4 * y_NP.shape[1])
-        return
-    start = spare_place(own)
-    for n in range(tokens):
-        last = start
-        for k in range(begin, end):
-            own.list_K[last], own.h_K[last] = list_K[k], h_NK[n, k]
-            last += h_NK[n, k] != 0
-        _add_list(down, own, start, last - start, False, last, y_NP[n])
-
-
-@device
-def _mostly(h_NK: Floats, tokens: int, begin: int, end: int) -> bool:
-    """Whether most factors are not 0."""
-    found = 0
-    for n in range(tokens):
-        for k in range(begin, end):
-            found += h_NK[n, k] != 0
-    return 2 * found > tokens * (end - begin)

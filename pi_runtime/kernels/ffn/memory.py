@@ -12,6 +12,7 @@ padded columns, B blocks of a chunk, U lists: one for each block and each of a f
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from numba import carray
 
 from pi_runtime.artifact.footprint import CHUNKS, FEW_TOKENS, GROUP, SUM_NEURONS, SUM_ROWS
@@ -34,11 +35,14 @@ from pi_runtime.kernels.data.matrix_view import (
 from pi_runtime.kernels.data.weight_table import KernelConfig, LayerRecord, LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace
 
+Places = npt.NDArray[np.int32]
 BLOCK_NBYTES = 2**19
 """Bytes of one matrix in a block of a chunk's neurons: a third of the second-level cache at most, and more than most
 tokens need."""
 FIRES, READ, KEPT = range(3)
 """What is counted for each token: neurons that fire (of all, if asked for), rows of `first` read, neurons kept."""
+WHOLE, END = np.int32(-1), np.int32(-2)
+"""In the lists of many tokens (`kept_of`): a block that has a factor for every place; and the end of a block's list."""
 _BITS = CHUNKS.bit_length() - 1
 assert CHUNKS == 1 << _BITS
 
@@ -144,11 +148,11 @@ def every_token(
 
 
 @device
-def some_tokens(e: Batch, first: int) -> Batch:
-    """A few tokens of the batch from number `first` on; they do not fetch the next chunk's rows ahead."""
+def some_tokens(e: Batch, first: int, low: int, high: int) -> Batch:
+    """A few tokens of the batch from number `first` on. Where `high` is 0 they fetch nothing of the next chunk."""
     some = slice(first, min(e.token_N.shape[0], first + FEW_TOKENS))
     tokens = e.token_N[some], e.select_N[some], e.route_weight_N[some]
-    return Batch(e.w_X, e.expert, 0, 0, *tokens, first)
+    return Batch(e.w_X, e.expert, low, high, *tokens, first)
 
 
 @device
@@ -259,6 +263,16 @@ def ups_of(f: Ffn, chunk: int, tokens: int) -> Floats:
 
 
 @device
+def kept_of(f: Ffn, chunk: int, tokens: int) -> Places:
+    """Of many tokens the rows of `down` that each needs, block by block, whose factors are at the same places.
+
+    They take the place of `ups_of`, which is needed no longer once a block has its factors.
+    """
+    places = chunk_places(f.d_ff)
+    return carray(pointer_of(f.up_CTK + 4 * chunk * f.tokens * places), (tokens, places), np.int32)
+
+
+@device
 def tally_of(f: Ffn, chunk: int, tokens: int) -> Ints:
     """What the chunk counts for each token (T, 3)."""
     return carray(pointer_of(f.tally_CT3 + 8 * chunk * f.tokens * 3), (tokens, 3), np.int64)
@@ -285,8 +299,6 @@ class TokenLists(NamedTuple):
     """
 
     list_K: Ints
-    place_K: Ints
-    """The neurons' places in the list of the chunk."""
     h_K: Floats
     product_K: Floats
     start_U: Ints
@@ -308,7 +320,6 @@ def lists_of(f: Ffn, chunk: int) -> TokenLists:
     own, lists = f.scratch_CX + at.end * chunk, at.blocks * FEW_TOKENS
     return TokenLists(
         list_K=integers(own, at.places),
-        place_K=integers(own + at.place, at.places),
         h_K=vector(own + at.h, at.places),
         product_K=vector(own + at.product, at.places),
         start_U=integers(own + at.starts, lists),

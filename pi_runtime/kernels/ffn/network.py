@@ -13,9 +13,9 @@ All of them take an `Ffn` and a `Batch` (see `memory`), and a range of the `CHUN
 chunk goes through its neurons block by block. A token's sum adds up its blocks in order, and then its chunks in order.
 So its bits depend neither on the number of threads nor on the tokens beside it, nor on the ranges.
 
-Up to `FEW_TOKENS` tokens go these steps. Many tokens write their factors first (`factor_chunks`), a few tokens at a
-time; then their sums are computed in tiles of columns and tokens, which stay in the first-level cache (`sum_tiles`).
-Weights are read from the memory once for all tokens.
+Up to `FEW_TOKENS` tokens go these steps; more tokens of answers do so some at a time. Those of prompts write their
+factors first (`factor_chunks`), and which rows these are of; then their sums are computed in tiles of columns and
+tokens, which stay in the first-level cache (`sum_tiles`). So weights are read from the memory once for all tokens.
 
 Shape letters: F neurons of the layer (with experts, of one expert) in stored order, of which [low, high) are computed;
 D model width, T tokens, N of them that are computed here, K places for the neurons of a chunk, P padded columns.
@@ -26,11 +26,10 @@ from numba import prange
 
 from pi_runtime.artifact.footprint import CHUNKS, FEW_TOKENS, STRIP, SUM_NEURONS
 from pi_runtime.kernels.codegen.jit import device, loop_body, parallel, public
-from pi_runtime.kernels.data.matrix_view import Floats, Ints, columns_from, is_quantised
+from pi_runtime.kernels.data.matrix_view import Floats, Ints, is_quantised
 from pi_runtime.kernels.data.weight_table import LayerRecord
 from pi_runtime.kernels.ffn.blocks import (
     add_block,
-    add_whole,
     factor,
     first_products,
     limit_of,
@@ -39,16 +38,19 @@ from pi_runtime.kernels.ffn.blocks import (
     up_products,
     weigh_squares,
 )
+from pi_runtime.kernels.ffn.down import add_tile, add_whole
 from pi_runtime.kernels.ffn.memory import (
     FIRES,
     KEPT,
     READ,
+    WHOLE,
     Batch,
     Ffn,
     block_end,
     block_neurons,
     down_rows,
     factors_of,
+    kept_of,
     list_neurons,
     list_of,
     lists_of,
@@ -91,13 +93,15 @@ def add_batch(
         _serial_list(f, e, 0, CHUNKS)
         _serial_sum(f, e, 0, CHUNKS)
         _serial_merge(f, e, y_TD)
-    elif e.token_N.shape[0] <= FEW_TOKENS:
-        if count_all:
-            count_chunks(f, e, 0, CHUNKS)
-        else:
-            list_chunks(f, e, 0, CHUNKS)
-            sum_chunks(f, e, 0, CHUNKS)
+    elif e.token_N.shape[0] <= FEW_TOKENS and count_all:
+        count_chunks(f, e, 0, CHUNKS)
         merge(f, e, y_TD)
+    elif e.token_N.shape[0] <= FEW_TOKENS or (not count_all and _all_select(e)):
+        for first in range(0, e.token_N.shape[0], FEW_TOKENS):
+            some = some_tokens(e, first, e.low, e.high)
+            list_chunks(f, some, 0, CHUNKS)
+            sum_chunks(f, some, 0, CHUNKS)
+            merge(f, some, y_TD)
     else:
         if count_all:
             count_chunks(f, e, 0, CHUNKS)
@@ -148,15 +152,24 @@ def add_counts(f: Ffn, e: Batch, tally_T3: Ints) -> None:
 
 
 @device
+def _all_select(e: Batch) -> bool:
+    """Whether all tokens are those of answers: each takes few rows, of which a few tokens at a time share enough."""
+    found = True
+    for n in range(e.token_N.shape[0]):
+        found &= e.select_N[n] != 0
+    return found
+
+
+@device
 def _begin_chunk(f: Ffn, e: Batch, chunk: int) -> bool:
     """List the chunk's neurons; returns whether a selector names those of some tokens."""
     list_neurons(f, e, chunk)
     tokens, named = e.token_N.shape[0], False
-    tally_of(f, chunk, tokens)[:] = 0
+    tally_of(f, chunk, e.first + tokens)[e.first :] = 0
     if weights_of(e).ffn_inner_norm != 0:
-        squares_of(f, chunk, tokens)[:] = np.float32(0)
-    for n in range(tokens):
-        named |= scored_of(f, tokens)[n] >= 0
+        squares_of(f, chunk, e.first + tokens)[e.first :] = np.float32(0)
+    for n in range(e.first, e.first + tokens):
+        named |= scored_of(f, n + 1)[n] >= 0
     return named
 
 
@@ -197,7 +210,7 @@ def _factor_chunk(f: Ffn, e: Batch, chunk: int) -> None:
     while begin < list_K.shape[0]:
         end = block_end(neurons, list_K, begin)
         for first in range(0, e.token_N.shape[0], FEW_TOKENS):
-            some = some_tokens(e, first)
+            some = some_tokens(e, first, 0, 0)
             own.size_2[1], own.block_B[0], own.block_B[1] = 0, begin, end
             list_firing(f, some, named, chunk, 0, end)
             add_block(f, some, chunk, 0, own.size_2[1], none_0P)
@@ -230,6 +243,7 @@ def _count_chunk(f: Ffn, e: Batch, chunk: int) -> None:
             tally_N3[n, KEPT] += h != 0
             h_NK[n, k] = h * e.route_weight_N[n]
         weigh_squares(f, e, chunk, n, list_K, h_NK[n])
+    kept_of(f, chunk, tokens)[:, :count] = WHOLE
     if tokens <= FEW_TOKENS:
         sums_NP = sums_of(f, chunk, tokens)
         sums_NP[:] = np.float32(0)
@@ -261,19 +275,19 @@ def _merge_slice(f: Ffn, e: Batch, part: int, y_TD: Floats) -> None:
 
 @loop_body
 def _sum_some_tiles(f: Ffn, e: Batch, begin: int, end: int, part: int, carried_ND: Floats, y_TD: Floats) -> None:
-    """`sum_tiles` for every `CHUNKS`-th tile of some columns of some tokens."""
+    """`sum_tiles` for one of `CHUNKS` parts of the tiles: each has some columns of some tokens."""
     strips, blocks = (f.d_model + STRIP - 1) // STRIP, (e.token_N.shape[0] + STRIP_TOKENS - 1) // STRIP_TOKENS
     total_NP = np.empty((STRIP_TOKENS, STRIP), np.float32)
     sums_NP = np.empty((STRIP_TOKENS, STRIP), np.float32)
-    for tile in range(part, strips * blocks, CHUNKS):
-        low, first = tile % strips * STRIP, tile // strips * STRIP_TOKENS
+    for tile in range(part * strips * blocks // CHUNKS, (part + 1) * strips * blocks // CHUNKS):
+        low, first = tile // blocks * STRIP, tile % blocks * STRIP_TOKENS
         columns, tokens = min(STRIP, f.d_model - low), min(STRIP_TOKENS, e.token_N.shape[0] - first)
         total_NP[:] = np.float32(0)
         if begin > 0:
             total_NP[:tokens, :columns] = carried_ND[first : first + tokens, low : low + columns]
         for chunk in range(begin, end):
             sums_NP[:] = np.float32(0)
-            _sum_tile(f, e, chunk, part, low, columns, first, sums_NP[:tokens])
+            add_tile(f, e, chunk, part, low, columns, first, sums_NP[:tokens])
             for n in range(tokens):
                 for j in range(columns):
                     total_NP[n, j] += sums_NP[n, j]
@@ -284,17 +298,6 @@ def _sum_some_tiles(f: Ffn, e: Batch, begin: int, end: int, part: int, carried_N
             y_D, scale = y_TD[e.token_N[first + n], low : low + columns], norm_scale(f, e, first + n)
             for j in range(columns):
                 y_D[j] += total_NP[n, j] * scale
-
-
-@device
-def _sum_tile(f: Ffn, e: Batch, chunk: int, part: int, low: int, columns: int, first: int, sums_NP: Floats) -> None:
-    """Add a chunk's rows of `down` for some columns and the tokens from `first` on, in the lists of chunk `part`."""
-    down, list_K, neurons = columns_from(down_rows(f, e), low, columns), list_of(f, chunk), block_neurons(f, e)
-    h_NK, begin = factors_of(f, chunk, first + sums_NP.shape[0])[first:], 0
-    while begin < list_K.shape[0]:
-        end = block_end(neurons, list_K, begin)
-        add_whole(down, lists_of(f, part), list_K, begin, end, h_NK, sums_NP)
-        begin = end
 
 
 def _list_chunks(f: Ffn, e: Batch, begin: int, end: int) -> None:

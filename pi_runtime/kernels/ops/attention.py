@@ -214,18 +214,27 @@ def attend(
     _attend(cache, qkv_TQ, run_R4, unpacked_CBE, scratch_CX, out_TQ)
 
 
+@device
+def part_of_tasks(run_R4: Ints, groups: int, part: int) -> tuple[int, int]:
+    """The tasks of a part, from which one to before which: where they are fewer than parts all threads get some."""
+    tasks = 0
+    for r in range(run_R4.shape[0]):
+        tasks += (run_R4[r, COUNT] + ATTENTION_TOKENS - 1) // ATTENTION_TOKENS * groups
+    return part * tasks // CHUNKS, (part + 1) * tasks // CHUNKS
+
+
 @loop_body
 def _attend_part(
     cache: LayerCache, qkv_TQ: Floats, run_R4: Ints, part: int, unpacked_BE: Floats, scratch_X: Floats, out_TQ: Floats
 ) -> None:
-    """Every `CHUNKS`-th task, a few tokens of a run with the queries that share a head of keys."""
-    task = 0
+    """One of `CHUNKS` parts of the tasks: a few tokens of a run with the queries that share a head of keys."""
+    task, (low, high) = 0, part_of_tasks(run_R4, cache.groups, part)
     for r in range(run_R4.shape[0]):
         run_4 = run_R4[r]
-        for first in range(0, run_4[COUNT], ATTENTION_TOKENS):
-            tokens = min(ATTENTION_TOKENS, run_4[COUNT] - first)
-            for group in range(cache.groups):
-                if task % CHUNKS == part:
+        for group in range(cache.groups):
+            for first in range(0, run_4[COUNT], ATTENTION_TOKENS):
+                if low <= task < high:
+                    tokens = min(ATTENTION_TOKENS, run_4[COUNT] - first)
                     at = run_4[FIRST] + first, run_4[START] + first, tokens
                     _attend_tile(cache, qkv_TQ, run_4, group, at, unpacked_BE, scratch_X, out_TQ)
                 task += 1

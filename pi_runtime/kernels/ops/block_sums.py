@@ -49,15 +49,15 @@ from pi_runtime.kernels.data.row_loading import load_single_block, offset_of, sc
 from pi_runtime.kernels.data.weight_formats import BLOCK_FORMATS, GROUP_COLUMNS, BlockFormat, Run, integer_weight
 
 _LOW = [lane for k in (0, 8) for j in range(4) for lane in (k + j, 16 + k + j)]
-_WORDS = [_LOW, [lane + 4 for lane in _LOW]]
+WORDS = [_LOW, [lane + 4 for lane in _LOW]]
 """Lanes of the words of blocks 0, 1, 4, 5, and of blocks 2, 3, 6, 7."""
-_OWNERS = [[0, 0, 1, 1, 4, 4, 5, 5], [2, 2, 3, 3, 6, 6, 7, 7]]
+OWNERS = [[0, 0, 1, 1, 4, 4, 5, 5], [2, 2, 3, 3, 6, 6, 7, 7]]
 """Block of each lane after that."""
 _FOURS = [[0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]]
 """Lanes that bring even and odd columns together: of a vector's first and third block, and of its second and fourth."""
 _HAS_VECTORS = ISA.lanes > 0
 _BLOCKS = STRIP // BLOCK
-_TINY = 2.0**-126
+TINY = 2.0**-126
 WITH_ZEROS = tuple(code for code, f in BLOCK_FORMATS.items() if f.offset == "zero")
 """Codes of the formats whose blocks have zeros of their own."""
 
@@ -80,7 +80,7 @@ def add_block_rows(m: MatrixView, index: int, count: int, known: int, h: int, y_
 @device
 def _add_strip(m: MatrixView, index: int, count: int, known: int, h: int, y_P: Floats, scratch: int) -> None:
     groups = (m.columns + BLOCK - 1) // GROUP_COLUMNS
-    _add_singles(m, 8 * groups, index, count, h, y_P, scratch)
+    add_singles(m, 8 * groups, index, count, h, y_P, scratch)
     if not _HAS_VECTORS:
         for block in range(8 * groups):
             _add_block(m, block, index, count, h, y_P[block * BLOCK : (block + 1) * BLOCK], scratch)
@@ -98,7 +98,7 @@ def _add_strip(m: MatrixView, index: int, count: int, known: int, h: int, y_P: F
 
 
 @device
-def _add_singles(m: MatrixView, first: int, index: int, count: int, h: int, y_P: Floats, scratch: int) -> None:
+def add_singles(m: MatrixView, first: int, index: int, count: int, h: int, y_P: Floats, scratch: int) -> None:
     """Add blocks outside the groups, at most seven a row, in float32."""
     index_K, h_K, out_J = integers(index, count), vector(h, count), vector(scratch + BLOCK_SUM.c, BLOCK)
     for block in range(first, (m.columns + BLOCK - 1) // BLOCK):
@@ -123,7 +123,7 @@ def _add_block(m: MatrixView, block: int, index: int, count: int, h: int, y_J: F
         largest = max(largest, abs(n_K[k]))
         wrong += h_K[k] * np.float32(0)
     unit = largest / np.float32(32767)
-    usable = unit >= np.float32(_TINY)
+    usable = unit >= np.float32(TINY)
     inverse, unit = (np.float32(1) / unit, unit) if usable else (np.float32(0), np.float32(0))
     for j in range(BLOCK):
         total, at = np.int32(0), stored_index(block * BLOCK + j, blocks)
@@ -180,7 +180,7 @@ class _Factors:
             # NaN where h is infinite or NaN, which integers cannot express.
             b.store(b.fadd(b.load(wrong), b.fmul(h_L, v.const(v.F32, lanes, 0.0))), wrong)
         unit = b.fdiv(b.load(largest), v.const(v.F32, lanes, 32767.0))
-        usable = b.fcmp_ordered(">=", unit, v.const(v.F32, lanes, _TINY))
+        usable = b.fcmp_ordered(">=", unit, v.const(v.F32, lanes, TINY))
         zeros = v.const(v.F32, lanes, 0.0)
         v.store(b, b.fadd(b.select(usable, unit, zeros), b.load(wrong)), g, at)
         inverse = b.select(usable, b.fdiv(v.const(v.F32, lanes, 1.0), unit), zeros)
@@ -256,13 +256,13 @@ def _quantise_factors(b: Any, fmt: Any, arguments: Any) -> Any:
 def _parts(f: BlockFormat, b: Any, groups: list[Run], line: Any, half: int, n: Any) -> Iterator[tuple[Any, Any]]:
     """Half a line of two rows as vectors of pairs, each with the pairs of factors n for its lanes."""
     two = list(zip(*[f.words(b, group, line, half) for group in groups], strict=True))
-    for words, owners in zip(_WORDS, _OWNERS, strict=True):
+    for words, owners in zip(WORDS, OWNERS, strict=True):
         factors = v.shuffle(b, n, n, owners)
         for part in f.pairs(b, [v.shuffle(b, one, other, words) for one, other in two], half):
             yield part, factors
 
 
-def _add(f: BlockFormat, b: Any, sums: list[Any], scales: Any, minima: Any, y: Any, first: Any) -> None:
+def add_finished(f: BlockFormat, b: Any, sums: list[Any], scales: Any, minima: Any, y: Any, first: Any) -> None:
     """Add the finished sums of one vector to y; the first block's first four begins at column `first`."""
     for k, half in itertools.product(range(2), range(f.per_byte)):
         even, odd = (b.load(sums[(k * f.per_byte + half) * 2 + part]) for part in range(2))
@@ -296,7 +296,7 @@ def _emit_sum(f: BlockFormat, b: Any, arguments: Any) -> None:
         group, inside = b.udiv(loop.index, v.offset(lines)), b.urem(loop.index, v.offset(lines))
         eight = b.mul(group, v.offset(32))
         start = v.load(b, starts_at, eight, ints)
-        starts = [v.shuffle(b, start, start, owners) for owners in _OWNERS for _ in range(2 * f.per_byte)]
+        starts = [v.shuffle(b, start, start, owners) for owners in OWNERS for _ in range(2 * f.per_byte)]
         found = [[cgutils.alloca_once_value(b, one) for one in starts] for _ in range(2)]
         for place, one in ((p, o) for vector in found for p, o in zip(vector, starts, strict=True)):
             b.store(one, place)
@@ -314,7 +314,7 @@ def _emit_sum(f: BlockFormat, b: Any, arguments: Any) -> None:
         for vector in range(2):
             four = b.add(b.mul(inside, v.offset(2)), v.offset(vector))
             first = b.add(b.mul(group, v.offset(GROUP_COLUMNS)), b.mul(four, v.offset(4)))
-            _add(f, b, found[vector], scales, added, y, first)
+            add_finished(f, b, found[vector], scales, added, y, first)
 
 
 @emits(types.void(types.intp, types.UniTuple(types.intp, 10)))

@@ -32,7 +32,17 @@ from pi_runtime.kernels.data.matrix_view import (
     vector,
 )
 from pi_runtime.kernels.data.quantised_input import prepare_input
-from pi_runtime.kernels.ops.attention import COUNT, FIRST, Q8, START, TABLE, LayerCache, store_row, unpack_rows
+from pi_runtime.kernels.ops.attention import (
+    COUNT,
+    FIRST,
+    Q8,
+    START,
+    TABLE,
+    LayerCache,
+    part_of_tasks,
+    store_row,
+    unpack_rows,
+)
 from pi_runtime.kernels.ops.row_products import row_products
 from pi_runtime.kernels.ops.row_sums import row_sums
 from pi_runtime.kernels.ops.softmax import weigh
@@ -125,14 +135,15 @@ def _attend_part(
     cache: LayerCache, rank: int, scale: np.float32, run_R4: Ints, part: int, unpacked_BX: Floats, scratch_X: Floats,
     latent_TX: Floats,
 ) -> None:  # fmt: skip
-    """Every `CHUNKS`-th task, a few tokens of a run with a few heads."""
+    """One of `CHUNKS` parts of the tasks, a few tokens of a run with a few heads."""
     task, heads = 0, latent_TX.shape[1] // cache.width
+    low, high = part_of_tasks(run_R4, (heads + LATENT_HEADS - 1) // LATENT_HEADS, part)
     for r in range(run_R4.shape[0]):
         run_4 = run_R4[r]
-        for first in range(0, run_4[COUNT], ATTENTION_TOKENS):
-            tokens = min(ATTENTION_TOKENS, run_4[COUNT] - first)
-            for head in range(0, heads, LATENT_HEADS):
-                if task % CHUNKS == part:
+        for head in range(0, heads, LATENT_HEADS):
+            for first in range(0, run_4[COUNT], ATTENTION_TOKENS):
+                if low <= task < high:
+                    tokens = min(ATTENTION_TOKENS, run_4[COUNT] - first)
                     at = run_4[FIRST] + first, run_4[START] + first, tokens, head
                     _attend_tile(cache, rank, scale, run_4, at, unpacked_BX, scratch_X, latent_TX)
                 task += 1

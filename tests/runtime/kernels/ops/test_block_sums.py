@@ -12,6 +12,7 @@ from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.data.matrix_view import MatrixView, columns_from
 from pi_runtime.kernels.ops.block_sums import add_block_rows
+from pi_runtime.kernels.ops.block_tiles import add_block_tile
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
 COUNTS = [0, 1, 2, 3, 33, SUM_NEURONS - 1, SUM_NEURONS]
@@ -87,6 +88,27 @@ def test_counts(fmt: str, count: int, columns: int) -> None:
     check(w, index_K, random(1, count), random(2, columns))
     if count == 0:
         np.testing.assert_array_equal(summed(w, index_K, random(1, 0), random(2, columns)), random(2, columns))
+
+
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
+@pytest.mark.parametrize(("count", "tokens"), [(1, 2), (33, 3), (SUM_NEURONS, 9)])
+def test_a_tile_has_the_bits_of_each_token_alone(fmt: str, count: int, tokens: int) -> None:
+    """Factors of 0 are rows that a token does not need, and are left out of its own list."""
+    columns, rng = STRIP + 300, np.random.default_rng(count)
+    w, index_K = store(fmt, random(count, 300, columns)), np.sort(rng.permutation(300)[:count])
+    h_TK = random(1, tokens, count + 5) * (rng.random((tokens, count + 5)) < 0.7)
+    h_TK[0, 0], h_TK[:, count:] = np.inf, np.nan
+    whole = -(-columns // BLOCK) * BLOCK
+    y_TP, scratch = np.full((tokens, whole + GUARD), np.float32(7)), np.full(BLOCK_SUM.end // 4 + GUARD, np.float32(7))
+    y_TP[:, :columns], y_TP[:, columns:whole] = random(2, tokens, columns), 0
+    alone = [summed(w, index_K[h != 0], h[h != 0], y[:columns]) for h, y in zip(h_TK[:, :count], y_TP, strict=True)]
+    listed = index_K.astype(np.int64)
+    view = MatrixView(*columns_from(w.view, 0, columns))
+    stride = h_TK.strides[0]
+    add_block_tile(view, listed.ctypes.data, count, h_TK.ctypes.data, stride, y_TP, scratch.ctypes.data)
+    np.testing.assert_array_equal(y_TP[:, :columns], alone)
+    assert np.all(y_TP[:, whole:] == 7), "wrote outside the result"
+    assert np.all(scratch[-GUARD:] == 7), "wrote outside the scratch"
 
 
 @FEW
