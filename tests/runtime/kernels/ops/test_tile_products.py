@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import llvmlite.binding
@@ -19,8 +20,8 @@ import numpy as np
 import pytest
 from support.paths import SUPPORT
 from support.plain_tiles import PlainTiles
-from support.row_products import products
-from support.stored import BLOCK_FORMATS, store, store_integers
+from support.row_products import at_the_end_of_memory, products
+from support.stored import BLOCK_FORMATS, quantised_inputs, store, store_integers
 
 from pi_runtime.kernels.codegen import amx, tile_permission
 from pi_runtime.kernels.codegen.isa import ISA
@@ -124,6 +125,18 @@ def test_the_largest_integers(fmt: str, by_amx: Any) -> None:
     for integer in (-8, 7) if fmt != "q8" else (-127, 127):
         w, x_TD = store_integers(fmt, np.full((9, 600), integer), 1.0), np.full((16, 600), np.float32(-127))
         np.testing.assert_array_equal(products(by_amx, w, x_TD), products(OTHERS, w, x_TD))
+
+
+@pytest.mark.parametrize("columns", [45, 256, 1056])
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
+def test_nothing_past_the_last_row_and_vector_is_read(fmt: str, columns: int, by_amx: Any) -> None:
+    w, x_TD = store(fmt, random(0, 19, columns)), random(1, 18, columns)
+    assert w.scales is not None
+    last = replace(w, stored=at_the_end_of_memory(w.stored), scales=at_the_end_of_memory(w.scales))
+    x, found = at_the_end_of_memory(quantised_inputs(w.fmt, x_TD)), np.empty((18, 19), np.float32)
+    vectors = Vectors(x.ctypes.data, x.strides[0], 0, 18)
+    by_amx(last.view, RowList(0, 0, 19, 19), vectors, found.ctypes.data, found.strides[0])
+    np.testing.assert_array_equal(found, products(OTHERS, w, x_TD))
 
 
 def test_the_machine_code(native: Any) -> None:
