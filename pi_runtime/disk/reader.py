@@ -180,7 +180,7 @@ class Reader:
 
     def wait(self, batch: int) -> None:
         """Wait until a batch is read. Raises ArtifactError where it cannot be; a signal's handler runs meanwhile."""
-        if self._is_pending(batch):
+        if self.is_pending(batch):
             self._wait_for_reads(batch)
         batch_4 = self.shared.batch_N4[batch]
         if batch_4[reading.ERROR]:
@@ -188,7 +188,7 @@ class Reader:
             batch_4[reading.ERROR] = 0
             raise error
 
-    def _is_pending(self, batch: int) -> bool:
+    def is_pending(self, batch: int) -> bool:
         """Whether reads of a batch are still under way, which may write to its rows' places."""
         return bool(reading.pending(self._pending[batch]) > 0)
 
@@ -232,7 +232,7 @@ class Reader:
             try:
                 self.wait(batch)
             except ArtifactError:
-                if self._is_pending(batch):
+                if self.is_pending(batch):
                     raise
         self.shared.filled_N2[:] = 0
 
@@ -260,7 +260,7 @@ class Reader:
             return
         reading.stop(self.shared, len(self._threads))
         for thread in self._threads:
-            thread.join(0.1 if any(map(self._is_pending, range(BATCHES))) else self._stall_seconds)
+            thread.join(0.1 if any(map(self.is_pending, range(BATCHES))) else self._stall_seconds)
         if any(thread.is_alive() for thread in self._threads):
             _ABANDONED.append(self._targets)
         else:

@@ -132,6 +132,24 @@ class RowStore:
             self._staged[name, region] = staged
         return bool(staged >= 0)
 
+    def holds(self, layer: int, experts: Ints) -> bool:
+        """Whether experts that come and go as a whole are in memory, all of them, and none is still on its way: each
+        then counts as used, and stays until the layer after the next one begins."""
+        row_I, arenas, is_ahead = experts * self._d_ff, self.arenas.values(), layer in self._ahead
+        slot_2I = [arena.rows_L[layer].slot_N[row_I] for arena in arenas]
+        if not all(slot_I.all() for slot_I in slot_2I):
+            return False
+        if is_ahead and self.reader.is_pending(REGIONS + layer % 2):
+            return False
+        self._wait_ahead(layer)
+        for arena, slot_I in zip(arenas, slot_2I, strict=True):
+            rows = arena.rows_L[layer]
+            rows.clock_7[neuron_cache.TURN] += not is_ahead
+            rows.turn_S[slot_I] = rows.clock_7[neuron_cache.TURN]
+            rows.counts_2[neuron_cache.HITS] += len(experts) * self._d_ff
+        self._heat_U[self._unit_of[layer] + experts] += self._use
+        return True
+
     def _asked_experts(self, request: Request, region: int) -> bool:
         """Begin the turn of a request for whole experts, and to read those that are missing into the cache; False where
         it has no room for all of them."""

@@ -77,13 +77,19 @@ class DiskOps(CpuOps):
             super().ffn(layer)
             return
         m, ws, tokens = self.model, self.model.workspace, len(self.x_TD)
+        w_X, taken = m.table_LX[layer], tokens_by_expert(ws.expert_TK[:tokens], ws.route_weight_TK, m.cfg.experts)
+        few, by_expert = tokens <= FEW_TOKENS and not self.count_all, self._rows.plan.by_expert_L[layer]
+        if few and by_expert and self._rows.holds(layer, np.array([expert for expert, _, _ in taken])):
+            if self._reads_ahead and self.ahead.can_L[layer + 1]:
+                self._read_ahead(layer + 1)
+            super().ffn(layer)
+            self._rows.end_layer(layer)
+            return
         tally_T3 = ws.counts_LT3[layer, :tokens]
         steps.prepare(m.ffn, m.table_LX[layer, 0], self.input_TD)
         tally_T3[:] = 0
-        w_X, taken = m.table_LX[layer], tokens_by_expert(ws.expert_TK[:tokens], ws.route_weight_TK, m.cfg.experts)
         batches = {e: whole_batch(m.ffn, w_X, e, token_N, self.select_T[token_N], w_N) for e, token_N, w_N in taken}
-        few = tokens <= FEW_TOKENS and not self.count_all
-        if self._rows.plan.by_expert_L[layer]:
+        if by_expert:
             self._whole_experts(layer, batches, few, tally_T3)
         elif few:
             self.add_few(layer, list(batches.values()), tally_T3, self.x_TD)

@@ -41,7 +41,7 @@ from pi_compile.results import WINDOWS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import row_nbytes
 
-ALL_PARTS = ("budgets", "ablation", "policies", "phases", "mixtures", "residency")
+DENSE_PARTS = ("budgets", "ablation", "policies", "phases")
 
 
 def arguments() -> argparse.Namespace:
@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--formats", default="f16,q4")
     parser.add_argument("--budgets", default="100,75,50,25,10,5", help="percent of the FFNs' rows")
     parser.add_argument("--persistence", default="0.36,0.8")
-    parser.add_argument("--parts", default=",".join(ALL_PARTS))
+    parser.add_argument("--parts", default=",".join(DENSE_PARTS))
     parser.add_argument("--tokens", type=int, default=40, help="that are timed, of ours")
     parser.add_argument("--mapped-tokens", type=int, default=3, help="the same of mapped engines within a limit")
     parser.add_argument("--mode", default="predicted")
@@ -81,6 +81,7 @@ def measure_budgets(case: Case, group: MemoryGroup | None) -> None:
         print("  " + ", ".join(f"{ours[p] / in_memory[p]:.2f} of in memory at {p:g}" for p in levels), flush=True)
         if group is None or percent >= 100:
             continue
+        print(f"  ours took {case.taken / 2**20:.0f} MiB: mapped engines have as much", flush=True)
         mapped = case.measure("ours, mapped", case.taken, levels[:1], a.mapped_tokens, slack=1.0)[levels[0]]
         peer = None if a.no_llama else case.llama(a.mapped_tokens)
         print(f"  {ours[levels[0]] / mapped:.1f} × ours mapped", end="")

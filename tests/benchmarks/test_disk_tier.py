@@ -49,6 +49,26 @@ def test_traces_come_back_as_they_were_written(policies: ModuleType, tmp_path: P
     assert persistence(nine, 8) == [3, 1, 2, 2, 2]
 
 
+@pytest.mark.usefixtures("policies")
+def test_synthetic_routing_is_about_as_persistent_and_skewed_as_published() -> None:
+    from disk_tier import residency, routing
+
+    for one in (residency.SMALL, residency.LARGE):
+        same, hot = routing.persistence_and_hot_list(one.of(routing.text(400, range(routing.SUBJECTS))))
+        assert 0.33 < same < 0.43
+        assert 0.33 < hot < 0.43
+    assert [token // routing.IDS for token in routing.text(130, [5, 2], 60)] == [5] * 60 + [2] * 60 + [5] * 10
+
+
+@pytest.mark.usefixtures("policies")
+def test_uses_of_experts_count_less_with_time() -> None:
+    from disk_tier import residency
+
+    often, profile_U = trace(*[[0, 1]] * 40, [2], [0, 1], [2], [0, 1]), np.zeros(4)
+    assert residency.decayed(often, 2, 1, profile_U) == 80 + 1 + 1
+    assert residency.decayed(trace([2, 3], [2, 3]), 2, 1, np.array([1.0, 1, 0, 0])) == 2  # always let in
+
+
 def test_where_no_group_can_be_made_it_is_said(
     policies: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

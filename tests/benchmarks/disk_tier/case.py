@@ -54,6 +54,9 @@ def step_for(wanted: float) -> int:
 class Case:
     """One format: its files, and how engines are run."""
 
+    mapped_warm = 1
+    """Tokens of mapped engines within a limit before those that are timed."""
+
     def __init__(
         self, a: argparse.Namespace, fmt: str, folder: Path, group: MemoryGroup | None, decoder: Decoder | None = None
     ) -> None:
@@ -124,7 +127,7 @@ class Case:
     ) -> dict[float, float]:
         """Decode with ours at each persistence; prints and keeps rows; returns tokens per second."""
         opening, rates = {"mode": self.mode, **opening}, {}
-        warm = WARM if opening.get("ram_budget") or limit is None else 1
+        warm = WARM if opening.get("ram_budget") or limit is None else self.mapped_warm
         with self.ours(limit, slack, **opening) as worker:
             for level in levels:
                 found = worker.ask("decode", tokens=self.text(warm + tokens, level), warm=warm)
@@ -152,7 +155,9 @@ class Case:
                 worker.ask("describe")
                 self._enter(worker, self.gguf, self.taken, 1.0)
                 worker.ask("open_model", path=str(self.gguf), context=512)
-                return self._row("llama.cpp mapped", None, worker.ask("decode", context=1, tokens=tokens))
+                text = self.text(self.mapped_warm + tokens, self.levels[0])
+                found = worker.ask("decode_text", tokens=text, warm=self.mapped_warm)
+                return self._row("llama.cpp mapped", None, found)
         except EngineError as failure:
             print(f"  {failure}", flush=True)
             return None

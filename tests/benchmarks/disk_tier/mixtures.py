@@ -51,6 +51,8 @@ _TILE = 4096
 class Mixture(Case):
     """One mixture in one format."""
 
+    mapped_warm = WARM
+
     def __init__(self, a: argparse.Namespace, name: str, fmt: str, folder: Path, group: MemoryGroup | None) -> None:
         shape, routing = MIXTURES[name]
         decoder = small_decoder(head_dim=128, vocab_size=VOCABULARY, context_length=640, **shape)
@@ -156,6 +158,7 @@ def measure(
         print(f"    {rate / row['bound']:.2f} of what computing or reading allows ({row['bound']:.2f})", flush=True)
         if group is None:
             continue
+        print(f"  ours took {case.taken / 2**20:.0f} MiB: mapped engines have as much", flush=True)
         mapped = case.measure("ours, mapped", case.taken, [level], a.mapped_tokens, slack=1.0)[level]
         peer = None if a.no_llama else case.llama(a.mapped_tokens)
         print(f"  {rate / mapped:.1f} × ours mapped", end="")

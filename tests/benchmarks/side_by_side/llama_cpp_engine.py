@@ -3,6 +3,7 @@
 import ctypes
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,12 @@ class _Session:
 
     def run(self, tokens: int) -> float:
         """Append so many pseudo-random tokens; logits of the last. Seconds."""
-        ids = (ctypes.c_int32 * tokens)(*_rng.integers(0, self.vocabulary, tokens).tolist())
+        return self.append(_rng.integers(0, self.vocabulary, tokens).tolist())
+
+    def append(self, token_T: Sequence[int]) -> float:
+        """Append tokens; logits of the last. Seconds."""
+        tokens = len(token_T)
+        ids = (ctypes.c_int32 * tokens)(*token_T)
         began = time.perf_counter()
         for start in range(0, tokens, BATCH):
             part = (ctypes.c_int32 * min(BATCH, tokens - start)).from_buffer(ids, 4 * start)
@@ -114,6 +120,11 @@ def decode(context: int, tokens: int) -> dict[str, Any]:
     return {"seconds": seconds, "read": 1.0, "density": 1.0, "bytes_per_token": session.nbytes, "cache_bytes": held}
 
 
+def decode_text(tokens: list[int], warm: int) -> dict[str, Any]:
+    """Decode these tokens one by one: what those after the first `warm` took."""
+    return {"seconds": [_sessions[0].append([token]) for token in tokens][warm:]}
+
+
 def decode_batch(batch: int, context: int, tokens: int) -> dict[str, Any]:
     """Steps of some sequences after a context that they share: seconds of each, without the first."""
     session = _sessions[0]
@@ -125,4 +136,4 @@ def decode_batch(batch: int, context: int, tokens: int) -> dict[str, Any]:
     return {"seconds": seconds}
 
 
-HANDLERS = {f.__name__: f for f in (describe, open_model, prefill, decode, decode_batch)}
+HANDLERS = {f.__name__: f for f in (describe, open_model, prefill, decode, decode_text, decode_batch)}
