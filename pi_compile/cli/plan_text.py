@@ -5,6 +5,9 @@ from typing import Any
 
 from pi_runtime.console import facts, size, table, text_of
 
+_BAR = 30
+"""Characters of the longest bar."""
+
 
 def plan_text(found: Mapping[str, Any]) -> str:
     """A plan as text: the model, the placement at the budget, and a row for each budget around it."""
@@ -12,14 +15,25 @@ def plan_text(found: Mapping[str, Any]) -> str:
     gpu, ram = main["gpu_bytes_by_part"], main["ram_bytes_by_part"]
     parts = [{"part": part, "GPU": size(gpu[part]), "RAM": size(ram[part])} for part in ram]
     parts += [{"part": "all", "GPU": size(sum(gpu.values())), "RAM": size(sum(ram.values()))}]
-    ladder = [table(_ram_rows(found["ram_budgets"]))] if found["ram_budgets"] else []
+    ladder = [table(_ram_rows(found["ram_budgets"]), left=["curve"])] if found["ram_budgets"] else []
     return text_of(
-        facts(_planned_lines(found)),
+        facts([("answer", _answer(found, main)), *_planned_lines(found)]),
         table(parts),
         facts(_placed_lines(found, main)),
         table(_budget_rows(found)),
         *ladder,
     )
+
+
+def _answer(found: Mapping[str, Any], main: Mapping[str, Any]) -> str:
+    """Whether it runs within the budget, how fast, and what more memory would give."""
+    room = f"{size(main['vram_bytes'])} of GPU memory and " if main["vram_bytes"] else ""
+    rate, more = main["decode_tokens_per_s"], found["more_ram"]
+    gain = more["decode_tokens_per_s"] / rate - 1
+    further = size(more["ram_bytes"] - main["ram_bytes"])
+    would = f"give {more['decode_tokens_per_s']:.1f} (+{gain:.0%})" if gain >= 0.005 else "change nothing"
+    runs = f"it runs within {room}{size(main['ram_bytes'])} of RAM, at {rate:.1f} tokens/s"
+    return f"{runs}; {further} more RAM would {would}"
 
 
 def _in_words(count: int) -> str:
@@ -55,7 +69,9 @@ def _placed_lines(found: Mapping[str, Any], main: Mapping[str, Any]) -> Iterator
             f"{main['pinned_share']:.0%} pinned, a cache for {main['cached_share']:.0%}, the rest on disk",
         )
         yield "", f"{main['hit_rate']:.1%} of those that a token needs; it reads {size(main['read_bytes'])}"
-    elif found["disk"] is None:
+    if found["gpu_lacks"]:
+        yield "GPU", f"none: the GPU tier does not compute what this model does ({', '.join(found['gpu_lacks'])})"
+    if found["disk"] is None:
         yield "disk", "none in the machine profile: all is planned in memory (pi-compile machine measures a disk)"
     yield "a token takes", ", ".join(f"{part} {ms:.1f} ms" for part, ms in main["milliseconds"].items())
 
@@ -67,13 +83,20 @@ def _budget_rows(found: Mapping[str, Any]) -> list[dict[str, str]]:
         row = {"budget": f"{budget['percent']:{'+' if budget['percent'] else ''}} %"}
         row |= {"GPU": size(budget["vram_bytes"]), "RAM": size(budget["ram_bytes"])}
         for rule in ("decode", "prefill", "layer_split"):
-            row[rule] = f"{budget[f'{rule}_tokens_per_s']:.1f}" if budget["fits"] else "–"
+            row[rule] = _rate(budget, rule)
         rows.append({**row, "tokens/s": "" if budget["fits"] else budget["why"]})
     return rows
 
 
+def _rate(budget: Mapping[str, Any], rule: str) -> str:
+    """Tokens/s by a rule, where the model fits by it."""
+    rate = budget.get(f"{rule}_tokens_per_s")
+    return "–" if rate is None else f"{rate:.1f}"
+
+
 def _ram_rows(budgets: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """A row for each budget of RAM on the CPU alone, with speeds in tokens/s."""
+    """A row for each budget of RAM on the CPU alone, with speeds in tokens/s and bars as long as these."""
+    fastest = max(budget["decode_tokens_per_s"] for budget in budgets)
     return [
         {
             "RAM, CPU alone": size(budget["ram_bytes"]),
@@ -82,6 +105,7 @@ def _ram_rows(budgets: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
             "found in RAM": f"{budget['hit_rate']:.1%}",
             "read a token": size(budget["read_bytes"]),
             "decode": f"{budget['decode_tokens_per_s']:.2f}",
+            "curve": "█" * max(1, round(_BAR * budget["decode_tokens_per_s"] / fastest)),
         }
         for budget in budgets
     ]
@@ -104,7 +128,7 @@ def _machine_row(found: Mapping[str, Any]) -> dict[str, str]:
     shares = ("activations_on_gpu", "hit_rate")
     row |= dict(zip(("activations on the GPU", "found in RAM"), (_share(main, key) for key in shares), strict=True))
     for rule in ("decode", "prefill", "layer_split"):
-        row[rule] = f"{main[f'{rule}_tokens_per_s']:.1f}" if main["fits"] else "–"
+        row[rule] = _rate(main, rule)
     return {**row, "tokens/s": "" if main["fits"] else main["why"]}
 
 

@@ -11,7 +11,15 @@ C are the times of computing that `token_time` has, D those of reading (`disk_re
 (`hit_rate`). A predicted layer takes two phases where they save `TWO_PHASES_FROM` of its bytes. Reading for the next
 layer ahead of its turn is left out: a run is at least as fast as this where it pays.
 
-The step of the choices is a 32nd of a layer's neurons, with a GPU an eighth, rounded up to whole groups of all experts.
+Where all rows of an expert are needed they are read in long stretches, those of one of a token's K experts while
+another one is computed:
+
+    T_cpu  =  max(C, D) + min(C, D) ÷ K
+
+Without a GPU such experts are pinned and cached as a whole, those with the highest counts first.
+
+The step of the choices is a 32nd of a layer's neurons, with a GPU an eighth, rounded up to whole groups of all experts,
+or to whole experts.
 Of the choices with equal cuts those that need more bytes than another and are no faster are left out.
 """
 
@@ -30,7 +38,7 @@ from pi_compile.cost_model.token_time import ffn_ps
 from pi_compile.cost_model.workload import Workload, rows_read
 from pi_compile.machine import Machine
 from pi_compile.results import GROUP, MILLION
-from pi_runtime.artifact.rows import TWO_PHASES_FROM, row_nbytes, slot_nbytes
+from pi_runtime.artifact.rows import PIECE_NBYTES, TWO_PHASES_FROM, row_nbytes, slot_nbytes
 
 STEPS, STEPS_WITH_GPU = 32, 8
 """Parts of a layer that are pinned, cached and, with a GPU, cut."""
@@ -107,10 +115,14 @@ class RowModel:
         """What a neuron on the CPU has in RAM wherever its rows are: scales and biases."""
         return self.work.parts.neuron - sum(self.row_nbytes)
 
-    def grid(self, *, gpu: bool) -> Ints:
+    def together(self, layer: int) -> bool:
+        """Whether all rows of an expert are needed, if one is."""
+        return self.work.layers[layer].kind.dense and self.work.decoder.n_experts > 1
+
+    def grid(self, layer: int, *, gpu: bool) -> Ints:
         """The numbers of neurons that are chosen among: 0, and so many steps as a layer has."""
         d = self.work.decoder
-        group = GROUP * d.n_experts
+        group = d.d_ff if self.together(layer) and not gpu else GROUP * d.n_experts
         step = -(-d.neurons // ((STEPS_WITH_GPU if gpu else STEPS) * group)) * group
         return np.minimum(np.arange(-(-d.neurons // step) + 1) * step, d.neurons)
 
@@ -145,9 +157,12 @@ class RowModel:
         return self._found[key]
 
     def _order(self, layer: int, gpu: bool) -> Ints:
-        """The order in which neurons are pinned: as cuts go beside a GPU, else equally many of each expert."""
+        """The order of pinning: as cuts go beside a GPU; else by whole experts, or equally many of each."""
         d = self.work.decoder
         rank_N = np.arange(d.neurons).reshape(d.n_experts, d.d_ff)
+        if not gpu and self.together(layer):
+            sums_X = self.work.counts[layer].reshape(rank_N.shape).sum(1)
+            return rank_N[np.argsort(-sums_X, kind="stable")].ravel()
         if not gpu or d.n_experts == 1:
             return rank_N.T.ravel()
         groups = -(-d.d_ff // GROUP)
@@ -180,7 +195,7 @@ class RowModel:
         return miss_curves(named_N, theta_4, prefixes), miss_curves(rest_N, theta_4, prefixes)
 
     def _options(self, layer: int, gpu: bool) -> RowOptions:
-        grid, kind = self.grid(gpu=gpu), self.work.layers[layer].kind
+        grid, kind = self.grid(layer, gpu=gpu), self.work.layers[layer].kind
         steps = len(grid)
         cut, pinned, cached = np.indices((steps if gpu else 1, steps, steps)).reshape(3, -1)
         possible = cut + pinned + cached < steps
@@ -216,22 +231,28 @@ class RowModel:
         else:
             missed_first = needed[0]
         compute_first, compute_rest = self._computing(layer, division.cut)
+        together, compute = self.together(layer), compute_first + compute_rest
         disk_first, disk_rest = (
-            self._reading(some, row, on_cpu * row) for some, row in zip((missed_first, missed_rest), rows, strict=True)
+            self._reading(some, row, on_cpu * row, together)
+            for some, row in zip((missed_first, missed_rest), rows, strict=True)
         )
-        if self.two_phases(layer):
+        if together:
+            disk = disk_first + disk_rest
+            total = np.maximum(compute, disk) + np.minimum(compute, disk) // self.work.decoder.experts_per_token
+        elif self.two_phases(layer):
             total = disk_first + compute_first + disk_rest + compute_rest
         else:
             total = disk_first + np.maximum(compute_first, disk_rest) + compute_rest
-        read = missed_first * reads.spanned(rows[0]) + missed_rest * reads.spanned(rows[1])
+        first_nbytes, rest_nbytes = rows if together else map(reads.spanned, rows)
+        read = missed_first * first_nbytes + missed_rest * rest_nbytes
         return RowOptions(
             cuts=division.cut,
             pinned=division.pinned,
             cached=division.cached,
             first=np.full(len(division.cut), resident),
             nbytes=nbytes,
-            cpu_ps=compute_first + compute_rest,
-            disk_ps=total - compute_first - compute_rest,
+            cpu_ps=compute,
+            disk_ps=total - compute,
             read=-(-read >> ROW_BITS),
             needed=needed[0] + needed[1],
             missed=missed_first + missed_rest,
@@ -243,10 +264,15 @@ class RowModel:
         first, rest = (rows[-1] - rows[at] for rows in rows_read(self.work, layer))
         return ffn_ps(self.work, layer, processors_of(self.machine)[CPU], self.work.parts, first, rest)
 
-    def _reading(self, missed: Ints, row: int, whole: Ints) -> Ints:
-        """Picoseconds of reading rows, at most those of all of them in large reads."""
+    def _reading(self, missed: Ints, row: int, whole: Ints, together: bool) -> Ints:
+        """Picoseconds of reading rows, at most those of all of them in large reads.
+
+        `together`: all missed rows of an expert lie side by side.
+        """
         reads, missed = self.reads, missed.astype(object)  # the products do not fit into 64 bits
-        times = (missed * reads.row_ps(row) + np.minimum(missed, ROW) * reads.latency_ps(row)) >> ROW_BITS
+        rows = min(self.work.decoder.d_ff, max(1, PIECE_NBYTES // row)) if together else 1
+        times = missed * reads.row_ps(rows * row) // rows + np.minimum(missed, ROW) * reads.latency_ps(rows * row)
+        times >>= ROW_BITS
         most = [reads.range_ps(int(n)) for n in np.broadcast_to(whole, missed.shape)]
         found: Ints = np.minimum(times, most).astype(np.int64)
         return found

@@ -26,6 +26,7 @@ class Baseline:
 
     assignment: Assignment
     gpu_bytes: int
+    ram_bytes: int
     token_ps: int
 
     @property
@@ -61,7 +62,9 @@ class Baselines:
         cuts = tuple(sizes.neurons if side == GPU else 0 for side in sides)
         assignment = Assignment(sides=sides, cuts=cuts, embedding=CPU, head=head)
         used = fitting * layer + (sizes.head if head == GPU else 0)
-        return Baseline(assignment=assignment, gpu_bytes=used, token_ps=self._dense.time(assignment).total)
+        _, ram = self._dense.used(assignment)
+        time = self._dense.time(assignment).total
+        return Baseline(assignment=assignment, gpu_bytes=used, ram_bytes=ram, token_ps=time)
 
     def powerinfer(self, vram: int) -> Baseline:
         """PowerInfer's rule; `vram` bytes for weights."""
@@ -77,7 +80,8 @@ class Baselines:
         assignment = Assignment(sides=tuple(sides), cuts=cuts, embedding=CPU, head=head)
         time = problem.time(assignment).total + _cache_ps(self.work, problem.costs, assignment)
         used = vram - free + sum(cuts) * sizes.parts.neuron
-        return Baseline(assignment=assignment, gpu_bytes=used, token_ps=time)
+        _, ram = problem.used(assignment)
+        return Baseline(assignment=assignment, gpu_bytes=used, ram_bytes=ram, token_ps=time)
 
 
 def _cache_ps(work: Workload, costs: Costs, a: Assignment) -> int:

@@ -18,6 +18,7 @@ from pi_compile.planning.model_config import PlannedModel
 from pi_compile.planning.prefill_time import prefill_tokens_per_s
 from pi_compile.results import ActivationProfile, Counts
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.features import lacking_on_gpu
 from pi_runtime.artifact.rows import PROCESS_NBYTES
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.sizes import active_parameters, parameters
@@ -26,6 +27,8 @@ from pi_runtime.errors import DoesNotFitError, Setting, UsageError
 AROUND = (-25, 0, 25)
 """Budgets that are forecast, in percent above the one that is asked for."""
 GIB = 2**30
+MORE_RAM = 8 * GIB
+"""What more of RAM a plan says the gain of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,11 @@ class PlanSpec:
     objective: str = "time"
     """What the placement optimises; see `placement.stage`."""
 
+    @property
+    def without_gpu(self) -> list[str]:
+        """What the model does that the GPU tier does not compute: the machine's GPU is left out then."""
+        return lacking_on_gpu(self.model.decoder) if self.machine.gpu is not None else []
+
 
 def plan(spec: PlanSpec) -> dict[str, Any]:
     """The best placement at the budget and at those around it, with predicted speeds.
@@ -56,6 +64,7 @@ def plan(spec: PlanSpec) -> dict[str, Any]:
     Raises DoesNotFitError where the model does not fit at the budget, UsageError or ProfileError where nothing is known
     of how its neurons fire.
     """
+    without_gpu, spec = spec.without_gpu, on_usable_machine(spec)
     decoder, activation = spec.model.decoder, activation_profile(spec)
     problem = problem_of(spec, activation)
     work, baselines = problem.work, Baselines(problem.work, spec.machine)
@@ -75,10 +84,26 @@ def plan(spec: PlanSpec) -> dict[str, Any]:
         "rung": ", ".join(rung for rung in RUNGS if rung in rungs),
         "predictor_rank": max((layer.rank or 0 for layer in work.layers), default=0) or None,
         "trained": bool(activation.layers),
+        "gpu_lacks": without_gpu,
         "budgets": [_budget(spec, problem, baselines, percent) for percent in AROUND],
+        "more_ram": _more_ram(spec, problem),
         "disk": None if spec.machine.disk is None else spec.machine.disk.name,
-        "ram_budgets": [_ram_budget(problem, placement) for placement in ram_budgets(problem)],
+        "ram_budgets": [_ram_budget(problem, placement) for placement in ram_budgets(problem, spec.ram)],
     }
+
+
+def on_usable_machine(spec: PlanSpec) -> PlanSpec:
+    """The spec without a GPU where the GPU tier does not run the model."""
+    if not spec.without_gpu:
+        return spec
+    return replace(spec, machine=spec.machine.model_copy(update={"gpu": None, "link": None}), vram=0)
+
+
+def _more_ram(spec: PlanSpec, problem: Problem) -> dict[str, Any]:
+    """What `MORE_RAM` bytes more would give at the same GPU budget."""
+    ram = spec.ram + MORE_RAM
+    placement = place(problem, spec.vram, ram, objective=spec.objective)
+    return {"ram_bytes": ram, "decode_tokens_per_s": PICO / placement.time.total}
 
 
 def problem_of(spec: PlanSpec, activation: ActivationProfile) -> Problem:
@@ -86,8 +111,8 @@ def problem_of(spec: PlanSpec, activation: ActivationProfile) -> Problem:
     return Problem.of(Workload.of(activation, spec.formats, spec.context), spec.machine)
 
 
-def ram_budgets(problem: Problem) -> tuple[Placement, ...]:
-    """Placements on the CPU for a ladder of RAM budgets, with all in memory as the last one.
+def ram_budgets(problem: Problem, asked: int) -> tuple[Placement, ...]:
+    """Placements on the CPU for a ladder of RAM budgets and the one `asked` for, with all in memory as the last one.
 
     () for a machine without a disk.
     """
@@ -95,7 +120,10 @@ def ram_budgets(problem: Problem) -> tuple[Placement, ...]:
         return ()
     _, everything = problem.used(all_cpu(problem.work.decoder.n_layers))
     everything += PROCESS_NBYTES
-    return (*(p for p in ram_ladder(problem, everything) if p.ram < everything), place(problem, 0, everything))
+    found = [p for p in ram_ladder(problem, everything) if p.ram < everything]
+    if found and found[0].ram < asked < everything:
+        found.append(place(problem, 0, asked))
+    return (*sorted(found, key=lambda p: p.ram), place(problem, 0, everything))
 
 
 def _ram_budget(problem: Problem, placement: Placement) -> dict[str, Any]:
@@ -187,8 +215,10 @@ def _budget(spec: PlanSpec, problem: Problem, baselines: Baselines, percent: int
         if percent == 0:
             raise
         return {**found, "fits": False, "why": error.what}
-    split = baselines.layer_split(vram).tokens_per_s
-    return {**found, "fits": True, **_placed(problem, placement), "layer_split_tokens_per_s": split}
+    split = baselines.layer_split(vram)
+    fits = split.ram_bytes + PROCESS_NBYTES <= ram  # whole layers are not read from disk
+    rate = split.tokens_per_s if fits else None
+    return {**found, "fits": True, **_placed(problem, placement), "layer_split_tokens_per_s": rate}
 
 
 def _placed(problem: Problem, placement: Placement) -> dict[str, Any]:

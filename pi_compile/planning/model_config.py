@@ -67,7 +67,8 @@ def find_planned(
     if path.is_dir():
         path = path / _CONFIG
     if not path.is_file():
-        path = bundled_folder("profiles/models") / name / _CONFIG
+        named = [one for one in bundled_models() if name.lower() in (one.lower(), one.split("/")[1].lower())]
+        path = bundled_folder("profiles/models") / (named[0] if len(named) == 1 else name) / _CONFIG
     if is_gguf(path):
         raise CheckpointError(
             f"{name}: a GGUF file is not planned for",

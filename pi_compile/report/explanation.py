@@ -14,6 +14,7 @@ from pi_compile.planning import (
     Baselines,
     PlanSpec,
     activation_profile,
+    on_usable_machine,
     prefill_tokens_per_s,
     problem_of,
     ram_budgets,
@@ -82,6 +83,7 @@ def explain(spec: PlanSpec, progress: Callable[[int, int], None] | None = None) 
 
     Raises what `forecast.plan` raises.
     """
+    spec = on_usable_machine(spec)
     activation = activation_profile(spec)
     problem = problem_of(spec, activation)
     work, baselines = problem.work, Baselines(problem.work, spec.machine)
@@ -101,7 +103,7 @@ def explain(spec: PlanSpec, progress: Callable[[int, int], None] | None = None) 
         placement=placement,
         budgets=tuple(budgets),
         all_on_gpu=all_on_gpu,
-        ram_budgets=ram_budgets(problem),
+        ram_budgets=ram_budgets(problem, spec.ram),
     )
 
 

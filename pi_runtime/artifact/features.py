@@ -16,8 +16,12 @@ from pi_runtime.artifact.schema import FEATURE_VERSION, FORMAT_VERSION, Manifest
 from pi_runtime.artifact.sizes import BY_NEURON, PARTS
 
 
-def _differs(m: Manifest, name: str, default: Any) -> bool:
-    return bool(getattr(m.decoder, name) != default)
+def _differs(d: Decoder, name: str, default: Any) -> bool:
+    return bool(getattr(d, name) != default)
+
+
+def _of_decoder(m: Manifest, uses: Callable[[Decoder], bool]) -> bool:
+    return uses(m.decoder)
 
 
 def _has_format(m: Manifest, name: str) -> bool:
@@ -27,23 +31,38 @@ def _has_format(m: Manifest, name: str) -> bool:
 _FIRST_FORMATS = ("f32", "f16", "bf16", "q8", "q4")
 """The weight formats of version 3."""
 
-FEATURES: dict[str, Callable[[Manifest], bool]] = {
+_OF_DECODER: dict[str, Callable[[Decoder], bool]] = {
     **{
         f"decoder.{f.name}": partial(_differs, name=f.name, default=f.default)
         for f in fields(Decoder)
         if f.metadata == UNLESS_DEFAULT
     },
-    "decoder.block.reordered": lambda m: m.decoder.block == "reordered",
-    "decoder.activation.clamped_swiglu": lambda m: m.decoder.activation == "clamped_swiglu",
-    "decoder.block.sandwich": lambda m: m.decoder.block == "sandwich",
+    "decoder.block.reordered": lambda d: d.block == "reordered",
+    "decoder.activation.clamped_swiglu": lambda d: d.activation == "clamped_swiglu",
+    "decoder.block.sandwich": lambda d: d.block == "sandwich",
+    "decoder.rotary_frequencies.negative": lambda d: min(d.rotary_frequencies, default=0) < 0,
+}
+FEATURES: dict[str, Callable[[Manifest], bool]] = {
+    **{name: partial(_of_decoder, uses=uses) for name, uses in _OF_DECODER.items()},
     "ffn_layout": lambda m: m.ffn_layout != BY_NEURON,
     "formats.matrices": lambda m: len(m.formats) > len(PARTS),
     **{f"formats.{name}": partial(_has_format, name=name) for name in WEIGHT_FORMATS[len(_FIRST_FORMATS) :]},
     "guess_head": lambda m: m.guess is not None or m.guess_layers > 0,
     "plans.rows": lambda m: any(plan.rows is not None for plan in m.plans),
-    "decoder.rotary_frequencies.negative": lambda m: min(m.decoder.rotary_frequencies, default=0) < 0,
 }
 """Name of each feature that is read → whether a manifest uses it."""
+LACKING_ON_GPU = (
+    "decoder.activation.clamped_swiglu", "decoder.attention_sinks", "decoder.expert_bias", "decoder.router_bias",
+    "decoder.block.sandwich", "decoder.dense_layers", "decoder.experts_shared", "decoder.router_early",
+    "decoder.latent_rank", "decoder.router_groups", "decoder.router_score", "decoder.router_scale", "decoder.window",
+    "decoder.inner_norms",
+)  # fmt: skip
+"""Features that the GPU tier does not compute; a plan is for the CPU alone then."""
+
+
+def lacking_on_gpu(d: Decoder) -> list[str]:
+    """What a model does that the GPU tier does not compute, by name."""
+    return sorted(name for name in LACKING_ON_GPU if _OF_DECODER[name](d))
 
 
 def used(m: Manifest) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ import contextlib
 import traceback
 from collections.abc import Callable
 
-from pi_runtime.artifact.features import used
+from pi_runtime.artifact.features import lacking_on_gpu
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.console import size
@@ -14,18 +14,10 @@ from pi_runtime.errors import DoesNotFitError, Setting
 from pi_runtime.execution.plan_choice import choose_plan
 from pi_runtime.kernels.codegen.threads import SPIN_BESIDE_GPU, start_threads
 
-LACKING = (
-    "decoder.activation.clamped_swiglu", "decoder.attention_sinks", "decoder.expert_bias", "decoder.router_bias",
-    "decoder.block.sandwich", "decoder.dense_layers", "decoder.experts_shared", "decoder.router_early",
-    "decoder.latent_rank", "decoder.router_groups", "decoder.router_score", "decoder.router_scale", "decoder.window",
-    "decoder.inner_norms",
-)  # fmt: skip
-"""Features that the GPU tier does not compute."""
-
 
 def check_features(manifest: Manifest) -> None:
     """Raise DoesNotFitError for a model that does what the GPU tier lacks, by name."""
-    lacking = [name for name in used(manifest) if name in LACKING]
+    lacking = lacking_on_gpu(manifest.decoder)
     if lacking:
         raise DoesNotFitError(
             "the GPU tier does not compute what this model does",

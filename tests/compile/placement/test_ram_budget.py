@@ -25,7 +25,7 @@ from pi_runtime.execution.tiers import own_kv_bytes, ram_fixed_bytes
 
 CONTEXT = 64
 DISK = Disk(name="d", sizes_kib=[4, 64], depths=[1, 16], read_mb_per_s=[[40.0, 200.0], [400.0, 1000.0]])
-PREDICTED, GATE = LayerWork(rung="predicted", rank=4), LayerWork(rung="gate")
+PREDICTED, GATE, DENSE = LayerWork(rung="predicted", rank=4), LayerWork(rung="gate"), LayerWork(rung="dense")
 
 
 def division(plan: RowPlan) -> tuple[object, ...]:
@@ -34,7 +34,12 @@ def division(plan: RowPlan) -> tuple[object, ...]:
 
 @pytest.mark.parametrize(
     ("name", "experts", "layers"),
-    [("f16", 1, (PREDICTED, GATE)), ("f32", 1, (PREDICTED, PREDICTED)), ("q8", 4, (GATE, PREDICTED))],
+    [
+        ("f16", 1, (PREDICTED, GATE)),
+        ("f32", 1, (PREDICTED, PREDICTED)),
+        ("q8", 4, (GATE, PREDICTED)),
+        ("f16", 4, (DENSE, DENSE)),
+    ],
 )
 def test_a_plan_is_chosen_at_the_budget_that_it_was_solved_for(
     tmp_path: Path, name: str, experts: int, layers: tuple[LayerWork, ...]
@@ -56,6 +61,8 @@ def test_a_plan_is_chosen_at_the_budget_that_it_was_solved_for(
             taken = plan_for(artifact, "auto", plan.ram_bytes, fixed).stored
             assert taken is not None
             assert division(taken) == division(plan)
+            if layers == (DENSE, DENSE):  # whole experts
+                assert all(pinned % work.decoder.d_ff == 0 for pinned in plan.pinned)
         with pytest.raises(DoesNotFitError):
             plan_for(artifact, "auto", plans[0].ram_bytes - 4096, fixed)
 

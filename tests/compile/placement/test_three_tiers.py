@@ -18,6 +18,7 @@ from pi_compile.placement.stage import RAM_LADDER, ladder, place, ram_ladder
 from pi_compile.placement.three_tiers import ThreeTiers
 from pi_compile.results import LayerWork
 from pi_runtime.artifact.buffers import workspace_bytes
+from pi_runtime.artifact.rows import PIECE_NBYTES
 from pi_runtime.errors import DoesNotFitError
 
 pytestmark = pytest.mark.usefixtures("no_process")
@@ -46,6 +47,31 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def random_model(rng: np.random.Generator) -> Workload:
     """Any rungs and formats; so many neurons that staged rows are few beside them."""
     return random_workload(rng, groups=14)
+
+
+def whole_experts(rng: np.random.Generator, **shape: int) -> Workload:
+    """Three experts all of whose rows are needed, some more often than others."""
+    routed = rng.integers(100, 900, (2, 3))
+    layers = (LayerWork(rung="dense"),) * 2
+    counts = np.repeat(routed, 300, axis=1)
+    return workload(counts, layers, routed=routed, n_experts=3, experts_per_token=2, **shape)
+
+
+def test_an_expert_is_read_in_long_stretches_beside_computing() -> None:
+    """Nothing pinned, nothing cached: every row of two of three experts, at the rate of a read as long as they are."""
+    work = whole_experts(np.random.default_rng(0), d_model=1024)
+    work = replace(work, counts=np.full_like(work.counts, 600), routed=np.full((2, 3), 600))
+    model = RowModel(work=work, machine=alone())
+    found = model.divided(0, 0, 0, first=False)
+    compute = model.divided(0, 900, 0, first=False)
+    disk = 0
+    for row in model.row_nbytes:
+        rows = min(300, PIECE_NBYTES // row)
+        disk += int(3 * 0.6 * 300 * model.reads.row_ps(rows * row) / rows) + model.reads.latency_ps(rows * row)
+    assert (compute.disk_ps, compute.cpu_ps) == (0, found.cpu_ps)
+    total = max(disk, found.cpu_ps) + min(disk, found.cpu_ps) // 2
+    assert found.cpu_ps + found.disk_ps == pytest.approx(total, rel=1e-3)
+    assert found.read == pytest.approx(0.6 * 900 * sum(model.row_nbytes), rel=1e-3)
 
 
 def with_disk(m: Machine, disk: Disk = DISK) -> Machine:
@@ -119,6 +145,7 @@ def test_equals_brute_force_without_a_gpu() -> None:
     from_disk = 0
     for case in range(20):
         work = persisting(random_model(rng), rng) if case % 3 else random_model(rng)
+        work = whole_experts(rng) if case % 5 == 4 else work
         problem = Problem.of(work, alone(DISK if case % 2 else SLOW))
         t = tiers(problem)
         ram = t.resident + t.least_buffers + int(rng.integers(-1000, t.all_rows))

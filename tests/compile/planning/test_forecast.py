@@ -26,6 +26,7 @@ from pi_compile.cli.plan_text import plan_text
 from pi_compile.cost_model.default_rungs import PREDICTOR_SHARE, untrained_layers
 from pi_compile.cost_model.workload import Workload
 from pi_compile.errors import CheckpointError
+from pi_compile.files import bundled_folder
 from pi_compile.machine.profile import Disk, Machine, find_machine
 from pi_compile.pipeline.lock_file import lock_path
 from pi_compile.placement.formulation import Assignment, Problem
@@ -206,7 +207,7 @@ def test_the_text_says_the_same(folder: Path, capsys: pytest.CaptureFixture[str]
     assert console.run(app, ["plan", str(config), "--machine", str(machine), *FIRES]) == 0
     text = capsys.readouterr().out
     titles = [line.split("  ")[0] for line in text.splitlines() if line[:1] not in ("", " ")]
-    assert titles[:5] == ["model", "machine", "activation", "ffn", "part"]
+    assert titles[:6] == ["answer", "model", "machine", "activation", "ffn", "part"]
     assert all(line == line.rstrip() for line in text.splitlines())
     assert "\n0 %" in text
 
@@ -276,9 +277,33 @@ def test_mistakes(refused: Callable[..., str], folder: Path) -> None:
 @pytest.mark.parametrize("name", bundled_models())
 def test_a_bundled_model_is_known_by_its_name(name: str) -> None:
     model = find_planned(name, Path())
-    assert model.activation is not None
-    assert "density: " in model.activation.source
+    assert (model.activation is not None) == model.decoder.sparse
+    assert model.activation is None or "density: " in model.activation.source
+    assert find_planned(name.split("/")[1].lower(), Path()).decoder == model.decoder
     assert model.dtype in ("f16", "bf16", "f32")
+
+
+def test_what_a_gpu_does_not_compute_is_planned_for_the_cpu(plan: Plan) -> None:
+    config = ROOT / "tests" / "compile" / "checkpoint" / "configs" / "openai--gpt-oss-20b.json"
+    found = plan(config, "--machine", "pc-low", "--format", "q4")
+    assert {"decoder.attention_sinks", "decoder.window"} < set(found["gpu_lacks"])
+    assert [budget["vram_bytes"] for budget in found["budgets"]] == [0, 0, 0]
+    assert "the GPU tier does not compute what this model does (decoder.act" in plan_text(found)
+
+
+def test_a_mixture_is_answered_for_first(plan: Plan, folder: Path) -> None:
+    """Four layers of Qwen3-30B-A3B."""
+    config = json.loads((bundled_folder("profiles/models") / "Qwen/Qwen3-30B-A3B/config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    found = plan("config.json", "--machine", "laptop", "--format", "q4", "--ram-budget", "1536MiB")
+    rates = {b["ram_bytes"]: b["decode_tokens_per_s"] for b in found["ram_budgets"]}
+    assert list(rates.values()) == sorted(rates.values())
+    assert rates[3 << 29] == found["budgets"][1]["decode_tokens_per_s"]
+    assert found["budgets"][1]["layer_split_tokens_per_s"] is None
+    assert found["more_ram"] == {"ram_bytes": 19 << 29, "decode_tokens_per_s": max(rates.values())}
+    text = plan_text(found)
+    assert text.startswith("answer ")
+    assert f"at {rates[3 << 29]:.1f} tokens/s; 8.0 GiB more RAM would give {max(rates.values()):.1f}" in text
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -7,8 +7,9 @@ pytest.importorskip("triton")
 
 from support.synthetic import FACTS, bare_manifest, small_decoder
 
+from pi_runtime.artifact.features import LACKING_ON_GPU
 from pi_runtime.artifact.sizes import PARTS
-from pi_runtime.cuda.opening import LACKING, check_features
+from pi_runtime.cuda.opening import check_features
 from pi_runtime.errors import DoesNotFitError
 
 
@@ -21,7 +22,7 @@ def test_what_the_gpu_tier_lacks_is_refused_by_name() -> None:
             check_features(manifest)
         except DoesNotFitError as error:
             refused[name] = str(error)
-    assert all(any(feature in message for message in refused.values()) for feature in LACKING)
+    assert all(any(feature in message for message in refused.values()) for feature in LACKING_ON_GPU)
     assert {*refused} == {
         "windows, experts by sigmoid of what enters",
         "norms before and after, two kinds of angles",
