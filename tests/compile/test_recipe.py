@@ -126,3 +126,13 @@ def test_numbers_may_be_written_without_a_point(tmp_path: Path) -> None:
     path = tmp_path / "r.toml"
     path.write_text(default_recipe("m").to_toml().replace("vram_gib = []", "vram_gib = [8, 10.5]"))
     assert read_recipe(path).place.vram_gib == [8.0, 10.5]
+
+
+def test_the_rounding_that_is_allowed_is_written_where_it_is_not_the_usual(tmp_path: Path) -> None:
+    plain = default_recipe("m")
+    assert "rounding_increase" not in plain.to_toml()
+    other = Recipe.model_validate(
+        {**plain.model_dump(), "quality": {**plain.model_dump()["quality"], "rounding_increase": 0.25}}
+    )
+    (tmp_path / "r.toml").write_text(other.to_toml())
+    assert read_recipe(tmp_path / "r.toml").quality.rounding_increase == 0.25

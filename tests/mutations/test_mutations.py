@@ -3,10 +3,11 @@
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-from support.mutations import Mutation, chosen_tests, drawn, mutations
+from support.mutations import HARMLESS, Mutation, chosen_tests, drawn, mutations
 from support.paths import ROOT
 
 SCRIPT = ROOT / "tests/support/mutations.py"
@@ -66,10 +67,24 @@ def test_the_same_seed_draws_the_same(tmp_path: Path) -> None:
     assert len(drawn(root, ["pi_runtime"], 1, 2)) == 1
 
 
-def test_chosen_tests_a_module_come_first() -> None:
-    grammar = chosen_tests(ROOT, Path("pi_runtime/text/grammar.py"))
-    assert grammar == ["tests/runtime/test_grammar.py", "tests/runtime/text"]
-    assert chosen_tests(ROOT, Path("pi_compile/recipe.py")) == ["tests/compile/test_recipe.py"]
+def test_a_modules_tests_come_first_then_those_that_name_what_is_changed() -> None:
+    path = Path("pi_runtime/text/grammar.py")
+    line = (ROOT / path).read_text().splitlines().index("    def of(") + 1
+    found = chosen_tests(ROOT, path, line)
+    assert found[0] == "tests/runtime/test_grammar.py"
+    assert found[-1] == "tests/runtime/text"
+    assert all("Grammar" in (ROOT / name).read_text() or "of" in (ROOT / name).read_text() for name in found[1:-1])
+    assert chosen_tests(ROOT, Path("pi_compile/recipe.py"))[0] == "tests/compile/test_recipe.py"
+
+
+def test_a_fault_that_changes_nothing_has_a_reason() -> None:
+    """A line that is listed stands in the code as it is written there, or the list is out of date."""
+    listed = tomllib.loads((ROOT / HARMLESS).read_text())["fault"]
+    assert all(set(fault) == {"path", "was", "now", "reason"} for fault in listed)
+    for fault in listed:
+        source = (ROOT / fault["path"]).read_bytes()
+        found = [m.harmless(ROOT, [fault]) for m in mutations(Path(fault["path"]), source)]
+        assert fault["reason"] in found, fault
 
 
 @pytest.mark.slow

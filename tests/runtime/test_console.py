@@ -7,7 +7,7 @@ from typing import Annotated
 import pytest
 import typer
 
-from pi_runtime.console import parse_size, run, takes
+from pi_runtime.console import parse_size, run, shown, takes
 from pi_runtime.errors import UsageError
 
 
@@ -67,3 +67,11 @@ def test_an_error_does_not_steer_the_terminal(capsys: pytest.CaptureFixture[str]
 
     assert run(app, []) == 2
     assert capsys.readouterr().err == "error: m.gguf: no tensor �]0;title�\n  found: �[2J\n  try: another file\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (1000.0, "1,000"), (-999.5, "-999.5000"), (1e-3, "0.0010"), (9e-4, "0.0009"), (12345, "12,345")],
+)
+def test_values_of_a_list_are_as_long_as_they_tell_something(value: float | None, text: str) -> None:
+    assert shown(value) == text

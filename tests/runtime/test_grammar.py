@@ -241,3 +241,11 @@ def test_compiled_grammars_are_kept_up_to_a_number_of_bytes(talker: Model) -> No
     kept = grammars._compiled
     assert 1 < len(kept._values) < 30
     assert kept._nbytes == sum(nbytes for _, nbytes in kept._values.values()) <= COMPILED_BYTES
+
+
+def test_settings_name_one_grammar_or_none() -> None:
+    assert Grammar.of() is None
+    assert Grammar.of(regex="a") == Grammar.regex("a")
+    for two in ({"regex": "a", "json_schema": {}}, {"regex": "a", "lark": "start: /a/"}):
+        with pytest.raises(UsageError, match="give one of"):
+            Grammar.of(**two)

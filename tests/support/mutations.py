@@ -5,7 +5,8 @@ python tests/support/mutations.py [--seed N] [--count 60] [--seconds 60] [--minu
 
 A fault is another operator, another bound, another constant, or a call that is dropped. Each is tried in a copy of the
 tree, whose own tests must pass. Prints the seed, each fault with what came of it, and the share that was caught. With a
-record, a session that ended goes on with its seed, and tries no fault again.
+record, a session that ended goes on with its seed, and tries no fault again. tests/mutations/harmless.toml lists faults
+that change nothing a test could see, each with its reason: they are printed and not counted.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,6 +40,7 @@ SWAPPED = {
     ast.RShift: (">>", "<<"), ast.And: ("and", "or"), ast.Or: ("or", "and"),
 }  # fmt: skip
 BOUNDS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+HARMLESS = Path("tests/mutations/harmless.toml")
 SILENT = {"strict", "help", "stacklevel"}
 """Keyword arguments of which nothing depends on the value in code that works."""
 
@@ -56,12 +59,21 @@ class Mutation:
     def applied(self, source: bytes) -> bytes:
         return source[: self.start] + self.instead + source[self.end :]
 
-    def described(self, root: Path) -> str:
+    def lines(self, root: Path) -> tuple[str, str]:
+        """The line, or lines, without the fault and with it."""
         source = (root / self.path).read_bytes()
         one, two = source[: self.start].rfind(b"\n") + 1, source.find(b"\n", self.end)
         was, now = source[one:two], self.applied(source)[one : two + len(self.instead) - (self.end - self.start)]
-        old, new = (" ".join(text.decode().split())[:150] for text in (was, now))
-        return f"{self.path}:{self.line} {self.kind}: {old} → {new}"
+        return " ".join(was.decode().split()), " ".join(now.decode().split())
+
+    def described(self, root: Path) -> str:
+        return f"{self.path}:{self.line} {self.kind}: {' → '.join(self.lines(root))}"
+
+    def harmless(self, root: Path, known: Sequence[Mapping[str, str]]) -> str | None:
+        """The reason why no test can see it; None where none is known."""
+        was, now = self.lines(root)
+        found = {"path": self.path.as_posix(), "was": was, "now": now}
+        return next((one["reason"] for one in known if found.items() <= one.items()), None)
 
 
 def mutations(path: Path, source: bytes) -> Iterator[Mutation]:
@@ -125,13 +137,32 @@ def room_of(path: Path) -> str:
     return "/".join(path.with_suffix("").parts[:2])
 
 
-def chosen_tests(root: Path, path: Path) -> list[str]:
-    """Tests of a module first, then all of its room's; those of the package where a room has none."""
+def chosen_tests(root: Path, path: Path, line: int = 0) -> list[str]:
+    """Tests of a module, then of the package those that name what the line is in, then all of the room's.
+
+    Of those that name it, files with the innermost name come first; all of the package's tests where none is found.
+    """
     package, *folders, name = path.with_suffix("").parts
     base, own, room = root / "tests" / PACKAGES[package], f"test_{name.strip('_')}.py", (*folders, name)[0]
-    beside = [base.joinpath(*folders, own), base / own, base / room, base / f"test_{room}.py"]
-    found = [str(p.relative_to(root)) for p in beside if p.exists()]
-    return list(dict.fromkeys(found)) or [str(base.relative_to(root))]
+    beside = [p for p in (base.joinpath(*folders, own), base / own) if p.exists()]
+    names = [*reversed(_definitions(ast.parse((root / path).read_bytes()), line)), ".".join((package, *folders, name))]
+    texts = {p: p.read_text(encoding="utf-8") for p in sorted(base.rglob("test_*.py"))}
+    naming = [p for one in names for p, text in texts.items() if re.search(rf"\b{re.escape(one)}\b", text)]
+    of_room = [p for p in (base / room, base / f"test_{room}.py") if p.exists()]
+    found = [p.relative_to(root).as_posix() for p in (*beside, *naming, *of_room)]
+    return list(dict.fromkeys(found)) or [base.relative_to(root).as_posix()]
+
+
+def _definitions(tree: ast.AST, line: int) -> list[str]:
+    """Names of the functions and classes around a line, outermost first."""
+    found = []
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, ast.stmt) or not node.lineno <= line <= (node.end_lineno or 0):
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.append(node.name)
+        found += _definitions(node, line)
+    return [name for name in found if not name.startswith("__")]
 
 
 def drawn(root: Path, within: Sequence[str], count: int, seed: int) -> list[Mutation]:
@@ -182,7 +213,7 @@ class Copies:
                 file.write_bytes(m.applied(before))
                 for chosen in ("not slow", "slow"):
                     options = ["--timeout", str(seconds / 2), "-m", chosen]
-                    arguments = [*options, *(tests or chosen_tests(copy, m.path))]
+                    arguments = [*options, *(tests or chosen_tests(copy, m.path, m.line))]
                     code = run_tests(arguments, copy, until - time.monotonic())
                     if code is None:
                         return None
@@ -266,9 +297,15 @@ def main() -> None:
     said = {True: "caught", False: "NOT CAUGHT", None: "NOT CAUGHT in time"}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(a.jobs) as pool:
         copies = Copies(root, Path(folder), a.jobs)
+        known = (
+            tomllib.loads((root / HARMLESS).read_text(encoding="utf-8"))["fault"] if (root / HARMLESS).exists() else []
+        )
 
         def one(m: Mutation) -> None:
             fault = m.described(root)
+            if (reason := m.harmless(root, known)) is not None:
+                print(f"harmless, {reason}: {fault}", flush=True)
+                return
             if fault not in record.found and time.monotonic() < until:
                 record.add(fault, copies.caught(m, a.tests, a.seconds))
             if fault in record.found:

@@ -334,3 +334,10 @@ def test_the_stand_in_scores_as_the_cpu_does(tmp_path: Path) -> None:
     assert (there["device"], there["vram_bytes"]) == ("stand-in", 1 << 20)
     assert there["perplexity"] == here["perplexity"]
     assert set(told) == {"stand-in: by the placement for 1.0 MiB of GPU memory"}
+
+
+def test_a_context_that_is_given_counts_before_the_one_that_is_needed(tmp_path: Path) -> None:
+    path = random_artifact(tmp_path / "a.pi", small_decoder(n_layers=1))
+    for options, wanted in ((LoadOptions(), 48), (LoadOptions(context=64), 64)):
+        with options.open(path, "dense", 48) as model:
+            assert model.context == wanted

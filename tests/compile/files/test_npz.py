@@ -1,11 +1,13 @@
 """Arrays in files: written whole, however little one call of the system writes."""
 
 import os
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pi_compile.errors import ProfileError
 from pi_compile.files.npz import read_arrays, write_array_stream, write_arrays
 
 
@@ -42,3 +44,13 @@ def test_only_a_compressed_file_is_compressed(tmp_path: Path) -> None:
         sizes.append(path.stat().st_size)
     assert sizes[0] > zeros["zeros"].nbytes
     assert sizes[1] < zeros["zeros"].nbytes / 10
+
+
+def test_an_array_may_have_as_many_bytes_as_are_allowed(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    write_arrays(path, {"a": np.arange(300)}, compressed=False)
+    with zipfile.ZipFile(path) as file:
+        nbytes = file.getinfo("a.npy").file_size
+    assert read_arrays(path, most=nbytes)["a"][-1] == 299
+    with pytest.raises(ProfileError, match=f"more than {nbytes - 1:,} bytes"):
+        read_arrays(path, most=nbytes - 1)

@@ -104,3 +104,14 @@ def check_first_positions(path: Path, cache_format: str) -> None:
         np.testing.assert_array_equal(first_positions(whole, 5), few)
         np.testing.assert_array_equal(first_positions(whole, 20), some)
         np.testing.assert_array_equal(first_positions(whole, PAGE_POSITIONS), whole)
+
+
+def test_pages_that_are_wanted_now_are_not_freed_for_others(tmp_path: Path) -> None:
+    """A page of the first class is unused, and one of the second must be allocated."""
+    path = random_artifact(tmp_path / "a.pi", small_decoder(n_layers=2, window=16, windowed_layers=(0,)))
+    with load(path) as model:
+        pool = PagePool(model.manifest)
+        (page,) = pool.take(1, 0)
+        pool.release(page)
+        assert pool.take(1, 1)[0] == page
+        assert pool.in_use == 2
