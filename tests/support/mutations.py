@@ -12,6 +12,7 @@ that change nothing a test could see, each with its reason: they are printed and
 import argparse
 import ast
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -41,6 +42,8 @@ SWAPPED = {
 }  # fmt: skip
 BOUNDS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 HARMLESS = Path("tests/mutations/harmless.toml")
+NAMING = 6
+"""Most files of tests that are run because they name what is changed."""
 SILENT = {"strict", "help", "stacklevel"}
 """Keyword arguments of which nothing depends on the value in code that works."""
 
@@ -137,20 +140,26 @@ def room_of(path: Path) -> str:
     return "/".join(path.with_suffix("").parts[:2])
 
 
-def chosen_tests(root: Path, path: Path, line: int = 0) -> list[str]:
-    """Tests of a module, then of the package those that name what the line is in, then all of the room's.
+def chosen_tests(root: Path, path: Path, line: int = 0) -> list[list[str]]:
+    """A module's tests, then those of the package that name what the line is in, then all of the room's.
 
     Of those that name it, files with the innermost name come first; all of the package's tests where none is found.
+    Each list is collected for itself, because that may take longer than the tests of a module.
     """
     package, *folders, name = path.with_suffix("").parts
     base, own, room = root / "tests" / PACKAGES[package], f"test_{name.strip('_')}.py", (*folders, name)[0]
-    beside = [p for p in (base.joinpath(*folders, own), base / own) if p.exists()]
     names = [*reversed(_definitions(ast.parse((root / path).read_bytes()), line)), ".".join((package, *folders, name))]
     texts = {p: p.read_text(encoding="utf-8") for p in sorted(base.rglob("test_*.py"))}
-    naming = [p for one in names for p, text in texts.items() if re.search(rf"\b{re.escape(one)}\b", text)]
-    of_room = [p for p in (base / room, base / f"test_{room}.py") if p.exists()]
-    found = [p.relative_to(root).as_posix() for p in (*beside, *naming, *of_room)]
-    return list(dict.fromkeys(found)) or [base.relative_to(root).as_posix()]
+    groups = (
+        [base.joinpath(*folders, own), base / own],
+        [p for one in names for p, text in texts.items() if re.search(rf"\b{re.escape(one)}\b", text)][:NAMING],
+        [base / room, base / f"test_{room}.py"],
+    )
+    found, seen = [], set[Path]()
+    for group in groups:
+        found.append([p.relative_to(root).as_posix() for p in dict.fromkeys(group) if p.exists() and p not in seen])
+        seen.update(group)
+    return [group for group in found if group] or [[base.relative_to(root).as_posix()]]
 
 
 def _definitions(tree: ast.AST, line: int) -> list[str]:
@@ -211,9 +220,9 @@ class Copies:
             before = file.read_bytes()
             try:
                 file.write_bytes(m.applied(before))
-                for chosen in ("not slow", "slow"):
-                    options = ["--timeout", str(seconds / 2), "-m", chosen]
-                    arguments = [*options, *(tests or chosen_tests(copy, m.path, m.line))]
+                groups = [list(tests)] if tests else chosen_tests(copy, m.path, m.line)
+                for chosen, group in itertools.product(("not slow", "slow"), groups):
+                    arguments = ["--timeout", str(seconds / 2), "-m", chosen, *group]
                     code = run_tests(arguments, copy, until - time.monotonic())
                     if code is None:
                         return None
