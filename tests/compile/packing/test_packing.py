@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 import torch
 from support.hf import edit_tensors, random_llama, random_opt, write_tokenizer
+from support.long_form import marked_long
 from support.rss import layer_bytes, pack_in_child, synthetic_llama
 from support.synthetic import stored_plan
 
@@ -257,7 +258,7 @@ def test_a_checkpoint_with_nan_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("fmt", ["keep", "q4"])
+@pytest.mark.parametrize("fmt", marked_long(["keep", "q4"], ["keep"]))
 def test_memory_does_not_grow_with_the_model(tmp_path: Path, fmt: str) -> None:
     """Peak anonymous memory ≤ 2 layers + 500 MB; above what importing takes, far less than embedding or model."""
     shape = {"d_model": 512, "d_ff": 2048, "n_layers": 4, "vocab_size": 100_000}

@@ -6,6 +6,7 @@ from typing import Any
 
 import numba
 import pytest
+from support.long_form import marked_long
 from support.requests import alone, assert_same, follow_ups, found_by, oracle, random_requests, together
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
@@ -47,7 +48,7 @@ def artifact(path: Path, fmt: str, fields: dict[str, Any]) -> Path:
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", marked_long(CASES, ["f32 dense", "q8 dense", "q8 experts"]))
 def test_the_same_text_in_any_company(case: str, tmp_path: Path, long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     fmt, fields, options = CASES[case]
     path = artifact(tmp_path / "a.pi", fmt, fields)

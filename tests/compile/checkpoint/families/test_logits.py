@@ -102,9 +102,11 @@ SINGLE = {
     "qwen3-moe-unnormalised",
     "smollm3",
 }
+IN_FILES = sorted(SINGLE | {"smallthinker"})
+"""In the short form every second one, and the others' greedy text."""
 
 
-@pytest.mark.parametrize("case", sorted(SINGLE | {"smallthinker"}))
+@pytest.mark.parametrize("case", marked_long(IN_FILES, IN_FILES[1::2]))
 def test_bf16_in_split_files(case: str, tmp_path: Path) -> None:
     model = random_checkpoint(tmp_path, case, shard="20KB", dtype=torch.bfloat16)
     model = model.float() if isinstance(model, torch.nn.Module) else model
@@ -116,7 +118,7 @@ def test_bf16_in_split_files(case: str, tmp_path: Path) -> None:
     assert_equal_logits(packed(checkpoint, tmp_path / "a.pi", attention="f32"), theirs(model, checkpoint))
 
 
-@pytest.mark.parametrize("case", sorted(SINGLE))
+@pytest.mark.parametrize("case", marked_long(sorted(SINGLE), IN_FILES[::2]))
 def test_greedy_text(case: str, tmp_path: Path) -> None:
     model = random_checkpoint(tmp_path, case)
     checkpoint, path = open_checkpoint(tmp_path), tmp_path / "a.pi"
