@@ -12,10 +12,13 @@ from support.synthetic import FACTS, random_artifact, small_decoder, stored_plan
 from pi_runtime import load
 from pi_runtime.artifact.schema import Layer, Plan
 from pi_runtime.engine.model import Model
+from pi_runtime.errors import DoesNotFitError
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.stand_in import NeuronWorker, StandInExecutor, StandInOps
 from pi_runtime.kernels.ffn import memory
 
+BESIDE = {name: facts for name, facts in FACTS.items() if "inner_norms" not in facts}
+"""Decoders whose FFNs may be computed in two places."""
 CUTS = {"inside": (128, 64), "one-sided": (0, 200), "mixed": (192, 0)}
 
 
@@ -55,7 +58,7 @@ def test_two_sides_give_what_one_gives(family: str, cuts: tuple[int, ...], mode:
     np.testing.assert_array_equal(rows, wanted_rows)
 
 
-@pytest.mark.parametrize("facts", FACTS.values(), ids=FACTS)
+@pytest.mark.parametrize("facts", BESIDE.values(), ids=BESIDE)
 def test_two_sides_give_what_one_gives_whatever_the_decoder(facts: dict[str, Any], tmp_path: Path) -> None:
     decoder = small_decoder(d_ff=200, **facts)
     cuts = (128, 64) if decoder.n_experts == 1 else (128, 0, 64, 0, 200, 64, 30, 200, 5, 0)[: 2 * decoder.n_experts]
@@ -66,6 +69,14 @@ def test_two_sides_give_what_one_gives_whatever_the_decoder(facts: dict[str, Any
         (wanted, wanted_rows), (found, rows) = decode(one, ids), decode(two, ids)
     assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
     np.testing.assert_array_equal(rows, wanted_rows)
+
+
+def test_a_norm_over_both_sides_is_refused(tmp_path: Path) -> None:
+    """Its square sum would have to be known to both sides before either has the factors."""
+    decoder = small_decoder(d_ff=200, inner_norms=True)
+    path = random_artifact(tmp_path / "a.pi", decoder, plans=[stored_plan((128, 64), 1000, 900)])
+    with pytest.raises(DoesNotFitError, match="inner_norms"):
+        load(path, device="stand-in")
 
 
 @pytest.mark.parametrize("fmt", ["f32", "q4"])
