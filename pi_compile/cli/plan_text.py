@@ -49,8 +49,11 @@ def _planned_lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "machine", f"{found['machine']}; context {found['context']:,}"
     yield "", found["machine_source"]
     of_experts = " of its experts" if found["experts"] > 1 else ""
-    yield "activation", f"{found['density']:.1%} of the neurons{of_experts} fire for a token"
-    yield "", found["activation"]
+    if found["density"] < 1:
+        yield "activation", f"{found['density']:.1%} of the neurons{of_experts} fire for a token"
+        yield "", found["activation"]
+    else:
+        yield "activation", found["activation"]
     rank, how = found["predictor_rank"], "at most, as trained" if found["trained"] else "by rule"
     yield "ffn", found["rung"] + ("" if rank is None else f", predictors of rank {rank} {how}")
 

@@ -359,6 +359,7 @@ def test_experts_are_planned_at_the_bytes_of_their_arrays() -> None:
     text = plan_text(found)
     assert "of the neurons of its experts fire for a token" in text
     assert "of an expert's" in text
+    assert "neurons of its experts fire" not in plan_text({**found, "density": 1.0})
 
 
 # The rule for models that are not trained yet, and prefill.
