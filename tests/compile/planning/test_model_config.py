@@ -216,7 +216,7 @@ def test_falcons_differ_in_their_norms() -> None:
     ("change", "message"),
     [
         ({"model_type": "mamba"}, "config.json: model type 'mamba' is not supported"),
-        ({"model_type": None}, "expected: one of the families arcee, bamboo, deepseek_v2"),
+        ({"model_type": None}, "expected: one of the families arcee, bamboo, bitnet, deepseek_v2"),
         ({"hidden_size": None}, "config.json: hidden_size"),
         ({"hidden_size": 4095}, "a multiple of 32 attention heads, or head_dim"),
         ({"intermediate_size": "11008"}, "config.json: intermediate_size"),
@@ -257,7 +257,7 @@ def test_every_family_is_held_against_something() -> None:
     tested = {fields["model_type"] for fields, _ in PUBLISHED.values()}
     elsewhere = {"RefinedWeb", "RefinedWebModel", "arcee", "minicpm", "phi3", "qwen3_moe", "sparsellama"}
     elsewhere |= {"granite", "granitemoe", "nanochat", "olmo2", "olmoe", "smallthinker", "smollm3", "gemma3_text"}
-    elsewhere |= {"glm4_moe", "gpt_oss", "turbosparsemixtral", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
+    elsewhere |= {"glm4_moe", "gpt_oss", "turbosparsemixtral", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "bitnet"}
     assert set(adapters()) - tested == elsewhere
 
 

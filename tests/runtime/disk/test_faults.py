@@ -175,7 +175,9 @@ def timed(call: Callable[[Model], object], model: Model) -> float:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_ctrl_c_at_any_point(path: Path, expected: list[np.ndarray], threads: int) -> None:
+def test_ctrl_c_at_any_point(path: Path, expected: list[np.ndarray], threads: int, long: bool) -> None:
+    points = 25 if long else 10
+
     def interrupt(_signal: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
@@ -184,15 +186,15 @@ def test_ctrl_c_at_any_point(path: Path, expected: list[np.ndarray], threads: in
         with from_disk(path, 0.1, threads=threads) as model:
             same(outputs(model), expected)  # which may load kernels
             taken = timed(outputs, model)
-            for turn in range(200):  # more than 25 only where runs became much faster than the first one
+            for turn in range(200):  # more than the points only where runs became much faster than the first one
                 try:
-                    signal.setitimer(signal.ITIMER_REAL, (0.02 + 0.04 * (turn % 25)) * taken)
+                    signal.setitimer(signal.ITIMER_REAL, (0.02 + (turn % points) / points) * taken)
                     taken = min(taken, timed(outputs, model))
                     signal.setitimer(signal.ITIMER_REAL, 0)
                 except KeyboardInterrupt:
                     interrupted += 1
                 same(outputs(model), expected)
-                if turn >= 24 and interrupted >= 5:
+                if turn >= points - 1 and interrupted >= 5:
                     break
     finally:
         signal.signal(signal.SIGALRM, before)
