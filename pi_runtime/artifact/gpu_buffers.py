@@ -11,7 +11,14 @@ from math import prod
 
 from pi_runtime.artifact.buffers import Buffer, kv_pages, narrow_width, rotary_tables, table_bytes
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.footprint import ATTENTION_SPLITS, FFN_SPLITS, GEMM_NEURONS, dense_rows
+from pi_runtime.artifact.footprint import (
+    ATTENTION_SPLITS,
+    BLOCK_TOKENS,
+    FFN_SPLITS,
+    GEMM_NEURONS,
+    dense_rows,
+    padded_width,
+)
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.schema import ArrayEntry
 from pi_runtime.artifact.sizes import ArraySpec, without_scales
@@ -113,6 +120,21 @@ def pinned_buffers(d: Decoder, context: int, tokens: int) -> dict[str, Buffer]:
 def pinned_prompt_block(d: Decoder, tokens: int) -> dict[str, Buffer]:
     """Pinned RAM for a block of a prompt's tokens: the residual, the FFN's input and the FFN's sum."""
     return dict.fromkeys(("host_x_TD", "host_normed_TD", "host_y_TD"), Buffer((tokens, d.d_model)))
+
+
+def host_bytes(d: Decoder, context: int, batch: int, tokens: int) -> int:
+    """Bytes of RAM of a run on a GPU beside those of any run within a budget of RAM: what is pinned but for weights on
+    their way, what prompts in blocks of so many tokens work in, lists of cold neurons, and inputs kept for counts."""
+    experts = (tokens, d.most_experts)
+    own = {
+        "carried_TD": Buffer((tokens, padded_width(d.d_model))),
+        "residual_TD": Buffer((tokens, d.d_model)),
+        "expert_TK": Buffer(experts, "int64"),
+        "route_weight_TK": Buffer(experts),
+        "cold_MF": Buffer((batch * (batch + 1) // 2, d.experts_per_token * d.d_ff), "int32"),
+        "inputs_LTD": Buffer((d.n_layers, 1 + BLOCK_TOKENS, d.d_model)),
+    }
+    return table_bytes(pinned_buffers(d, context, batch), pinned_prompt_block(d, tokens), own)
 
 
 def gpu_prompt_block(d: Decoder, tokens: int) -> dict[str, Buffer]:

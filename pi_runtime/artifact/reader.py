@@ -71,6 +71,11 @@ class Artifact:
             raise damaged(self.path, name, f"sha256 {entry.sha256}", hashlib.sha256(data).hexdigest())
         return data
 
+    def let_go(self) -> None:
+        """Give back the memory of pages that were read; they come again from the system's cache."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+
     def check_unchanged(self) -> None:
         """Raise ArtifactError where the open file is no longer as it was when it was opened.
 

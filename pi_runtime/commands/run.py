@@ -211,10 +211,10 @@ def _opened(artifact: Path, options: ModelOptions) -> "Model":
     """The model, with its kernels compiled. What the user should know is said."""
     from pi_runtime.commands.printing import announce
     from pi_runtime.commands.warm_up import warm_up
-    from pi_runtime.engine.loading import open_model
-    from pi_runtime.execution.devices import gpu_kernels_are_cold, resolve_device
+    from pi_runtime.engine.loading import device_of, open_model
+    from pi_runtime.execution.devices import gpu_kernels_are_cold
 
-    to_gpu = options.ram_budget is None and resolve_device(options.device).startswith("cuda")
+    to_gpu = device_of(options).startswith("cuda")
     if to_gpu and gpu_kernels_are_cold():
         console.say("kernels for the GPU are compiled once, after the weights are there (a minute or two)")
     with console.progress("to the GPU") if to_gpu else nullcontext() as bar:

@@ -28,6 +28,7 @@ from pi_runtime.cuda.memory.weight_streaming import WeightStreamer
 from pi_runtime.cuda.memory.workspace import DeviceWorkspace
 from pi_runtime.cuda.prefill.crossover import measured_crossover
 from pi_runtime.cuda.prefill.prefill import Prefill
+from pi_runtime.execution.cold_side import ColdSide
 from pi_runtime.execution.cpu import CpuModel
 from pi_runtime.execution.cpu_ops import token_blocks
 from pi_runtime.execution.executor import DiskStats, Floats, Ints, SequenceResult, SequenceStep
@@ -65,15 +66,15 @@ class CudaExecutor:
         device: Device,
         progress: Callable[[int, int], None] | None = None,
         stream_from: int | None = None,
+        cold: ColdSide | None = None,
     ) -> None:
+        """`cold` has the CPU's part within a budget of RAM, and is closed with this; None: all of it is in memory."""
         plan, context = allocation.plan, allocation.context
-        self._host = CpuModel(artifact, mode, context, threads)
+        self._cold, self._host = cold, CpuModel(artifact, mode, context, threads) if cold is None else cold.model
         self.allocation, self.context, self.neurons = allocation, context, self._host.neurons
         self.block_tokens = allocation.block_tokens
         self.device, self.device_name = device, device.name
         self.notice: str | None = None
-        self.disk: DiskStats | None = None
-        self.kv_room: int | None = None
         self.guess_head = None
         layers = layers_in_mode(artifact.manifest, mode)
         manifest, d = artifact.manifest, artifact.manifest.decoder
@@ -90,7 +91,7 @@ class CudaExecutor:
             cuts = cuts_of(plan, d)
             self._all_device_ops = DeviceOps(d, layers, cuts, loaded, device, workspace, cache, self._pinned)
             self.device_ops = self._all_device_ops.of_first(1)
-            self.host_ops = HostOps(self._host, layers, cuts, self._pinned, 1)
+            self.host_ops = HostOps(self._host, layers, cuts, self._pinned, 1, None if cold is None else cold.ops)
             self._kv_residency = KVResidency(cache, device)
             self._stats = SelectionStats(self.device_ops, self.host_ops, device)
             empty = self.new_cache()
@@ -112,6 +113,14 @@ class CudaExecutor:
     def rows_on_device(self) -> Ints:
         """(layers, 2): rows of `first` read and neurons kept on the GPU, for the last token that was decoded alone."""
         return self._device_rows_ML2[0] + self._implied_L2
+
+    @property
+    def disk(self) -> DiskStats | None:
+        return None if self._cold is None else self._cold.disk
+
+    @property
+    def kv_room(self) -> int | None:
+        return None if self._cold is None else self._cold.kv_room
 
     @property
     def draft_tokens(self) -> int:
@@ -137,7 +146,8 @@ class CudaExecutor:
         """Run some sequences, of which those that decode come first, in batches; returns their results in order."""
         numba.set_num_threads(self._host.threads)
         results: list[SequenceResult] = []
-        with self.device.stream(), self._synchronised_on_error():
+        turn = contextlib.nullcontext() if self._cold is None else self._cold.turn()
+        with self.device.stream(), self._synchronised_on_error(), turn:
             decoding = [s for s in sequences if _decodes(s)]
             while len(results) < len(decoding):
                 some = decoding[len(results) :][: self.allocation.batch_tokens]
@@ -174,7 +184,8 @@ class CudaExecutor:
             plan, device_ops = self.allocation.plan, self._all_device_ops.of_first(count)
             calls = build_schedule(plan, device_ops, host_ops, self.device)
             decoding = self._schedules[count] = Decoding(host_ops, tuple(call.run for call in calls))
-        rows_ML2 = self._decode(decoding)
+        with contextlib.nullcontext() if self._cold is None else self._cold.decoding(count):
+            rows_ML2 = self._decode(decoding)
         for s in sequences:
             s.cache.append(s.tokens, s.select)
         found = zip(np.split(self._logits_MV[:count].copy(), len(caches)), rows_ML2[each - 1 :: each], strict=True)
@@ -234,7 +245,7 @@ class CudaExecutor:
         """A `Prefill`; it streams cold weights to the GPU if there are any, memory for them is left and it may pay."""
         d, plan, device = self.device_ops.decoder, self.allocation.plan, self.device
         streamer, first = None, 0
-        if self.allocation.streamed:
+        if self.allocation.streamed and self._cold is None:
             fmt = artifact.manifest.formats["ffn"]
             first = measured_crossover(d, fmt, self._host.threads, device) if stream_from is None else stream_from
             if first <= self.block_tokens:
@@ -256,7 +267,7 @@ class CudaExecutor:
             del self.device_ops, self._all_device_ops, self.host_ops, self._prefill, self._kv_residency, self._stats
             with contextlib.suppress(RuntimeError):
                 self.device.limit(None)
-        self._host.close()
+        (self._host if self._cold is None else self._cold).close()
 
 
 def _decodes(s: SequenceStep) -> bool:

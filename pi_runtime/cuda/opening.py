@@ -3,15 +3,19 @@
 import contextlib
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 
 from pi_runtime.artifact.features import lacking_on_gpu
+from pi_runtime.artifact.gpu_buffers import host_bytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.console import size
 from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.memory.devices import Cuda, Device
+from pi_runtime.cuda.memory.pinned_staging import STAGING_NBYTES
 from pi_runtime.errors import DoesNotFitError, Setting
-from pi_runtime.execution.plan_choice import choose_plan
+from pi_runtime.execution.cold_side import ColdSide
+from pi_runtime.execution.plan_choice import Allocation, choose_plan
 from pi_runtime.kernels.codegen.threads import SPIN_BESIDE_GPU, start_threads
 
 
@@ -34,10 +38,13 @@ def open_on_gpu(
     *,
     index: int,
     vram_budget: int | None,
+    ram_budget: int | None = None,
+    kv_budget: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> CudaExecutor:
     """Make an executor on GPU `index` within the budget, or within what the card has free if that is less.
 
+    With a budget of RAM the CPU's part is kept within it, and rows come from disk (see `cold_side`).
     Raises DoesNotFitError if no stored plan fits, or if the GPU tier lacks what the model does.
     """
     check_features(artifact.manifest)
@@ -45,9 +52,15 @@ def open_on_gpu(
     device: Device = Cuda(index)
     free = device.free_bytes()
     allocation = choose_plan(artifact, context, free if vram_budget is None else vram_budget, free)
+    cold = None
+    if ram_budget is not None:
+        allocation = replace(allocation, streamed=0)
+        cold = cold_side(artifact, mode, threads, allocation, ram_budget, kv_budget)
     try:
-        executor = CudaExecutor(artifact, mode, threads, allocation, device, progress)
+        executor = CudaExecutor(artifact, mode, threads, allocation, device, progress, cold=cold)
     except BaseException as error:
+        if cold is not None:
+            cold.close()
         _clear_frames(error)
         with contextlib.suppress(RuntimeError):
             device.limit(None)
@@ -55,6 +68,17 @@ def open_on_gpu(
     if vram_budget is not None and free < vram_budget:
         executor.notice = f"{device.name} has {size(free)} free, less than the budget of {size(vram_budget)}"
     return executor
+
+
+def cold_side(
+    artifact: Artifact, mode: str, threads: int, taken: Allocation, ram_budget: int, kv_budget: int | None
+) -> ColdSide:
+    """The CPU's part of a run on a GPU within a budget of RAM, of which the GPU's buffers there are a part.
+
+    Raises DoesNotFitError naming the smallest budget that fits.
+    """
+    own = host_bytes(artifact.manifest.decoder, taken.context, taken.batch_tokens, taken.block_tokens)
+    return ColdSide(artifact, mode, threads, taken, ram_budget, kv_budget, own + STAGING_NBYTES)
 
 
 def _clear_frames(error: BaseException | None) -> None:

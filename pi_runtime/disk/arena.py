@@ -29,7 +29,10 @@ class ResidentArrays:
 
     def __init__(self, artifact: Artifact, plan: RamPlan, reader: Reader) -> None:
         self.manifest, self._artifact, self._reader = artifact.manifest, artifact, reader
-        self._nbytes = resident_nbytes(artifact.manifest, plan.whole_embedding)
+        self._away = plan.away
+        resident = resident_nbytes(artifact.manifest, plan.whole_embedding)
+        self._ranges = {name: self._held(name, nbytes) for name, nbytes in resident.items()}
+        self._nbytes = {name: sum(n for _, n in ranges) for name, ranges in self._ranges.items() if ranges}
         self._places, nbytes = places_of(self._nbytes)
         self._memory = page_aligned(nbytes)
         self._by_token = [
@@ -37,7 +40,36 @@ class ResidentArrays:
         ]
         reader.hold(self._memory)
         for name in (name for name in self._places if name not in self._by_token):
-            reader.read_range(self._entry(name).offset, self._nbytes[name], self._address(name))
+            target = self._address(name)
+            for offset, nbytes in self._ranges[name]:
+                reader.read_range(self._entry(name).offset + offset, nbytes, target)
+                target += nbytes
+
+    def _held(self, name: str, nbytes: int) -> list[tuple[int, int]]:
+        """(Beginning in an array of which so many bytes are resident, bytes) of each range of it that no GPU has."""
+        if name not in self._away:
+            return [(0, nbytes)]
+        entry = self._entry(name)
+        ends = [0, *(row for span in self._away[name] for row in span), entry.shape[0]]
+        row_nbytes = entry.nbytes // entry.shape[0]
+        held = zip(ends[::2], ends[1::2], strict=True)
+        return [(low * row_nbytes, (high - low) * row_nbytes) for low, high in held if low < high]
+
+    def is_divided(self, name: str) -> bool:
+        """Whether some rows of an array are here, and others a GPU's."""
+        return name in self._away and name in self._places
+
+    def expert_address(self, name: str, expert: int) -> int:
+        """Where an expert's rows of an array would begin: those behind its cut are at their places from there.
+
+        0 where no row from there on is here.
+        """
+        begin, before = self._entry(name).nbytes // self.manifest.decoder.n_experts * expert, 0
+        for offset, nbytes in self._ranges[name]:
+            if offset + nbytes > begin:
+                return self._address(name) + before + begin - offset
+            before += nbytes
+        return 0
 
     def _entry(self, name: str) -> ArrayEntry:
         return self.manifest.arrays[name]
@@ -88,8 +120,8 @@ MOST_REFERENCES = 3
 class RowArena:
     """Slots for the rows of one array of all layers: an empty one, the layers', and those of staged rows.
 
-    Rows that are a GPU's lie before the empty slot, in slots with numbers below 0, of which nothing else is kept: a run
-    whose GPU is this memory has them there.
+    Where this memory stands in for a GPU, its rows lie before the empty slot, in slots with numbers below 0, of which
+    nothing else is kept. Those of a GPU have no slot.
     """
 
     nbytes: int
@@ -133,7 +165,7 @@ def row_arena(
     pool_slots = sum(slots_L[n].cached for n in pooled)
     regions = slots - np.cumsum([plan.ahead, plan.ahead, plan.staged, plan.staged])[::-1]
     ring = int(regions[0]) - pool_slots
-    on_gpu = sum(map(sum, plan.cuts_LX))
+    on_gpu = 0 if plan.away else sum(map(sum, plan.cuts_LX))
     # Units may be read straight to the ring, which begins at a page.
     memory = page_aligned((on_gpu + slots) * nbytes + PAGE)[-(on_gpu + ring) * nbytes % PAGE :]
     reader.hold(memory)
@@ -156,7 +188,7 @@ def row_arena(
         places = Places(entry.offset, entry.nbytes // d.neurons, arena.address, nbytes)
         arena.places_L.append(places)
         hottest = np.arange(d.neurons) if whole_L[n] else _hottest(artifact, n, plan)
-        if plan.cuts_LX:
+        if on_gpu:
             first = (np.arange(d.d_ff) < np.array(plan.cuts_LX[n])[:, None]).ravel().nonzero()[0]
             rows.slot_N[first] = np.arange(before, before + len(first))
             read_rows(reader, first, rows.slot_N[first], places)

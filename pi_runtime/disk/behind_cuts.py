@@ -22,8 +22,14 @@ from pi_runtime.kernels.data.matrix_view import Ints
 _, GPU = SIDES
 
 
-def plan_behind_cuts(artifact: Artifact, mode: str, budget: int, fixed: int, gpu: Plan) -> RamPlan:
+def plan_behind_cuts(
+    artifact: Artifact, mode: str, budget: int, fixed: int, gpu: Plan,
+    away: Mapping[str, Sequence[tuple[int, int]]] | None = None,
+) -> RamPlan:  # fmt: skip
     """Divide a budget of RAM for a run with this placement; `fixed` bytes are taken whatever the division.
+
+    `away`: rows of arrays that a GPU has (see `RamPlan`), which then also reads prompts; None where this memory stands
+    in for it.
 
     The placement's own division is taken where it fits and was solved for this mode, with what is left as further slots
     of caches; else a rule divides. Raises DoesNotFitError naming the smallest budget that fits.
@@ -57,13 +63,14 @@ def plan_behind_cuts(artifact: Artifact, mode: str, budget: int, fixed: int, gpu
         rest_L=tuple(rest),
         staged=buffers.staged,
         ahead=buffers.staged // 2,
-        block_tokens=buffers.tokens or BLOCK_TOKENS,
+        block_tokens=BLOCK_TOKENS if away is not None else buffers.tokens or BLOCK_TOKENS,
         two_phases_L=tuple(gate_L),
         by_expert_L=(False,) * d.n_layers,
         whole_embedding=budget - least >= everything + on_disk or gpu.embedding == GPU,
         stored=stored,
         cuts_LX=tuple(map(tuple, cut_LX.tolist())),
         pinned_LX=tuple(map(tuple, pinned_LX.tolist())),
+        away=away or {},
     )
 
 

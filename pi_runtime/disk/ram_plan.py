@@ -4,7 +4,7 @@ Shape letters: L layers, N rows of a layer (all experts).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -78,6 +78,8 @@ class RamPlan:
     """Rows of each expert that are the GPU's, those that are stored first; () without one (see `behind_cuts`)."""
     pinned_LX: tuple[tuple[int, ...], ...] = ()
     """Rows behind each of these cuts that are pinned."""
+    away: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    """Of each array the ranges of rows that a GPU has; none where this memory stands in for it, and they are here."""
 
     def cut(self, layer: int, expert: int) -> int:
         """The first neuron of an expert that is not the GPU's."""

@@ -52,10 +52,10 @@ def load(
     `stand-in` runs the same plan with the CPU in the GPU's place; `auto` is the first GPU where there is one and a plan
     fits it, else `stand-in` where a budget is given, else `cpu`. `progress` is called with (done, total) bytes while
     weights go to a GPU.
-    `ram_budget`: bytes of memory that the run may take, on the CPU or with the stand-in beside what that stands for:
-    rows of FFNs that have no room are read from the file when they are needed, which changes no text. None maps the
-    whole file into memory where it fits, and else takes what is free. `kv_budget`: bytes of it for keys and values, of
-    all caches and engines together; None: as many as one sequence takes.
+    `ram_budget`: bytes of memory that the run may take, on the CPU, or beside a GPU or what stands in for one: rows of
+    FFNs that have no room are read from the file when they are needed, which changes no text. None maps the whole file
+    into memory where it fits, and else takes what is free. `kv_budget`: bytes of it for keys and values, of all caches
+    and engines together; None: as many as one sequence takes.
     `context`: positions to hold, prompt and answer together. `cache_format`: how keys and values are held, `f16` or
     `q8`, which takes about half as much and is no longer exact; `auto` is float32 beside attention weights in float32,
     else `f16`. A GPU has `auto` alone. `threads`: CPU threads; results do not depend on it.
@@ -82,7 +82,7 @@ def load(
 
 def open_model(path: str | Path, options: ModelOptions, progress: Callable[[int, int], None] | None = None) -> Model:
     """Open an artifact for running, as `load` does with these options as keywords."""
-    device, threads = _device(options), _threads(options.threads)
+    device, threads = device_of(options), _threads(options.threads)
     if options.mode not in MODES:
         raise UsageError("unknown mode", setting=Setting("mode", options.mode), expected=", ".join(MODES))
     if options.cache_format not in CACHE_FORMATS:
@@ -119,21 +119,15 @@ def _threads(wanted: int | None) -> int:
     return wanted or available
 
 
-def _device(options: ModelOptions) -> str:
+def device_of(options: ModelOptions) -> str:
     """The device that a run takes. Raises UsageError for budgets that do not go with it."""
     wanted, within_ram, on_gpu = options.device, options.ram_budget is not None, options.vram_budget is not None
     device = "cpu" if wanted == "auto" and within_ram and not on_gpu else resolve_device(wanted)
-    vram, on_cpu = Setting("vram_budget"), Setting("device", "cpu")
-    if within_ram and device.startswith("cuda"):
-        raise UsageError(
-            (Setting("ram_budget"), " does not go with a GPU yet: its CPU's part is in memory as a whole"),
-            remedy=(Setting("device", "stand-in"), ", or ", on_cpu, " without ", vram),
-        )
     if wanted == "auto" and device == "cpu" and on_gpu:
         return "stand-in"
     if device == "cpu" and on_gpu:
         remedy = (Setting("device", "stand-in"), ", or leave it out")
-        raise UsageError((vram, " does not go with ", on_cpu), remedy=remedy)
+        raise UsageError((Setting("vram_budget"), " does not go with ", Setting("device", "cpu")), remedy=remedy)
     return device
 
 
@@ -163,7 +157,7 @@ def _executor(
         mapped = CpuExecutor(artifact, mode, context, threads, held)
         mapped.notice = f"the model is larger than the free memory, and slow; to run from disk {BY_NEURON_REMEDY}"
         return mapped
-    if budget is not None:
+    if budget is not None and device == "cpu":
         from pi_runtime.execution.disk import open_from_disk  # noqa: PLC0415  few runs need it
 
         # So little may be free that mapping the file is no worse.
@@ -185,7 +179,10 @@ def _executor(
     from pi_runtime.cuda.opening import open_on_gpu  # noqa: PLC0415  needs torch
 
     index = int(device.partition(":")[2])
-    return open_on_gpu(artifact, mode, context, threads, index=index, vram_budget=vram, progress=progress)
+    return open_on_gpu(
+        artifact, mode, context, threads, index=index, vram_budget=vram, ram_budget=budget,
+        kv_budget=options.kv_budget, progress=progress,
+    )  # fmt: skip
 
 
 def _check_mode(artifact: Artifact, mode: str) -> None:

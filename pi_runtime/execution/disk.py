@@ -118,7 +118,7 @@ class DiskExecutor(HostExecutor):
     def _count(self, found: DiskStats, tokens: int, seconds: float) -> None:
         """Count what a step with a few tokens took, and learn from it."""
         if not self._in_memory:
-            self._ops.learn(seconds)
+            self._ops.learn(tokens, seconds)
         there = int(self._model.workspace.counts_LT3[self._ops.whole_L, :tokens, 1:].sum())
         self.disk += replace(found, tokens=tokens, seconds=seconds, hits=found.hits + there)
 

@@ -17,12 +17,17 @@ from pi_runtime.artifact.footprint import BLOCK_TOKENS, CHUNKS, FEW_TOKENS, padd
 from pi_runtime.artifact.rows import ROW_ARRAYS, TWO_PHASES_FROM
 from pi_runtime.disk.row_store import REGIONS, Request, RowStore
 from pi_runtime.execution.cpu import CpuModel
-from pi_runtime.execution.cpu_ops import CpuOps
+from pi_runtime.execution.cpu_ops import CpuOps, token_blocks
 from pi_runtime.execution.disk_ahead import ReadAhead
 from pi_runtime.execution.executor import Floats, Ints, SequenceStep
+from pi_runtime.kernels.codegen import progress
 from pi_runtime.kernels.ffn import steps
 from pi_runtime.kernels.ffn.experts import tokens_by_expert
-from pi_runtime.kernels.ffn.memory import Batch, whole_batch
+from pi_runtime.kernels.ffn.memory import Batch, every_token, whole_batch
+from pi_runtime.kernels.split_ffn import NeuronLists, name_listed
+
+Taken = tuple[int, Ints, Floats]
+"""An expert, the tokens that take it, and the weight of its sum for each."""
 
 
 class DiskOps(CpuOps):
@@ -51,13 +56,18 @@ class DiskOps(CpuOps):
         few = len(self.x_TD) <= FEW_TOKENS
         self._reads_ahead = few and not self.ahead.is_exact and self.ahead.way.second and bool(self.select_T.any())
 
-    def learn(self, seconds: float) -> None:
+    def take_few(self, x_TD: Floats, input_TD: Floats) -> None:
+        """Go on with a few tokens that select; who gives them has run all before their FFN."""
+        self.x_TD, self.input_TD, self.select_T = x_TD, input_TD, np.ones(len(x_TD), np.int64)
+        self.count_all, self._all_select, self._reads_ahead = False, True, False
+
+    def learn(self, tokens: int, seconds: float) -> None:
         """Learn from a step with a few tokens, which took so long, how to run the next ones."""
-        read_L, kept_L = self.model.workspace.counts_LT3[:, : len(self.x_TD), 1:].sum(1).T
+        read_L, kept_L = self.model.workspace.counts_LT3[:, :tokens, 1:].sum(1).T
         self._spared_L += 0.1 * (1 - kept_L / np.maximum(read_L, 1) - self._spared_L)
         saves_L = self._spared_L * self._rest_share >= TWO_PHASES_FROM
         self._two_phases_L = (saves_L | self._rows.plan.two_phases_L).tolist()
-        self.ahead.way.count(seconds / len(self.x_TD))
+        self.ahead.way.count(seconds / tokens)
         self._rows.age()
 
     def attention(self, layer: int) -> None:
@@ -92,7 +102,7 @@ class DiskOps(CpuOps):
         if by_expert:
             self._whole_experts(layer, batches, few, tally_T3)
         elif few:
-            self.add_few(layer, list(batches.values()), tally_T3, self.x_TD)
+            self._add_few(layer, list(batches.values()), tally_T3, self.x_TD)
         else:
             for batch in batches.values():
                 self._expert_of_many(layer, batch)
@@ -103,14 +113,54 @@ class DiskOps(CpuOps):
         """Let go of rows that were read for a layer ahead of its turn."""
         self._rows.end_layer(layer)
 
-    def add_few(self, layer: int, batches: Sequence[Batch], tally_T3: Ints, y_TD: Floats) -> None:
-        """y ← y + neurons of some experts, one after the other, for a few tokens whose inputs are prepared.
+    def sum_few(
+        self, layer: int, input_TD: Floats, batches: Sequence[Batch], tally_T3: Ints, y_TD: Floats,
+        listed: NeuronLists | None = None,
+    ) -> None:  # fmt: skip
+        """y ← neurons of some experts, one after the other, for a few tokens; `tally_T3` ← their counts.
 
-        `tally_T3` ← tally + their counts.
+        `listed`: what was selected elsewhere, where the layer's rung selects.
         """
+        y_TD[:], tally_T3[:] = 0, 0
+        steps.prepare(self.model.ffn, self.model.table_LX[layer, 0], input_TD)
+        self._add_few(layer, batches, tally_T3, y_TD, listed)
+
+    def _add_few(
+        self, layer: int, batches: Sequence[Batch], tally_T3: Ints, y_TD: Floats, listed: NeuronLists | None = None
+    ) -> None:
         for batch in batches:
-            self._expert_of_few(layer, batch, y_TD, is_last=batch is batches[-1])
+            self._expert_of_few(layer, batch, y_TD, listed, is_last=batch is batches[-1])
             steps.add_counts(self.model.ffn, batch, tally_T3)
+
+    def add_dense(
+        self, layer: int, taken: Sequence[Taken], input_TD: Floats, carried_TD: Floats, y_TD: Floats,
+        tally_T3: Ints | None = None,
+    ) -> None:  # fmt: skip
+        """y ← y + all neurons behind the cuts of some experts, in blocks of the tokens that take them.
+
+        Each row is read once. `tally_T3` ← tally + what fires, for at most `BLOCK_TOKENS` tokens. `carried_TD` is room
+        for sums.
+        """
+        f, w_X, d_ff = self.model.ffn, self.model.table_LX[layer], self.model.cfg.d_ff
+        cut_of = {expert: self._rows.plan.cut(layer, expert) for expert, _, _ in taken}
+        tokens_of = {expert: (token_N, weight_N) for expert, token_N, weight_N in taken}
+        requests = [Request(layer, e, [(name, self._all_F[cut:]) for name in ROW_ARRAYS]) for e, cut in cut_of.items()]
+        for part in self._rows.ranges(requests, keep=False):
+            expert, (token_N, weight_N) = part.request.expert, tokens_of[part.request.expert]
+            for block in token_blocks(len(token_N)):
+                some_N = token_N[block]
+                x_ND, y_ND = input_TD[some_N], np.zeros((len(some_N), input_TD.shape[1]), np.float32)
+                batch = every_token(w_X, expert, cut_of[expert], d_ff, len(some_N), select=False)
+                steps.prepare(f, w_X[expert], x_ND)
+                steps.name_neurons(f, batch, self._named_F)
+                count = tally_T3 is not None
+                steps.add_chunks(f, batch, count, part.begin, part.end, carried_TD[block], y_ND)
+                if part.end == CHUNKS:
+                    y_TD[some_N] += weight_N[block, None] * y_ND
+                if part.end == CHUNKS and tally_T3 is not None:
+                    steps.add_counts(f, batch, tally_T3)
+            progress.advance()
+        self._rows.end_layer(layer)
 
     def _whole_experts(self, layer: int, batches: Mapping[int, Batch], few: bool, tally_T3: Ints) -> None:
         """x ← x + the FFNs of experts all of whose rows are needed: the next ones come while one is computed."""
@@ -133,9 +183,12 @@ class DiskOps(CpuOps):
                     steps.merge(f, e, self.x_TD)
                 steps.add_counts(f, e, tally_T3)
 
-    def _named(self, layer: int, e: Batch) -> Ints:
+    def _named(self, layer: int, e: Batch, listed: NeuronLists | None = None) -> Ints:
         """The neurons that the tokens of a batch may need from here."""
-        count = steps.name_neurons(self.model.ffn, e, self._named_F)
+        if listed is None:
+            count = steps.name_neurons(self.model.ffn, e, self._named_F)
+        else:
+            count = name_listed(self.model.ffn, e, listed, self._named_F)
         named_I = self._all_F if self.count_all or count == self.model.cfg.d_ff else self._named_F[:count]
         return self._read(layer, e, named_I)
 
@@ -151,9 +204,9 @@ class DiskOps(CpuOps):
         for part in self._rows.ranges([request], keep=bool(e.select_N.any())):
             steps.add_chunks(self.model.ffn, e, self.count_all, part.begin, part.end, self._carried_TD, self.x_TD)
 
-    def _expert_of_few(self, layer: int, e: Batch, y_TD: Floats, is_last: bool) -> None:
+    def _expert_of_few(self, layer: int, e: Batch, y_TD: Floats, listed: NeuronLists | None, is_last: bool) -> None:
         """y ← y + one expert's FFN for its tokens: what fires is listed while rows of `rest` still come."""
-        f, named_I, keep = self.model.ffn, self._named(layer, e), self._all_select or bool(e.select_N.any())
+        f, named_I, keep = self.model.ffn, self._named(layer, e, listed), self._all_select or bool(e.select_N.any())
         requests = [Request(layer, e.expert, [("first", named_I)])]
         if self._two_phases_L[layer]:
             for part in self._rows.ranges(requests, keep):

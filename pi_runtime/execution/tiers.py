@@ -28,7 +28,6 @@ from pi_runtime.execution.plan_layout import CPU, GPU, placed_arrays
 from pi_runtime.execution.schedule import schedule_of
 from pi_runtime.execution.stand_in import ExpertRange, StandInOps
 from pi_runtime.kernels.data.weight_table import LayerRecords
-from pi_runtime.kernels.ffn import steps
 
 
 class TieredOps(StandInOps):
@@ -53,9 +52,7 @@ class TieredOps(StandInOps):
         if self._rows.whole_L[layer]:
             return super().cold_rows(layer, w_X, input_TD, ranges)
         tally_T3, sum_TD = np.zeros((len(input_TD), 3), np.int64), self.cold.sum_TD[: len(input_TD)]
-        sum_TD[:] = 0
-        steps.prepare(self.model.ffn, w_X[0], input_TD)
-        self._rows.add_few(layer, [r.batch(w_X) for r in ranges], tally_T3, sum_TD)
+        self._rows.sum_few(layer, input_TD, [r.batch(w_X) for r in ranges], tally_T3, sum_TD)
         return tally_T3[:, 1:]
 
 
@@ -117,12 +114,17 @@ def own_kv_bytes(m: Manifest, taken: Allocation, cache: str) -> int:
     return sum(nbytes for nbytes, side in zip(kv_L, taken.plan.attention, strict=True) if side == CPU)
 
 
+def embedding_is_here(m: Manifest, plan: Plan) -> bool:
+    """Whether the CPU needs the embedding: for tokens, or as a tied head."""
+    return CPU in (plan.embedding, plan.head if m.decoder.tied_head else None)
+
+
 def ram_fixed_bytes(m: Manifest, taken: Allocation, cache: str, kv_nbytes: int) -> int:
     """Bytes of RAM of a run by a plan that no division changes: what the GPU has is not among them."""
-    plan, d = taken.plan, m.decoder
+    plan = taken.plan
     resident = resident_nbytes(m, whole_embedding=False)
     on_gpu = {array.name: array.nbytes for array in placed_arrays(m, plan)}
-    here = CPU in (plan.embedding, plan.head if d.tied_head else None)
+    here = embedding_is_here(m, plan)
     of_gpu = sum(
         0 if name in EMBEDDING_ARRAYS and here else min(nbytes, on_gpu.get(name, 0))
         for name, nbytes in resident.items()

@@ -22,7 +22,7 @@ from pi_runtime.kernels.data.weight_table import LayerRecords
 from pi_runtime.kernels.ffn.experts import take_expert
 from pi_runtime.kernels.ffn.memory import Batch, Ffn, whole_expert
 from pi_runtime.kernels.ffn.network import add_batch, prepare
-from pi_runtime.kernels.ffn.selection import score, scores_of, selector_format
+from pi_runtime.kernels.ffn.selection import score, scored_of, scores_of, selector_format
 from pi_runtime.kernels.ops.linear import prepare_inputs
 
 Integers = npt.NDArray[np.int32]
@@ -96,6 +96,26 @@ def cold_sum(
                 _name(f, expert, low, cold.index_MF[token_N[n], : cold.count_M[token_N[n]]], scores_of(f, n))
         e = Batch(w_X, expert, low, f.d_ff, token_N[:taken], select_N[:taken], weight_N[:taken], 0)
         add_batch(f, e, selected, False, True, tally_M3, y_MD)
+
+
+@public
+def name_listed(f: Ffn, e: Batch, listed: NeuronLists, named_F: Ints) -> int:
+    """Name for the tokens of a batch what their lists hold; list what any holds in ascending order, and count it.
+
+    A list holds expert · F + neuron, and the batch the neurons that may be listed.
+    """
+    tokens, count = e.token_N.shape[0], 0
+    scored_N = scored_of(f, tokens)
+    for n in range(tokens):
+        token, scored_N[n] = e.token_N[n], n
+        _name(f, e.expert, e.low, listed.index_MF[token, : listed.count_M[token]], scores_of(f, n))
+    for neuron in range(e.low, f.d_ff):
+        wanted = False
+        for n in range(tokens):
+            wanted |= scores_of(f, n)[neuron] > 0
+        named_F[count] = neuron
+        count += wanted
+    return count
 
 
 @device

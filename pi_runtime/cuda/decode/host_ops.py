@@ -1,5 +1,5 @@
 """The CPU's work for some tokens, each of its own sequence, beside a GPU: the compiled functions of
-`pi_runtime.kernels`, on the CPU's own memory.
+`pi_runtime.kernels`, on the CPU's own memory, or within a budget of RAM with rows from disk.
 
 Neurons of an expert from its cut on are the CPU's; without experts a layer is one expert of weight 1. Where the
 residual is on the GPU, the FFN's input and the selected cold rows arrive in a handover, and the sum leaves in
@@ -18,10 +18,12 @@ from pi_runtime.cuda.decode.selectors import picks
 from pi_runtime.cuda.memory.handover import HandoverArrays, PinnedBuffers
 from pi_runtime.execution.cpu import CpuModel, positions_of
 from pi_runtime.execution.cpu_ops import CpuOps
+from pi_runtime.execution.disk_ops import DiskOps
 from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_layout import Cuts
-from pi_runtime.kernels.ffn.memory import READ
+from pi_runtime.kernels.ffn.experts import tokens_by_expert
+from pi_runtime.kernels.ffn.memory import READ, Batch
 from pi_runtime.kernels.split_ffn import NeuronLists, cold_sum, predict
 
 
@@ -32,10 +34,12 @@ class HostOps(CpuOps):
     """
 
     def __init__(
-        self, model: CpuModel, layers: Sequence[Layer], cuts: Sequence[Cuts], pinned: PinnedBuffers, tokens: int
-    ) -> None:
+        self, model: CpuModel, layers: Sequence[Layer], cuts: Sequence[Cuts], pinned: PinnedBuffers, tokens: int,
+        rows: DiskOps | None = None,
+    ) -> None:  # fmt: skip
+        """`rows` sums neurons whose rows may be on disk; None where all of them are in memory."""
         super().__init__(model)
-        self.layers, self.cuts, self._pinned = layers, cuts, pinned
+        self.layers, self.cuts, self._pinned, self._rows = layers, cuts, pinned, rows
         self.tokens, cfg, pinned = tokens, model.cfg, pinned.first(tokens)
         self._tally_M3, self.count_all = np.zeros((tokens, 3), np.int64), False
         self.select_T, self.wanted_N = np.ones(tokens, np.int64), np.arange(tokens)
@@ -56,7 +60,7 @@ class HostOps(CpuOps):
 
     def of(self, tokens: int) -> "HostOps":
         """The same for so many tokens together."""
-        return HostOps(self.model, self.layers, self.cuts, self._pinned, tokens)
+        return HostOps(self.model, self.layers, self.cuts, self._pinned, tokens, self._rows)
 
     def move_to(self, caches: Sequence[KVCache], token_M: Ints) -> None:
         """Go on behind what the sequences' caches hold, with as many of these tokens each."""
@@ -65,7 +69,11 @@ class HostOps(CpuOps):
 
     def ffn(self, layer: int) -> None:
         """x ← x + FFN, where no neuron is on the GPU."""
-        super().ffn(layer)
+        if self._rows is None:
+            super().ffn(layer)
+        else:
+            self._rows.take_few(self.x_TD, self.input_TD)
+            self._rows.ffn(layer)
         self.rows_ML2[:, layer] = self.model.workspace.counts_LT3[layer, : self.tokens, READ:]
 
     def send_handover(self) -> None:
@@ -98,9 +106,30 @@ class HostOps(CpuOps):
         m, cut_X, selected = self.model, self._cut_LX[layer], picks(self.layers[layer])
         one = self._one_expert
         expert_MK, weight_MK = (routed.expert_MK, routed.route_weight_MK) if len(cut_X) > 1 else one
-        w_X, tally_M3 = m.table_LX[layer], self._tally_M3
-        cold_sum(m.ffn, w_X, x_MD, expert_MK, weight_MK, cut_X, selected, cold, tally_M3, sum_MD)
-        self.rows_ML2[:, layer] = self._tally_M3[:, READ:]
+        w_X, tally_M3, rows = m.table_LX[layer], self._tally_M3, self.on_disk(layer)
+        if rows is None:
+            cold_sum(m.ffn, w_X, x_MD, expert_MK, weight_MK, cut_X, selected, cold, tally_M3, sum_MD)
+        else:
+            rows.take_few(self.x_TD, x_MD)
+            batches = [
+                Batch(w_X, e, int(cut_X[e]), m.cfg.d_ff, token_N, np.ones(len(token_N), np.int64), weight_N, 0)
+                for e, token_N, weight_N in tokens_by_expert(expert_MK.astype(np.int64), weight_MK, m.cfg.experts)
+                if cut_X[e] < m.cfg.d_ff
+            ]
+            rows.sum_few(layer, x_MD, batches, tally_M3, sum_MD, cold if selected else None)
+            rows.end_layer(layer)
+        self.rows_ML2[:, layer] = tally_M3[:, READ:]
+        if self.has_disk:  # hits are counted by them
+            m.workspace.counts_LT3[layer, : self.tokens] = tally_M3
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether there are rows on disk at all."""
+        return self._rows is not None
+
+    def on_disk(self, layer: int) -> DiskOps | None:
+        """What sums the layer's neurons where some of their rows may be on disk."""
+        return None if self._rows is None or self._rows.whole_L[layer] else self._rows
 
     def merge(self, layer: int) -> None:
         """x ← x + the cold neurons' sum + the GPU's sum + the bias."""

@@ -15,6 +15,8 @@ from pi_runtime.cuda.memory.devices import Device
 
 NBYTES = 32 << 20
 """Bytes of one buffer."""
+STAGING_NBYTES = 2 * NBYTES
+"""Bytes of both."""
 _THREADS = 4
 """Enough for a link of 50 GB/s if the pages are in RAM, and to keep requests queued if they are on disk."""
 

@@ -44,7 +44,10 @@ class DeviceWeights:
 def load(
     artifact: Artifact, arrays: Iterable[PlacedArray], device: Device, progress: Progress | None = None
 ) -> DeviceWeights:
-    """Copy the arrays to the device. Raises DoesNotFitError if its memory does not suffice."""
+    """Copy the arrays to the device; the file's pages are given back on the way.
+
+    Raises DoesNotFitError if its memory does not suffice.
+    """
     placed = list(arrays)
     total, done = sum(array.nbytes for array in placed), 0
     weights, offsets = DeviceWeights({}, {}, {}), list(accumulate((_aligned(a.nbytes) for a in placed), initial=0))
@@ -53,6 +56,7 @@ def load(
     def sent(nbytes: int) -> None:
         nonlocal done
         done += nbytes
+        artifact.let_go()
         if progress is not None:
             progress(done, total)
 

@@ -5,7 +5,7 @@
 In a mixture of experts the tokens of each expert are gathered, on both sides. The router is where the attention is;
 which tokens go to which expert is brought to the host once a layer. A decoder without experts has one expert, which
 takes all tokens with weight 1. Cold weights of an expert are streamed to the GPU if enough tokens go to it (see
-`crossover`).
+`crossover`). Those that come from disk stay on the CPU: each row is read once for a block.
 
 Shape letters: T tokens of the block, K experts of a token, X experts, N tokens of one expert, A of all experts, D model
 width.
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pi_runtime.artifact.footprint import padded_width
 from pi_runtime.cuda.decode.device_ops import DeviceOps
 from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.kernels import gemm
@@ -69,6 +70,9 @@ class FfnBlocks:
     ) -> None:
         self._device_ops, self._host_ops, self._buffers = device_ops, host_ops, buffers
         self._streamer, self._stream_from = streamer, stream_from
+        tokens = len(buffers.x_TD) if host_ops.has_disk else 0
+        self._carried_TD = np.zeros((tokens, padded_width(device_ops.decoder.d_model)), np.float32)
+        """Sums to which rows from disk are still to be added."""
 
     def run(self, layer: int, side: str, count: int) -> tuple[bool, bool]:
         """Leave the sums of `count` tokens in the buffers' y; the FFN's input is on the side that has the residual.
@@ -102,7 +106,11 @@ class FfnBlocks:
             if cut:
                 neurons = self._device_ops.layer_neurons(layer).slice(low, low + cut)
                 on_device += gemm.count_firing(neurons, decoder, _to_device(x_ND, b.normed_TD.device))
-            if cut < decoder.d_ff:
+            if cut < decoder.d_ff and (rows := self._host_ops.on_disk(layer)) is not None:
+                found_T3, taken = np.zeros((len(x_ND), 3), np.int64), (work.expert, *_all_tokens(len(x_ND)))
+                rows.add_dense(layer, [taken], x_ND, self._carried_TD, np.zeros_like(x_ND), found_T3)
+                on_host += int(found_T3[:, FIRES].sum())
+            elif cut < decoder.d_ff:
                 batch = every_token(m.table_LX[layer], work.expert, cut, decoder.d_ff, len(x_ND))
                 found_T3 = tally_T3[: len(x_ND)]
                 add_neurons(m.ffn, batch, x_ND, True, found_T3, np.zeros_like(x_ND))
@@ -186,6 +194,11 @@ class FfnBlocks:
         m, d_ff, tally_T3 = self._host_ops.model, self._device_ops.decoder.d_ff, np.zeros((count, 3), np.int64)
         normed_TD, y_TD = (b.numpy()[:count] for b in (self._buffers.host_normed_TD, self._buffers.host_y_TD))
         y_TD[:] = 0
+        if (rows_on_disk := self._host_ops.on_disk(layer)) is not None:
+            tokens = ((w.routes.token_N, w.routes.route_weight_N) if w.routes else _all_tokens(count) for w in work)
+            taken = [(w.expert, *of) for w, of in zip(work, tokens, strict=True)]
+            rows_on_disk.add_dense(layer, taken, normed_TD, self._carried_TD, y_TD)
+            return
         for w in work:
             cut = self._device_ops.cuts[layer].cut_X[w.expert]
             for part in token_blocks(w.tokens):
@@ -195,6 +208,11 @@ class FfnBlocks:
                 batch = every_token(m.table_LX[layer], w.expert, cut, d_ff, len(x_ND), select=False)
                 add_neurons(m.ffn, batch, x_ND, False, tally_T3[: len(x_ND)], y_ND)
                 y_TD[rows] += y_ND if w.routes is None else w.routes.route_weight_N[part, None] * y_ND
+
+
+def _all_tokens(count: int) -> tuple[Ints, Floats]:
+    """All tokens of a block, each with weight 1."""
+    return np.arange(count), np.ones(count, np.float32)
 
 
 def _to_device(numbers: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:

@@ -23,7 +23,6 @@ from pi_runtime import Model, load
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import PIECE_NBYTES
 from pi_runtime.artifact.schema import Text
-from pi_runtime.engine import loading
 from pi_runtime.errors import ArtifactError, UsageError
 from pi_runtime.execution import devices, disk, disk_ahead
 from pi_runtime.execution.disk import DiskExecutor
@@ -233,13 +232,6 @@ def test_the_smallest_budget_is_named(run: Run, path: Path) -> None:
     assert code == 4
     assert "expected: at least" in err
     assert "--ram-budget" in err
-
-
-def test_a_gpu_has_no_rows_on_disk_yet(run: Run, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "resolve_device", lambda _name: "cuda:0")
-    code, _, err = run(path, "--prompt", "a", "--ram-budget", "1GiB", "--vram-budget", "1GiB")
-    assert code == 2
-    assert "--ram-budget does not go with" in err
 
 
 _PEAK = r"""
