@@ -13,7 +13,7 @@ import numpy as np
 from pi_compile.cost_model import CPU, GPU, RowChoice, RowModel, RowOptions, TokenTime
 from pi_compile.placement.formulation import Assignment, Problem, Sizes, Solution, all_cpu, graphs_of, layer_caches
 from pi_compile.placement.solvers.constrained_path import solve
-from pi_compile.placement.solvers.layered_graph import LayeredGraph, Node, ShortestPath
+from pi_compile.placement.solvers.layered_graph import LayeredGraph, Node, ShortestPath, least_ram
 from pi_runtime.artifact.buffers import cache_format
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.rows import (
@@ -105,7 +105,7 @@ class ThreeTiers:
         """The smallest budget of RAM with which there is a placement."""
         graphs, _, _ = self._graphs()
         room = sum(max(int(n.ram.max()) for n in stage) for stage in graphs[0].stages)
-        path = solve([_within(_least_bytes(graph), self._room_on_gpu, room) for graph in graphs])
+        path = solve([_within(least_ram(graph), self._room_on_gpu, room) for graph in graphs])
         assert path is not None
         return path.cost + self._workspace + self.least_buffers
 
@@ -174,10 +174,3 @@ def _within(graph: LayeredGraph, vram: int | None, ram: int) -> LayeredGraph:
         return replace(graph, vram_budget=vram, ram_budget=ram)
     stages = [[replace(n, vram=n.ram, ram=np.zeros_like(n.ram)) for n in stage] for stage in graph.stages]
     return replace(graph, stages=stages, vram_budget=ram, ram_budget=None)
-
-
-def _least_bytes(graph: LayeredGraph) -> LayeredGraph:
-    """The graph in which a path costs what it takes of RAM."""
-    stages = [[replace(n, costs=n.ram) for n in stage] for stage in graph.stages]
-    arcs = [[[0] * len(row) for row in rows] for rows in graph.arcs]
-    return replace(graph, stages=stages, arcs=arcs)

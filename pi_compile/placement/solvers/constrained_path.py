@@ -24,7 +24,8 @@ The relaxation is loose where a few large nodes compete with many small options.
 the number of large nodes they enter. Each stratum is bounded and enumerated by itself: there the relaxation is tight.
 
 The RAM budget rarely binds. So it is left out at first. If the optimum found without it keeps it, that is the optimum.
-If not, both budgets have a multiplier.
+If not, and if any path keeps both budgets, each has a multiplier (`column_generation`). Where all stages between the
+ends are equal, the least cost is known before anything is enumerated (`equal_stages`).
 
 Ties: least cost, then least VRAM, then least RAM, then at the first stage where two paths differ the preferred node,
 then the earlier option.
@@ -33,16 +34,17 @@ then the earlier option.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pi_compile.placement.solvers.column_generation import Columns
 from pi_compile.placement.solvers.enumeration import Enumeration
+from pi_compile.placement.solvers.equal_stages import least_costs
 from pi_compile.placement.solvers.lagrangian_bounds import (
     COSTS,
     Relaxation,
-    Resource,
     coarse_relaxations,
     fine_relaxations,
-    joint_relaxations,
+    relaxations_near,
 )
-from pi_compile.placement.solvers.layered_graph import LayeredGraph, ShortestPath, scaled
+from pi_compile.placement.solvers.layered_graph import NEVER, LayeredGraph, ShortestPath, least_ram, scaled
 
 _FIRST_GAP = 1 << 22
 """The first gap is the lower bound ÷ this."""
@@ -56,8 +58,10 @@ def solve(graphs: Sequence[LayeredGraph]) -> ShortestPath | None:
         return None
     graphs, vram_unit, ram_unit = scaled(graphs)
     path = _solve([replace(g, ram_budget=None) for g in graphs])
-    if path is not None and graphs[0].ram_budget is not None and path.ram > graphs[0].ram_budget:
-        path = _solve(graphs)
+    budget = graphs[0].ram_budget
+    if path is not None and budget is not None and path.ram > budget:
+        least = _solve([replace(least_ram(g), ram_budget=None) for g in graphs])
+        path = _solve(graphs) if least is not None and least.cost <= budget else None
     return None if path is None else replace(path, vram=path.vram * vram_unit, ram=path.ram * ram_unit)
 
 
@@ -73,7 +77,12 @@ class _Bounds:
     """Lower bound of each stratum: coarse for all of them, fine where it is asked for."""
 
     def __init__(self, graphs: Sequence[LayeredGraph]) -> None:
-        self._graphs, self._coarse = graphs, [_coarse(graph) for graph in graphs]
+        self._graphs = graphs
+        self._columns = [None if graph.ram_budget is None else Columns(graph) for graph in graphs]
+        self._coarse = [
+            coarse_relaxations(graph) if columns is None else [Relaxation(graph, columns.multipliers(None))]
+            for graph, columns in zip(graphs, self._columns, strict=True)
+        ]
         self._fine: dict[_Stratum, list[Relaxation]] = {}
         self._bounds = {
             _Stratum(graph, stratum): _lower_bound(relaxations, stratum)
@@ -94,40 +103,67 @@ class _Bounds:
             coarse = [s for s in near if s not in self._fine]
             if not coarse:
                 return sorted(near, key=lambda s: self._bounds[s])
-            s = min(coarse, key=lambda s: self._bounds[s])
-            self._fine[s] = fine_relaxations(self._graphs[s.graph], self._coarse[s.graph], s.stratum, FACTORS)
-            self._bounds[s] = _lower_bound(self._fine[s], s.stratum)
+            self._refine(min(coarse, key=lambda s: self._bounds[s]))
+
+    def _refine(self, s: _Stratum) -> None:
+        graph, columns = self._graphs[s.graph], self._columns[s.graph]
+        self._fine[s] = (
+            fine_relaxations(graph, self._coarse[s.graph], s.stratum, FACTORS)
+            if columns is None
+            else [Relaxation(graph, columns.multipliers(s.stratum))]
+        )
+        self._bounds[s] = max(self._bounds[s], _lower_bound(self._fine[s], s.stratum))
 
     def of(self, s: _Stratum) -> tuple[int, list[Relaxation]]:
-        return self._bounds[s], self._fine[s]
+        """The bound, and the relaxations to enumerate with."""
+        if s not in self._fine:
+            self._refine(s)
+        fine = self._fine[s]
+        if self._columns[s.graph] is not None and len(fine) == 1:
+            fine += relaxations_near(self._graphs[s.graph], fine[0].multipliers, FACTORS)
+        return self._bounds[s], fine
 
 
 def _solve(graphs: Sequence[LayeredGraph]) -> ShortestPath | None:
     """Enumerate every stratum that may hold the optimum, with a growing gap."""
     bounds = _Bounds(graphs)
-    gap = 1 + bounds.lowest // _FIRST_GAP
+    known = None if graphs[0].ram_budget is None else least_costs(graphs)
+    if known is not None:
+        least = min(map(min, known))
+        if least == NEVER:
+            return None
+        bounds.within(0)
+        where = [_Stratum(g, n) for g, costs in enumerate(known) for n, cost in enumerate(costs) if cost == least]
+        best = _best(graphs, bounds, where, least)
+        assert best is not None
+        return best
+    gap, found = 1 + bounds.lowest // _FIRST_GAP, NEVER
     while gap < 2 * bounds.largest_gap:
-        strata, best = bounds.within(gap), None
-        most = bounds.lowest + gap
-        for s in strata:
-            bound, relaxations = bounds.of(s)
-            graph = graphs[s.graph]
-            path = Enumeration(graph, relaxations, s.stratum, most).best() if bound <= most else None
-            if path is not None:
-                most = path.cost
-                key = (path.cost, path.vram, path.ram, _preference(graph, path))
-                if best is None or key < best[0]:
-                    best = (key, replace(path, graph=s.graph))
-        if best is not None:
-            return replace(best[1], bound=bounds.lowest)
-        gap *= 2
+        strata = bounds.within(gap)
+        best = _best(graphs, bounds, strata, bounds.lowest + gap)
+        # A path that costs more than was looked for says how much more is enough.
+        if best is not None and best.cost <= bounds.lowest + gap:
+            return best
+        found = found if best is None else min(found, best.cost)
+        gap = min(2 * gap, found - bounds.lowest)
     return None
 
 
-def _coarse(graph: LayeredGraph) -> list[Relaxation]:
-    resources: tuple[Resource, ...] = ("vram",) if graph.ram_budget is None else ("vram", "ram")
-    found = [relaxation for name in resources for relaxation in coarse_relaxations(graph, name)]
-    return found if graph.ram_budget is None else found + joint_relaxations(graph)
+def _best(
+    graphs: Sequence[LayeredGraph], bounds: "_Bounds", strata: Sequence[_Stratum], most: int
+) -> ShortestPath | None:
+    """The best path of these strata, if any costs at most `most`; else any path or None."""
+    best = None
+    for s in strata:
+        bound, relaxations = bounds.of(s)
+        graph = graphs[s.graph]
+        path = Enumeration(graph, relaxations, s.stratum, most).best() if bound <= most else None
+        if path is not None:
+            most = min(most, path.cost)
+            key = (path.cost, path.vram, path.ram, _preference(graph, path))
+            if best is None or key < best[0]:
+                best = (key, replace(path, graph=s.graph))
+    return None if best is None else replace(best[1], bound=bounds.lowest)
 
 
 def _lower_bound(relaxations: Sequence[Relaxation], stratum: int) -> int:

@@ -47,6 +47,7 @@ class LabelSet:
 
 
 _ZERO, _NONE = np.zeros(1, np.int64), np.zeros(0, np.int64)
+_EMPTY = LabelSet(*(_NONE,) * 6)
 
 
 class Enumeration:
@@ -54,11 +55,13 @@ class Enumeration:
 
     def __init__(self, graph: LayeredGraph, relaxations: Sequence[Relaxation], stratum: int, most: int) -> None:
         self.graph, self.relaxations, self.stratum = graph, relaxations, stratum
+        order = None if graph.ram_budget is None else graph.order(stratum)
         self.most = most << relaxations[0].multipliers.shift
         self.label_sets: list[list[LabelSet]] = []
         """[stage][node]; stages before the current one are still missing."""
         for t in reversed(range(len(graph.stages))):
-            self.label_sets.insert(0, [self._labels(t, k) for k in range(len(graph.stages[t]))])
+            nodes = range(len(graph.stages[t]))
+            self.label_sets.insert(0, [self._labels(t, k) if order is None or order[t] == k else _EMPTY for k in nodes])
 
     def _labels(self, t: int, k: int) -> LabelSet:
         """Labels of node k of stage t."""
@@ -66,7 +69,7 @@ class Enumeration:
         base = LabelSet(*(_ZERO,) * 6) if t == len(self.graph.stages) - 1 else self._behind(self.graph.arcs[t][k])
         base = replace(base, strata=base.strata + node.stratum)
         base = non_dominated(base.at(np.nonzero(base.strata <= self.stratum)[0]), ram_counts)
-        kept = LabelSet(*(_NONE,) * 6)
+        kept = _EMPTY
         if not len(base):
             return kept
         # The bound of an option before a label is the option's Lagrangian cost plus this.
@@ -180,26 +183,31 @@ def non_dominated(labels: LabelSet, ram_counts: bool) -> LabelSet:
 
 
 def _without_less_ram(labels: LabelSet) -> LabelSet:
-    """The labels that none with less RAM dominates; no two of equal RAM dominate each other."""
-    order = np.lexsort((labels.vram, labels.ram, labels.strata))
-    strata, ram = labels.strata[order], labels.ram[order]
-    starts = np.nonzero(np.concatenate([[True], (np.diff(strata) != 0) | (np.diff(ram) != 0)]))[0]
-    kept = np.zeros(len(order), bool)
-    front_vram, front_costs = _NONE, _NONE  # least cost within each VRAM, of labels with less RAM
-    for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(order)], strict=True):
-        group = order[start:stop]
-        if start and strata[start] != strata[start - 1]:
-            front_vram, front_costs = _NONE, _NONE
-        vram, costs = labels.vram[group], labels.costs[group]
-        within = np.searchsorted(front_vram, vram, side="right")
-        new = costs < np.concatenate([[NEVER], front_costs])[within]
-        kept[group[new]] = True
-        vram, costs = np.concatenate([front_vram, vram[new]]), np.concatenate([front_costs, costs[new]])
-        by_vram = np.lexsort((costs, vram))
-        vram, costs = vram[by_vram], np.minimum.accumulate(costs[by_vram])
-        front = np.concatenate([[True], costs[1:] < costs[:-1]])
-        front_vram, front_costs = vram[front], costs[front]
-    return labels.at(np.nonzero(kept)[0])
+    """The labels that none with less RAM dominates; they stand by stratum, RAM and VRAM, no two with equal ones."""
+    kept = [_NONE]
+    for start, stop in _runs(labels.strata):
+        ram, row = np.unique(labels.ram[start:stop], return_inverse=True)
+        vram, column = np.unique(labels.vram[start:stop], return_inverse=True)
+        costs = labels.costs[start:stop]
+        rows = max(1, LARGEST_TABLE // len(vram))
+        least, within = np.full(len(vram), NEVER, np.int64), np.zeros(stop - start, bool)
+        for first in range(0, len(ram), rows):
+            begin, end = np.searchsorted(row, (first, first + rows))
+            table = np.full((min(rows, len(ram) - first) + 1, len(vram)), NEVER, np.int64)
+            table[0] = least
+            table[row[begin:end] - first + 1, column[begin:end]] = costs[begin:end]
+            np.minimum.accumulate(table, axis=0, out=table)
+            np.minimum.accumulate(table, axis=1, out=table)
+            within[begin:end] = costs[begin:end] < table[row[begin:end] - first, column[begin:end]]
+            least = table[-1]
+        kept.append(start + np.nonzero(within)[0])
+    return labels.at(np.concatenate(kept))
+
+
+def _runs(values: Ints) -> list[tuple[int, int]]:
+    """Begin and end of every run of equal values."""
+    ends = [*(np.nonzero(np.diff(values))[0] + 1).tolist(), len(values)]
+    return list(zip([0, *ends], ends, strict=False))
 
 
 def tabulated(base: LabelSet, node: Node, options: Ints) -> LabelSet | None:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -66,69 +65,50 @@ class Relaxation:
         return found
 
 
-def coarse_relaxations(graph: LayeredGraph, resource: Resource) -> list[Relaxation]:
+def coarse_relaxations(graph: LayeredGraph) -> list[Relaxation]:
     """Relaxations at multipliers that fall from the largest to 0 by factors of four, and closer ones near the best."""
-    shift, largest = _scale(graph, resource)
+    shift, largest = scale(graph, "vram")
     values = [largest >> n for n in (*range(0, largest.bit_length(), 2), largest.bit_length())]
-    found = [Relaxation(graph, _multipliers(resource, shift, v)) for v in values]
+    found = [Relaxation(graph, Multipliers(shift, v, 0)) for v in values]
     best = max(zip(values, found, strict=True), key=lambda pair: int(pair[1].bounds.min()))[0]
     closer = {min(best * by // 16, largest) for by in (*range(5, 16), *range(18, 64, 4))} - set(values)
-    return found + [Relaxation(graph, _multipliers(resource, shift, v)) for v in sorted(closer)]
-
-
-def joint_relaxations(graph: LayeredGraph) -> list[Relaxation]:
-    """Relaxations with both multipliers, for budgets that bind together: pairs a factor of eight apart, then closer.
-
-    Neither multiplier alone leads there: with one of them 0, all is put into the other memory for nothing.
-    """
-    (shift, most_vram), (_, most_ram) = (_scale(graph, name) for name in _RESOURCES)
-    at = cache(lambda vram, ram: Relaxation(graph, Multipliers(shift, min(vram, most_vram), min(ram, most_ram))))
-    found = [at(max(most_vram >> n, 1), max(most_ram >> k, 1)) for n, k in product(range(2, 20, 3), repeat=2)]
-    for factor in (4, 2, 2):
-        best = max(found, key=lambda r: int(r.bounds.min())).multipliers
-        near = product(
-            (best.vram // factor, best.vram, best.vram * factor), (best.ram // factor, best.ram, best.ram * factor)
-        )
-        found += [at(vram, ram) for vram, ram in near]
-    return found
+    return found + [Relaxation(graph, Multipliers(shift, v, 0)) for v in sorted(closer)]
 
 
 def fine_relaxations(
     graph: LayeredGraph, coarse: Sequence[Relaxation], stratum: int, factors: Sequence[float]
 ) -> list[Relaxation]:
-    """Relaxations for paths of one stratum: at the best multipliers, by ternary search, and at multiples of them.
+    """Relaxations for paths of one stratum of a graph without a RAM budget.
 
-    Two multipliers are searched for by turns.
+    At the best multiplier, by ternary search, and at multiples of it.
     """
     best = max(coarse, key=lambda r: int(r.bounds[stratum])).multipliers
-    names = _RESOURCES[:1] if graph.ram_budget is None else _RESOURCES
-    largest = {name: _scale(graph, name)[1] for name in names}
-    at = cache(lambda m: Relaxation(graph, m))
-    for name in names if len(names) == 1 else names * 2:
+    largest = scale(graph, "vram")[1]
+    at = cache(lambda vram: Relaxation(graph, replace(best, vram=vram)))
 
-        def bound(value: int, name: Resource = name, best: Multipliers = best) -> int:
-            return int(at(_changed(best, name, value)).bounds[stratum])
+    def bound(value: int) -> int:
+        return int(at(value).bounds[stratum])
 
-        value = getattr(best, name)
-        low, high = value // 4, min(4 * value + 4, largest[name])
-        while high - low > 2:
-            third = (high - low) // 3
-            one, two = low + third, high - third
-            low, high = (one, high) if bound(one) < bound(two) else (low, two)
-        best = _changed(best, name, max(range(low, high + 1), key=bound))
-    near = (_changed(best, name, min(int(getattr(best, name) * by), largest[name])) for name in names for by in factors)
-    return [at(multipliers) for multipliers in dict.fromkeys(near)]
+    low, high = best.vram // 4, min(4 * best.vram + 4, largest)
+    while high - low > 2:
+        third = (high - low) // 3
+        one, two = low + third, high - third
+        low, high = (one, high) if bound(one) < bound(two) else (low, two)
+    value = max(range(low, high + 1), key=bound)
+    return [at(vram) for vram in dict.fromkeys(min(int(value * by), largest) for by in factors)]
 
 
-def _changed(multipliers: Multipliers, name: Resource, value: int) -> Multipliers:
-    return replace(multipliers, **{name: value})
+def relaxations_near(graph: LayeredGraph, best: Multipliers, factors: Sequence[float]) -> list[Relaxation]:
+    """Relaxations at multiples of either multiplier."""
+    near = (
+        replace(best, **{name: min(int(getattr(best, name) * by), scale(graph, name)[1])})
+        for name in _RESOURCES
+        for by in factors
+    )
+    return [Relaxation(graph, multipliers) for multipliers in dict.fromkeys(near)]
 
 
-def _multipliers(resource: Resource, shift: int, value: int) -> Multipliers:
-    return Multipliers(shift, *((value, 0) if resource == "vram" else (0, value)))
-
-
-def _scale(graph: LayeredGraph, resource: Resource) -> tuple[int, int]:
+def scale(graph: LayeredGraph, resource: Resource) -> tuple[int, int]:
     """(shift of costs, largest multiplier) that stay within 64 bits."""
     cost, use = (
         sum(max(int(getattr(n, name).max()) for n in stage) for stage in graph.stages) for name in ("costs", resource)

@@ -41,6 +41,31 @@ class LayeredGraph:
     vram_budget: int
     ram_budget: int | None = None
 
+    def order(self, stratum: int) -> tuple[int, ...] | None:
+        """The nodes that the best path of a stratum enters, where all stages between the ends are equal.
+
+        Paths may then be reordered: equal nodes side by side cross least, and of such orders the tie rule has the one
+        with the preferred node first. None where stages or arcs differ, or where crossing costs less than the ends say.
+        """
+        inner, between = self.stages[1:-1], self.arcs[1:-1]
+        if not between or len(self.stages[0]) + len(self.stages[-1]) > 2 or len(inner[0]) != 2:
+            return None
+        if any(node is not first for stage in inner for node, first in zip(stage, inner[0], strict=True)):
+            return None
+        (into,), out, crossing = self.arcs[0], [row[0] for row in self.arcs[-1]], between[0][0][1]
+        ends_matter = max(abs(into[0] - into[1]), abs(out[0] - out[1])) > crossing
+        if ends_matter or any(list(map(list, arcs)) != [[0, crossing], [crossing, 0]] for arcs in between):
+            return None
+        large = [node.stratum for node in inner[0]]
+        preferred = min((0, 1), key=lambda k: inner[0][k].preference)
+        if sorted(large) != [0, 1] or inner[0][0].preference == inner[0][1].preference:
+            return None
+        counts = [stratum if k else len(inner) - stratum for k in large]
+        if min(counts) < 0:
+            return None
+        first, last = sorted((preferred, 1 - preferred), key=lambda k: into[k] + out[1 - k])
+        return (0, *[first] * counts[first], *[last] * counts[last], 0)
+
 
 @dataclass(frozen=True)
 class ShortestPath:
@@ -57,7 +82,10 @@ class ShortestPath:
 
 
 def scaled(graphs: Sequence[LayeredGraph]) -> tuple[list[LayeredGraph], int, int]:
-    """The same problem in the largest units that keep all resources whole, which makes multipliers finer."""
+    """The same problem in the largest units that keep all resources whole, which makes multipliers finer.
+
+    Equal nodes become one.
+    """
     nodes = {id(n): n for g in graphs for stage in g.stages for n in stage}
     resources = ("vram", "ram")
     vram_unit, ram_unit = (
@@ -68,7 +96,11 @@ def scaled(graphs: Sequence[LayeredGraph]) -> tuple[list[LayeredGraph], int, int
         max(sum(max(int(getattr(n, name).max()) for n in stage) for stage in g.stages) for g in graphs)
         for name in resources
     )
-    new = {i: replace(n, vram=n.vram // vram_unit, ram=n.ram // ram_unit) for i, n in nodes.items()}
+    known: dict[tuple[object, ...], Node] = {}
+    new = {}
+    for i, n in nodes.items():
+        key = n.costs.tobytes(), n.vram.tobytes(), n.ram.tobytes(), n.preference, n.stratum
+        new[i] = known.setdefault(key, replace(n, vram=n.vram // vram_unit, ram=n.ram // ram_unit))
     vram_budget = min(graphs[0].vram_budget, most_vram) // vram_unit
     ram_budget = None if graphs[0].ram_budget is None else min(graphs[0].ram_budget, most_ram) // ram_unit
     found = [
@@ -76,3 +108,11 @@ def scaled(graphs: Sequence[LayeredGraph]) -> tuple[list[LayeredGraph], int, int
         for g in graphs
     ]
     return found, vram_unit, ram_unit
+
+
+def least_ram(graph: LayeredGraph) -> LayeredGraph:
+    """The graph in which a path costs what it takes of RAM."""
+    known = {id(n): replace(n, costs=n.ram) for stage in graph.stages for n in stage}
+    stages = [[known[id(n)] for n in stage] for stage in graph.stages]
+    arcs = [[[NEVER if cost >= NEVER else 0 for cost in row] for row in rows] for rows in graph.arcs]
+    return replace(graph, stages=stages, arcs=arcs)

@@ -57,6 +57,13 @@ def whole_experts(rng: np.random.Generator, **shape: int) -> Workload:
     return workload(counts, layers, routed=routed, n_experts=3, experts_per_token=2, **shape)
 
 
+def equal_layers(work: Workload) -> Workload:
+    """The workload with the first layer's counts in every layer."""
+    assert work.routed is not None
+    counts, routed = (np.repeat(a[:1], len(a), axis=0) for a in (work.counts, work.routed))
+    return replace(work, counts=counts, routed=routed)
+
+
 def test_an_expert_is_read_in_long_stretches_beside_computing() -> None:
     """Nothing pinned, nothing cached: every row of two of three experts, at the rate of a read as long as they are."""
     work = whole_experts(np.random.default_rng(0), d_model=1024)
@@ -164,8 +171,8 @@ def test_equals_brute_force_without_a_gpu() -> None:
 def test_equals_brute_force_on_a_grid_of_ram_and_gpu_budgets() -> None:
     rng = np.random.default_rng(1)
     from_disk = both = 0
-    for case in range(3):
-        work = persisting(random_model(rng), rng)
+    for case in range(4):
+        work = persisting(random_model(rng), rng) if case < 3 else equal_layers(whole_experts(rng))
         problem = Problem.of(work, with_disk(random_machine(rng), DISK if case % 2 else SLOW))
         t = tiers(problem)
         least = t.resident + t.least_buffers

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pi_compile.placement.solvers import constrained_path, enumeration
+from pi_compile.placement.solvers import constrained_path, enumeration, equal_stages
 from pi_compile.placement.solvers.constrained_path import solve
 from pi_compile.placement.solvers.layered_graph import NEVER, LayeredGraph, Node
 from pi_compile.placement.solvers.mixed_integer_program import MixedIntegerProgram
@@ -98,6 +98,43 @@ def test_equals_brute_force_for_any_options(
     ]
     graph = LayeredGraph(made, [[[0, 2], [3, 0]]] * (len(made) - 1), vram_budget, ram_budget)
     assert answer([graph]) == brute([graph])
+
+
+def equal(rng: np.random.Generator) -> list[LayeredGraph]:
+    """Two graphs of equal layers with two sides, as placing makes them; crossings from free to dear."""
+    crossing, heaviest, layers = int(rng.choice([0, 1, 8])), int(rng.choice([2, 9])), int(rng.integers(2, 4))
+
+    def node(options: int, rank: int) -> Node:
+        use = (rng.integers(0, most, options) for most in (10, heaviest, heaviest))
+        return Node(*use, preference=rank, stratum=int(rank == large))
+
+    large = int(rng.integers(0, 2))
+    inner, between = [node(3, 0), node(2, 1)], [[0, crossing], [crossing, 0]]
+    vram_budget, ram_budget = (int(rng.integers(0, 2 * layers * heaviest // 3 + 1)) for _ in range(2))
+    graphs = []
+    for start, end in ((0, 1), (1, 1)):
+        stages = [[node(1, start)], *[inner] * layers, [node(1, end)]]
+        ends = [between[start]], [[row[end]] for row in between]
+        graphs.append(LayeredGraph(stages, [ends[0], *[between] * (layers - 1), ends[1]], vram_budget, ram_budget))
+    return [
+        replace(g, stages=[[replace(n, stratum=0)] if len(s) == 1 else s for s in g.stages for n in s[:1]])
+        for g in graphs
+    ]
+
+
+def test_equal_layers_equal_brute_force_ties_included(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where fronts are too large, everything is enumerated, with the same answer."""
+    rng = np.random.default_rng(5)
+    fits = 0
+    for case in range(24):
+        graphs = equal(rng)
+        expected = brute(graphs)
+        assert answer(graphs) == expected, case
+        fits += expected is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(equal_stages, "MOST_LABELS", 0)
+            assert answer(graphs) == expected, case
+    assert fits > 4
 
 
 def layered(rng: np.random.Generator, layers: int, cuts: int, *, same: bool) -> LayeredGraph:
