@@ -153,7 +153,8 @@ def chosen_tests(root: Path, path: Path, line: int = 0) -> list[list[str]]:
     groups = (
         [base.joinpath(*folders, own), base / own],
         [p for one in names for p, text in texts.items() if re.search(rf"\b{re.escape(one)}\b", text)][:NAMING],
-        [base / room, base / f"test_{room}.py"],
+        # The disk tier's executor is tested beside its rows.
+        [base / room, base / f"test_{room}.py", *(base / word for word in name.split("_"))],
     )
     found, seen = [], set[Path]()
     for group in groups:
