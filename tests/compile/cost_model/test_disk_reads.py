@@ -39,3 +39,9 @@ def test_a_row_lies_anywhere_among_sectors(row: int, spanned: int) -> None:
 def test_a_disk_that_was_measured_deeper_than_runs_read() -> None:
     deep = DISK.model_copy(update={"depths": [64], "read_mb_per_s": [[500.0, 900.0, 1100.0]]})
     assert DiskReads.of(deep).each_ps == DiskReads.of(deep).alone_ps
+
+
+def test_at_the_largest_size_that_was_measured_its_own_time_counts() -> None:
+    reads = DiskReads.of(DISK)
+    assert reads._between(reads.alone_ps, reads.sizes[-1]) == reads.alone_ps[-1]
+    assert reads._between(reads.alone_ps, 2 * reads.sizes[-1]) == 2 * reads.alone_ps[-1]
