@@ -97,6 +97,9 @@ class MemoryArtifact:
     def check_unchanged(self) -> None:
         """Nobody else has it."""
 
+    def let_go(self) -> None:
+        """There is no file behind it."""
+
     def array(self, name: str) -> Array:
         return self._arrays[name]
 
