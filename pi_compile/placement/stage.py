@@ -92,7 +92,7 @@ def place(
 
 
 def _expert_pinned(work: Workload, a: Assignment, rows: Sequence[RowChoice]) -> tuple[int, ...]:
-    """Of each layer and expert, the rows behind its cut that are pinned: the hottest groups that are left."""
+    """How many rows behind the cut of each layer and expert are pinned: the hottest groups that are left."""
     found: list[int] = []
     for n, (cut, row) in enumerate(zip(a.cuts, rows, strict=False)):
         ends = work.expert_cuts(n, cut + row.pinned), work.expert_cuts(n, cut)

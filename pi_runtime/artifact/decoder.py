@@ -107,8 +107,8 @@ class Decoder:
     joint_qk_norm: bool = field(default=False, metadata=UNLESS_DEFAULT)
     """Whether this norm is taken over all heads of a token's queries together, and over all of its keys."""
     inner_norms: bool = field(default=False, metadata=UNLESS_DEFAULT)
-    """Whether what attention's last matrix reads, and the h of a sparse FFN, go through an `rms` norm before it. Over
-    the h that are computed: what a rung leaves out is not in their mean."""
+    """Whether what attention's last matrix reads, and the h of a sparse FFN, go through an `rms` norm before it. Its
+    mean is over all of them: those that a rung leaves out count as 0."""
     positions: str
     """`rope`: the first 2J numbers of each head are two halves, rotated by angles pos · frequency_j;
     `learned`: a table is added."""
@@ -169,7 +169,7 @@ class Decoder:
         return replace(self, **differences)
 
     def seen(self, layer: int, positions: int) -> int:
-        """Of so many positions those that the newest token sees in a layer."""
+        """How many of so many positions the newest token sees in a layer."""
         return min(self.window, positions) if layer in self.windowed_layers else positions
 
     @property

@@ -19,7 +19,7 @@ import numpy as np
 
 from pi_runtime.artifact.footprint import FEW_TOKENS
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.schema import Plan
+from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.errors import DoesNotFitError, Setting
 from pi_runtime.execution.cpu import CpuModel, HostExecutor
 from pi_runtime.execution.cpu_ops import CpuOps, token_blocks
@@ -32,6 +32,16 @@ from pi_runtime.kernels.data.workspace import Workspace, allocate_workspace
 from pi_runtime.kernels.ffn.experts import tokens_by_expert
 from pi_runtime.kernels.ffn.memory import Batch, Ffn, ffn_of
 from pi_runtime.kernels.ffn.network import add_neurons, serial_add_neurons
+
+
+def check_divisible(manifest: Manifest) -> None:
+    """Raise DoesNotFitError for a model whose FFNs cannot be computed in two places."""
+    if manifest.decoder.inner_norms:
+        raise DoesNotFitError(
+            "an FFN whose values are normed together is not computed in two places",
+            found="decoder.inner_norms",
+            remedy=(Setting("device", "cpu"),),
+        )
 
 
 class ExpertRange(NamedTuple):
@@ -135,12 +145,7 @@ class StandInExecutor(HostExecutor):
     def __init__(
         self, artifact: Artifact, mode: str, threads: int, allocation: Allocation, cache: str = "auto"
     ) -> None:
-        if artifact.manifest.decoder.inner_norms:
-            raise DoesNotFitError(
-                "an FFN whose values are normed together is not computed in two places",
-                found="decoder.inner_norms",
-                remedy=(Setting("device", "cpu"),),
-            )
+        check_divisible(artifact.manifest)
         self._model = model = CpuModel(artifact, mode, allocation.context, threads, cache)
         self.allocation, self.context, self.neurons = allocation, allocation.context, model.neurons
         self.guess_head = model.new_guess_head()

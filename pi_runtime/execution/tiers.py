@@ -26,7 +26,7 @@ from pi_runtime.execution.executor import Floats, Ints, SequenceResult, Sequence
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.execution.plan_layout import CPU, GPU, placed_arrays
 from pi_runtime.execution.schedule import schedule_of
-from pi_runtime.execution.stand_in import ExpertRange, StandInOps
+from pi_runtime.execution.stand_in import ExpertRange, StandInOps, check_divisible
 from pi_runtime.kernels.data.weight_table import LayerRecords
 
 
@@ -72,6 +72,7 @@ class TieredExecutor(DiskExecutor):
         Raises DoesNotFitError naming the smallest budget that fits.
         """
         m = artifact.manifest
+        check_divisible(m)
         own = own_kv_bytes(m, taken, cache) if kv_budget is None else kv_budget
         plan = plan_behind_cuts(artifact, mode, budget, ram_fixed_bytes(m, taken, cache, own), taken.plan)
         reader = Reader(artifact.path, batch_rows(plan.staged), piece=read_nbytes(m.decoder))

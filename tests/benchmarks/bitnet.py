@@ -18,6 +18,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
+from side_by_side.gguf_file import add_shape
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import load
@@ -40,15 +41,8 @@ def decoder_of(layers: int, *, inner_norms: bool) -> Decoder:
 def write_gguf(path: Path, d: Decoder, kind: Type) -> None:
     """The same shape for llama.cpp, with ternary weights."""
     writer, rng = gguf.GGUFWriter(path, "bitnet"), np.random.default_rng(0)
-    writer.add_vocab_size(d.vocab_size)
-    writer.add_context_length(d.context_length)
-    writer.add_embedding_length(d.d_model)
-    writer.add_block_count(d.n_layers)
-    writer.add_feed_forward_length(d.d_ff)
-    writer.add_head_count(d.n_heads)
-    writer.add_head_count_kv(d.n_kv_heads)
+    add_shape(writer, d)
     writer.add_rope_dimension_count(d.head_dim)
-    writer.add_layer_norm_rms_eps(d.norm_eps)
     writer.add_tokenizer_model("none")
     kv, heads = d.n_kv_heads * d.head_dim, d.n_heads * d.head_dim
     norms = {"attn_norm": d.d_model, "ffn_norm": d.d_model, "attn_sub_norm": heads, "ffn_sub_norm": d.d_ff}

@@ -81,7 +81,7 @@ def _dense_layers(config: Config) -> Sequence[int]:
 
 
 def _in_halves(name: str, groups: int, size: int, plain: int) -> tuple[SourceTensor, ...]:
-    """Of each group the rows that are not rotated, then the first halves of the others, then the second ones."""
+    """The rows of each group that are not rotated, then the first halves of the others, then the second ones."""
     cuts = (0, plain, 1), (plain, size, 2), (plain + 1, size, 2)
     return tuple(SourceTensor(name, rows=FusedRows(groups, size, *cut)) for cut in cuts)
 

@@ -223,7 +223,7 @@ class _Lesson:
             g = shifted(y, 1)
 
     def right(self, tokens: Tokens, states: npt.NDArray[np.float16]) -> tuple[float, ...]:
-        """Of each drafted token the share in which the likeliest one is what the model's answer has, in the answers."""
+        """The share of places, for each drafted token, in which the likeliest one is what the model's answer has."""
         found, wanted = np.zeros(self.spec.ahead), 0
         with torch.no_grad():
             for batch in np.array_split(np.arange(len(tokens)), -(-len(tokens) // self.spec.batch)):

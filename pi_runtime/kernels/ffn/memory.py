@@ -264,7 +264,7 @@ def ups_of(f: Ffn, chunk: int, tokens: int) -> Floats:
 
 @device
 def kept_of(f: Ffn, chunk: int, tokens: int) -> Places:
-    """Of many tokens the rows of `down` that each needs, block by block, whose factors are at the same places.
+    """The rows of `down` that each of many tokens needs, block by block; their factors are at the same places.
 
     They take the place of `ups_of`, which is needed no longer once a block has its factors.
     """

@@ -7,20 +7,17 @@ integers. Columns are taken by groups of eight blocks, so that a group's factors
 Shape letters: K rows, T tokens, B blocks of a group, P padded columns.
 """
 
-# The signatures of `generate` are numba's.
-# ruff: noqa: ARG001
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from pi_runtime.artifact.footprint import BLOCK_SUM, STRIP, SUM_NEURONS
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen import simd as v
+from pi_runtime.kernels.codegen.emits import emits
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import public
 from pi_runtime.kernels.data.matrix_view import Floats, MatrixView, address_of, columns_from
@@ -193,16 +190,11 @@ class _TileCall:
                 add_finished(f, b, into, g, minima, y, first)
 
 
-@intrinsic
-def _emit_block_tile(typing_context: Any, fmt: Any, call: Any) -> Any:
+@emits(types.void(types.intp, types.UniTuple(types.intp, 15)))
+def _emit_block_tile(b: Any, fmt: Any, call: Any) -> Any:
     """Emit the sums over whole groups; `call` is a tuple of the values of `_TileCall`, in order."""
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        call = _TileCall(b, *cgutils.unpack_tuple(b, arguments[1]))
-        v.switch(b, arguments[0], {code: partial(call.emit, f) for code, f in BLOCK_FORMATS.items()})
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.UniTuple(types.intp, 15)), generate
+    call = _TileCall(b, *cgutils.unpack_tuple(b, call))
+    v.switch(b, fmt, {code: partial(call.emit, f) for code, f in BLOCK_FORMATS.items()})
 
 
 @public

@@ -225,7 +225,7 @@ def _block_lane(m: MatrixView, values: int, row: int, input_at: int, lane: int) 
 
 @device
 def _integer_sums(fmt: int, row: int, q_P: Bytes, first: int, count: int, blocks: int) -> tuple[np.float32, np.float32]:
-    """Of some columns of one block: the sum of products, and the negative sum of the input's integers."""
+    """The sum of products over some columns of one block, and the negative sum of the input's integers."""
     whole, negative = np.int32(0), np.int32(0)
     for column in range(first, first + count):
         at = stored_index(column, blocks)

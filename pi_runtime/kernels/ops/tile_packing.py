@@ -6,9 +6,6 @@ they lie apart (see `artifact.formats`), so a group is unpacked and then transpo
 Shape letters: R rows and M vectors of a tile, B blocks of some columns, L lanes.
 """
 
-# The signatures of `generate` are numba's.
-# ruff: noqa: ARG001
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -17,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen import amx
 from pi_runtime.kernels.codegen import simd as v
+from pi_runtime.kernels.codegen.emits import emits
 from pi_runtime.kernels.codegen.footprint import padded_width
 from pi_runtime.kernels.codegen.jit import device
 from pi_runtime.kernels.data.matrix_view import MatrixView, RowList, Vectors, integers, pointer_of, values_of_row
@@ -79,17 +76,15 @@ def _room() -> Room:
 ROOM = _room()
 
 
-def emitted(formats: Mapping[int, BlockFormat], emit: Callable[[BlockFormat, Any, Sequence[Any]], None]) -> Any:
-    """An intrinsic of a format's code and a tuple of integers, which emits something for each format."""
+def emitted(
+    formats: Mapping[int, BlockFormat], count: int, emit: Callable[[BlockFormat, Any, Sequence[Any]], None]
+) -> Any:
+    """A function for kernels of a format's code and a tuple of `count` integers: it emits something for each format."""
 
-    @intrinsic
-    def run(typing_context: Any, fmt: Any, call: Any) -> Any:
-        def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-            call = cgutils.unpack_tuple(b, arguments[1])
-            v.switch(b, arguments[0], {code: partial(emit, f, b, call) for code, f in formats.items()})
-            return context.get_dummy_value()
-
-        return types.void(types.intp, call), generate
+    @emits(types.void(types.intp, types.UniTuple(types.intp, count)))
+    def run(b: Any, fmt: Any, call: Any) -> Any:
+        values = cgutils.unpack_tuple(b, call)
+        v.switch(b, fmt, {code: partial(emit, f, b, values) for code, f in formats.items()})
 
     return run
 
@@ -116,30 +111,23 @@ def _emit_unpack(group: bool, f: BlockFormat, b: Any, call: Sequence[Any]) -> No
         v.store(b, found, v.pointer(b, beside), v.offset(n * TILE * 32))
 
 
-_unpack_group, _unpack_two = (emitted(BLOCK_FORMATS, partial(_emit_unpack, group)) for group in (True, False))
+_unpack_group, _unpack_two = (emitted(BLOCK_FORMATS, 7, partial(_emit_unpack, group)) for group in (True, False))
 
 
-@intrinsic
-def _transpose_fours(typing_context: Any, source: Any, stride: Any, to: Any, step: Any) -> Any:
-    """Of 16 rows at one distance write the first fours of bytes side by side, and a step further the second … fourth
-    ones."""
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        source, stride, to, step = arguments
-        quarters, four, rows, halves = range(0, TILE, 4), v.vec(v.I32, 4), [], []
-        for r in range(4):  # every fourth row shares a register
-            each = [b.mul(stride, v.offset(r + quarter)) for quarter in quarters]
-            rows.append(v.join(b, [v.load(b, v.pointer(b, source), at, four) for at in each]))
-        for low in (0, 2):
-            lanes = [q + low + lane + row for q in quarters for lane in (0, 1) for row in (0, TILE)]
-            halves.append([v.shuffle(b, rows[r], rows[r + 1], lanes) for r in (0, 2)])
-        for n in range(4):
-            lanes = [q + n % 2 * 2 + lane + row for q in quarters for row in (0, TILE) for lane in (0, 1)]
-            one, other = halves[n // 2]
-            v.store(b, v.shuffle(b, one, other, lanes), v.pointer(b, to), b.mul(step, v.offset(n)))
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 4), generate
+@emits(types.void(*[types.intp] * 4))
+def _transpose_fours(b: Any, source: Any, stride: Any, to: Any, step: Any) -> Any:
+    """Write the first fours of bytes of 16 rows side by side, and the second … fourth ones each a step further."""
+    quarters, four, rows, halves = range(0, TILE, 4), v.vec(v.I32, 4), [], []
+    for r in range(4):  # every fourth row shares a register
+        each = [b.mul(stride, v.offset(r + quarter)) for quarter in quarters]
+        rows.append(v.join(b, [v.load(b, v.pointer(b, source), at, four) for at in each]))
+    for low in (0, 2):
+        lanes = [q + low + lane + row for q in quarters for lane in (0, 1) for row in (0, TILE)]
+        halves.append([v.shuffle(b, rows[r], rows[r + 1], lanes) for r in (0, 2)])
+    for n in range(4):
+        lanes = [q + n % 2 * 2 + lane + row for q in quarters for row in (0, TILE) for lane in (0, 1)]
+        one, other = halves[n // 2]
+        v.store(b, v.shuffle(b, one, other, lanes), v.pointer(b, to), b.mul(step, v.offset(n)))
 
 
 @device
@@ -176,20 +164,15 @@ def pack_rows(m: MatrixView, rows: RowList, first: int, begin: int, groups: int,
                 _transpose_fours(source, 32, to_4, LINE)
 
 
-@intrinsic
-def _copy_eights(typing_context: Any, scales: Any, sums: Any, to: Any, count: Any) -> Any:
+@emits(types.void(*[types.intp] * 4))
+def _copy_eights(b: Any, scales: Any, sums: Any, to: Any, count: Any) -> Any:
     """Copy so many times eight scales, and eight negative sums as float32."""
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        scales, sums, to = (v.pointer(b, address) for address in arguments[:3])
-        with cgutils.for_range(b, arguments[3]) as loop:
-            at = b.mul(loop.index, v.offset(32))
-            v.store(b, v.load(b, scales, at, v.vec(v.F32, 8)), to, at)
-            whole = v.load(b, sums, at, v.vec(v.I32, 8))
-            v.store(b, b.sitofp(whole, v.vec(v.F32, 8)), to, b.add(at, v.offset(4 * BLOCKS)))
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 4), generate
+    scales, sums, to = (v.pointer(b, address) for address in (scales, sums, to))
+    with cgutils.for_range(b, count) as loop:
+        at = b.mul(loop.index, v.offset(32))
+        v.store(b, v.load(b, scales, at, v.vec(v.F32, 8)), to, at)
+        whole = v.load(b, sums, at, v.vec(v.I32, 8))
+        v.store(b, b.sitofp(whole, v.vec(v.F32, 8)), to, b.add(at, v.offset(4 * BLOCKS)))
 
 
 @device

@@ -10,7 +10,7 @@ block outside the groups. So lanes are gone through one after the other, each wi
     row · x = the lanes, added in halves
 """
 
-# The signatures of `generate` are numba's.
+# The signature of `generate` is numba's.
 # ruff: noqa: ARG001
 
 from collections.abc import Sequence
@@ -26,6 +26,7 @@ from numba.extending import intrinsic
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen import amx
 from pi_runtime.kernels.codegen import simd as v
+from pi_runtime.kernels.codegen.emits import emits
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import MatrixView, RowList, Vectors, pointer_of
 from pi_runtime.kernels.data.weight_formats import BLOCK_FORMATS, BlockFormat
@@ -132,7 +133,7 @@ _KIND_OF = tuple(
     _KINDS[BLOCK_FORMATS[code].offset] if code in BLOCK_FORMATS else 0 for code in range(max(BLOCK_FORMATS) + 1)
 )
 """A format whose blocks have the same beside their scales: once they are unpacked, there is no other difference."""
-_add_products = emitted({code: BLOCK_FORMATS[code] for code in _KINDS.values()}, _emit_lanes)
+_add_products = emitted({code: BLOCK_FORMATS[code] for code in _KINDS.values()}, 9, _emit_lanes)
 
 
 @intrinsic
@@ -148,15 +149,10 @@ def _begin(typing_context: Any) -> Any:
     return types.intp(), generate
 
 
-@intrinsic
-def _end(typing_context: Any) -> Any:
+@emits(types.void())
+def _end(b: Any) -> Any:
     """Forget tiles."""
-
-    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        amx.release(b)
-        return context.get_dummy_value()
-
-    return types.void(), generate
+    amx.release(b)
 
 
 @device

@@ -14,6 +14,18 @@ TYPES = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16, "q8": Type.Q8_0, "
 _TILE_ROWS = 1024
 
 
+def add_shape(writer: gguf.GGUFWriter, d: Decoder) -> None:
+    """What every architecture says of its size."""
+    writer.add_vocab_size(d.vocab_size)
+    writer.add_context_length(d.context_length)
+    writer.add_embedding_length(d.d_model)
+    writer.add_block_count(d.n_layers)
+    writer.add_feed_forward_length(d.d_ff)
+    writer.add_head_count(d.n_heads)
+    writer.add_head_count_kv(d.n_kv_heads)
+    writer.add_layer_norm_rms_eps(d.norm_eps)
+
+
 def write_gguf(
     path: Path, d: Decoder, format_name: str, *, has_tokenizer: bool = False, router_rows: np.ndarray | None = None,
     given: Mapping[str, np.ndarray] | None = None,
@@ -28,19 +40,12 @@ def write_gguf(
         writer.add_expert_count(d.n_experts)
         writer.add_expert_used_count(d.experts_per_token)
         writer.add_expert_feed_forward_length(d.d_ff)
-    writer.add_vocab_size(d.vocab_size)
-    writer.add_context_length(d.context_length)
-    writer.add_embedding_length(d.d_model)
-    writer.add_block_count(d.n_layers)
-    writer.add_feed_forward_length(d.d_ff)
-    writer.add_head_count(d.n_heads)
-    writer.add_head_count_kv(d.n_kv_heads)
+    add_shape(writer, d)
     writer.add_key_length(d.head_dim)
     writer.add_value_length(d.head_dim)
     writer.add_rope_dimension_count(d.rotary_dim)
     # The second of J frequencies is base ** (-1 / J).
     writer.add_rope_freq_base(d.rotary_frequencies[1] ** -len(d.rotary_frequencies))
-    writer.add_layer_norm_rms_eps(d.norm_eps)
     if has_tokenizer:
         _add_tokenizer(writer, d.vocab_size)
     else:

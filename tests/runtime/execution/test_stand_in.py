@@ -75,8 +75,9 @@ def test_a_norm_over_both_sides_is_refused(tmp_path: Path) -> None:
     """Its square sum would have to be known to both sides before either has the factors."""
     decoder = small_decoder(d_ff=200, inner_norms=True)
     path = random_artifact(tmp_path / "a.pi", decoder, plans=[stored_plan((128, 64), 1000, 900)])
-    with pytest.raises(DoesNotFitError, match="inner_norms"):
-        load(path, device="stand-in")
+    for budget in (None, 1 << 32):
+        with pytest.raises(DoesNotFitError, match="inner_norms"):
+            load(path, device="stand-in", ram_budget=budget)
 
 
 @pytest.mark.parametrize("fmt", ["f32", "q4"])
