@@ -13,7 +13,7 @@ from pi_compile.checkpoint.gguf_magic import is_gguf
 from pi_compile.errors import CheckpointError
 from pi_runtime.console import size
 
-_CLIENT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
+CLIENT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 """What the hub's HTTP client raises where it reaches nobody; which client that is depends on the hub's version."""
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -163,7 +163,7 @@ def _hub_faults(name: str, revision: str | None) -> Iterator[None]:
             found=f"{type(error).__name__}: {str(error).strip().split(chr(10))[0]}",
             remedy="check name and revision; for a gated model log in with `hf auth login`",
         ) from None
-    except _CLIENT_ERROR as error:
+    except CLIENT_ERROR as error:
         raise _unreachable(name, error) from None
 
 

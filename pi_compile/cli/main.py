@@ -1,6 +1,5 @@
 """`pi-compile`: make and examine artifacts."""
 
-import os
 import shlex
 import sys
 import time
@@ -12,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pi_compile.cli import artifact, planning
+from pi_compile.cli import artifact, planning, sparsifying
 from pi_compile.cli.options import BuildOptions, Debug, Export, IgnoreConfig, Json, LayoutOption, Output, RecipePath
-from pi_compile.cli.rendering import emit, findings_text, show, show_artifact, show_placements, sparsify_text
+from pi_compile.cli.rendering import emit, findings_text, show, show_artifact, show_placements
 from pi_runtime import console
 from pi_runtime.errors import UsageError
 from pi_runtime.errors.exit_codes import check_extra
@@ -126,25 +125,7 @@ def init(
             console.say(line)
 
 
-@app.command()
-def sparsify(
-    recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE", help="A recipe of sparsify (see init).", show_default=False)
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
-    device: Annotated[str, typer.Option(envvar="PI_DEVICE", help="Where to train: cpu or cuda:N.")] = "cpu",
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Train a dense model until most of its neurons are silent."""
-    from pi_compile.cli.options import torch_device
-    from pi_compile.cli.training_bar import training_bar
-    from pi_compile.sparsification.run import sparsify
-
-    with training_bar() as watch:
-        record = sparsify(recipe, output, torch_device(device), watch)
-    if int(os.environ.get("RANK", "0")) == 0:
-        emit(record, as_json, sparsify_text)
+app.command()(sparsifying.sparsify)
 
 
 @app.command()

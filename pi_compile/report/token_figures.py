@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from pi_compile.cost_model import PICO
 from pi_compile.report.axes import log_axis
@@ -30,6 +31,8 @@ class Chart:
     """What it shows, in a sentence."""
     legend: tuple[tuple[str, str, str], ...] = ()
     """Entries (colour, class of the mark in the style sheet, meaning); the first two may be empty."""
+    drawn: Figure | None = None
+    """What it was drawn as, where it is to be a picture of its own too."""
 
 
 def word(part: str) -> str:

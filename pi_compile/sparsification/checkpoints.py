@@ -69,6 +69,21 @@ class Checkpoints:
                     shutil.rmtree(self.path(older))
         self._accelerator.wait_for_everyone()
 
+    def begin_with(self, checkpoint: Path) -> None:
+        """Have another training's checkpoint as the first one, unless there are some: no file of it is ever changed."""
+        if self._accelerator.is_main_process and not self.steps():
+            hidden = self.folder / f".{checkpoint.name}.tmp"
+            shutil.rmtree(hidden, ignore_errors=True)
+            shutil.copytree(checkpoint, hidden, copy_function=_link)
+            hidden.rename(self.folder / checkpoint.name)
+        self._accelerator.wait_for_everyone()
+
+    def keep_only(self, step: int) -> None:
+        """Remove all but one."""
+        for other in self.steps():
+            if other != step:
+                shutil.rmtree(self.path(other))
+
     def load(self, step: int) -> dict[str, Any]:
         """Load the prepared model and optimiser; return the state. Raises TrainingError for a damaged checkpoint."""
         path = self.path(step)
@@ -96,6 +111,14 @@ def _check_generators(folder: Path) -> None:
         with zipfile.ZipFile(path) as stored:
             if (damaged := stored.testzip()) is not None:
                 raise ValueError(f"{path.name}: {damaged} is damaged")
+
+
+def _link(source: str, target: str) -> None:
+    """A file under a second name, or a copy where the file system has none."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _sync(path: Path) -> None:

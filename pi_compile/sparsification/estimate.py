@@ -56,11 +56,11 @@ def operations_per_token(recipe: SparsifyRecipe, d: Decoder) -> float:
     return forward * (passes * (2 if recipe.run.control else 1) + (recipe.train.distillation > 0))
 
 
-def estimate(recipe: SparsifyRecipe, d: Decoder, accelerator: Accelerator) -> Needs:
-    """Time by a short measurement here, memory and disk by counting."""
+def estimate(recipe: SparsifyRecipe, d: Decoder, accelerator: Accelerator, after: int = 0) -> Needs:
+    """Time by a short measurement here, memory and disk by counting; the steps up to `after` are done."""
     train = recipe.train
     per_s = flops_per_s(train.micro_batch * train.window, d.d_model, d.d_ff, str(accelerator.device))
-    seconds = recipe.tokens * operations_per_token(recipe, d) / per_s / accelerator.num_processes
+    seconds = recipe.tokens(after) * operations_per_token(recipe, d) / per_s / accelerator.num_processes
     weights = weights_of(d, d.n_experts)
     tokens = train.micro_batch * train.window
     # Per layer what backward needs of a token: about 6 values of the model's width for each FFN value path.
@@ -69,7 +69,8 @@ def estimate(recipe: SparsifyRecipe, d: Decoder, accelerator: Accelerator) -> Ne
     original = WEIGHT * weights if train.distillation else 0
     memory = STATE * weights + original + 4 * tokens * values
     checkpoint = 3 * WEIGHT * weights
-    return Needs(seconds, (KEPT + 2) * checkpoint + 2 * WEIGHT * weights, memory, recipe.tokens)
+    checkpoints = KEPT + 2 + recipe.run.control  # the model's last one stays while the control is trained
+    return Needs(seconds, checkpoints * checkpoint + 2 * WEIGHT * weights, memory, recipe.tokens(after))
 
 
 def check_room(needs: Needs, output: Path, work: Path) -> None:

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from pi_compile.report.axes import count_axis, log_axis
 from pi_compile.report.colours import COLOURS
 from pi_compile.report.layer_figures import layer_colours, layer_legend
+from pi_compile.report.png import png
 from pi_compile.report.quantities import digits, percent
 from pi_compile.report.svg import colour, figure, svg
 from pi_compile.report.token_figures import Chart
@@ -28,13 +29,24 @@ _MODEL, _CONTROL = ("accent", "line", "this model"), ("cpu", "line", "the contro
 _BASE = ("ink", "points", "the base model")
 
 
-def curves_page(
-    record: dict[str, Any], base_perplexity: float, model: Sequence[Point], control: Sequence[Point]
-) -> str:
-    """The page as HTML, from a run's record, the base's perplexity on the tune text, and the evaluations of both.
+def curves_page(record: dict[str, Any], charts: dict[str, Chart], model: Sequence[Point]) -> str:
+    """The page as HTML, from a run's record, its charts and the model's evaluations."""
+    return render(
+        "training.html.jinja",
+        record=record,
+        title=f"{Path(record['recipe']['model']['path']).name} made sparse",
+        penalised=_penalised(model),
+        charts=charts,
+    )
 
-    `control` is empty where there is none.
-    """
+
+def pictures(charts: dict[str, Chart]) -> dict[str, bytes]:
+    """Charts as PNG, by name."""
+    return {name: png(chart.drawn, chart.legend) for name, chart in charts.items() if chart.drawn is not None}
+
+
+def render(template: str, **values: Any) -> str:
+    """A page in the style of the report page."""
     environment = Environment(
         loader=ChoiceLoader([PackageLoader("pi_compile.sparsification"), PackageLoader("pi_compile.report")]),
         autoescape=True,
@@ -43,17 +55,22 @@ def curves_page(
         lstrip_blocks=True,
     )
     environment.filters |= {"digits": digits, "percent": percent}
-    return environment.get_template("training.html.jinja").render(
-        record=record,
-        title=f"{Path(record['recipe']['model']['path']).name} made sparse",
-        perplexities=_perplexities(base_perplexity, model, control),
-        losses=_losses(model, control),
-        sparsities=_sparsities(model),
-        penalised=_penalised(model),
-        schedule=_schedule(SparsifyRecipe.model_validate(record["recipe"]), model),
-        colours=COLOURS,
-        version=version("pi-toolchain"),
-    )
+    return environment.get_template(template).render(colours=COLOURS, version=version("pi-toolchain"), **values)
+
+
+def curves_charts(
+    record: dict[str, Any], base_perplexity: float, model: Sequence[Point], control: Sequence[Point]
+) -> dict[str, Chart]:
+    """The curves of a training, from its record, the base's perplexity on the tune text, and the evaluations of both.
+
+    `control` is empty where there is none.
+    """
+    return {
+        "perplexity": _perplexities(base_perplexity, model, control),
+        "sparsity": _sparsities(model),
+        "loss": _losses(model, control),
+        "schedule": _schedule(SparsifyRecipe.model_validate(record["recipe"]), record["schedule"], model),
+    }
 
 
 def curves_table(model: Sequence[Point], control: Sequence[Point]) -> str:
@@ -76,7 +93,7 @@ def _perplexities(base: float, model: Sequence[Point], control: Sequence[Point])
         axis.set_title("perplexity, on a logarithmic scale")
         title, about = "Perplexity", f"From {digits(base)} before the training to {digits(model[-1].perplexity)}."
         text = svg(drawn, "perplexity", title, about)
-    return Chart(title=title, svg=text, about=about, legend=(*_arms(control), _BASE))
+    return Chart(title=title, svg=text, drawn=drawn, about=about, legend=(*_arms(control), _BASE))
 
 
 def _losses(model: Sequence[Point], control: Sequence[Point]) -> Chart:
@@ -85,7 +102,7 @@ def _losses(model: Sequence[Point], control: Sequence[Point]) -> Chart:
         axis.set_title("loss, nats a token")
         title, about = "Loss", f"From {digits(model[0].loss)} at the first evaluation to {digits(model[-1].loss)} nats."
         text = svg(drawn, "loss", title, about)
-    return Chart(title=title, svg=text, about=about, legend=_arms(control))
+    return Chart(title=title, svg=text, drawn=drawn, about=about, legend=_arms(control))
 
 
 def _sparsities(model: Sequence[Point]) -> Chart:
@@ -94,10 +111,10 @@ def _sparsities(model: Sequence[Point]) -> Chart:
     steered = [point for point in model if point.wanted]
     with figure(3.3) as (drawn, (axis,)):
         for n, name in enumerate(layer_colours(layers)):
-            _curve(axis, model, sparsity_PL[:, n], name, lw=1.1)
-        _curve(axis, model, mean_P, "ink")
+            curve(axis, model, sparsity_PL[:, n], name, lw=1.1)
+        curve(axis, model, mean_P, "ink")
         if steered:
-            _curve(axis, steered, [100 * point.wanted for point in steered], "warn", ls="--")
+            curve(axis, steered, [100 * point.wanted for point in steered], "warn", ls="--")
         _tokens(axis, model)
         axis.set_title("neurons that are 0, %")
         title, last = "Sparsity", percent(mean_P[-1] / 100)
@@ -105,21 +122,21 @@ def _sparsities(model: Sequence[Point]) -> Chart:
         text = svg(drawn, "sparsity", title, about)
     wanted = (("warn", "dash", "wanted"),) if steered else ()
     legend = (("ink", "line", "mean"), *wanted, *layer_legend(layers))
-    return Chart(title=title, svg=text, about=about, legend=legend)
+    return Chart(title=title, svg=text, drawn=drawn, about=about, legend=legend)
 
 
-def _schedule(recipe: SparsifyRecipe, model: Sequence[Point]) -> Chart:
+def _schedule(recipe: SparsifyRecipe, scheduled: int, model: Sequence[Point]) -> Chart:
     """What was set in each step: the learning rate, and the weight of the penalty if there was one."""
     per_step, steps = recipe.train.batch * recipe.train.window, model[-1].step
     some = np.unique(np.linspace(0, steps - 1, _POINTS).round().astype(int)).tolist()
-    rates = [learning_rate(recipe.train, recipe.steps, step) for step in some]
+    rates = [learning_rate(recipe.train, scheduled, step) for step in some]
     penalised = _penalised(model)
     with figure(3.3, (1, 1) if penalised else (1,), sharex=True) as (drawn, axes):
         axes[0].plot([(step + 1) * per_step for step in some], rates, color=colour("accent"))
         axes[0].yaxis.set_major_formatter(lambda rate, _: f"{rate:.3g}".replace("e-0", "e-"))
         axes[0].set_title("learning rate")
         if penalised:
-            _curve(axes[1], model, [point.penalty for point in model], "ffn")
+            curve(axes[1], model, [point.penalty for point in model], "ffn")
             axes[1].set_title("weight of the penalty")
         for axis in axes:
             axis.set_ylim(bottom=0)
@@ -127,7 +144,7 @@ def _schedule(recipe: SparsifyRecipe, model: Sequence[Point]) -> Chart:
         _tokens(axes[-1], model)
         title, about = "What was set", f"The learning rate rises to {max(rates):.3g} and falls to {rates[-1]:.3g}."
         text = svg(drawn, "schedule", title, about)
-    return Chart(title=title, svg=text, about=about)
+    return Chart(title=title, svg=text, drawn=drawn, about=about)
 
 
 def _penalised(model: Sequence[Point]) -> bool:
@@ -141,11 +158,11 @@ def _arms(control: Sequence[Point]) -> tuple[tuple[str, str, str], ...]:
 def _both(axis: Axes, model: Sequence[Point], control: Sequence[Point], value: Callable[[Point], float]) -> None:
     """The curves of the model and of the control."""
     for points, (name, *_) in ((control, _CONTROL), (model, _MODEL)):
-        _curve(axis, points, [value(point) for point in points], name)
+        curve(axis, points, [value(point) for point in points], name)
     _tokens(axis, (*model, *control))
 
 
-def _curve(axis: Axes, points: Sequence[Point], values: Any, name: str, **options: Any) -> None:
+def curve(axis: Axes, points: Sequence[Point], values: Any, name: str, **options: Any) -> None:
     """Values over the tokens, with a dot for each while there are few: one alone would draw no line."""
     if len(points) <= _NAMED:
         options |= {"marker": "o", "ms": 3}

@@ -158,10 +158,16 @@ class SparsifyRecipe(RecipeFile):
         """Steps of all stages."""
         return sum(stage.steps for stage in self.stages)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens that all steps train on."""
-        return self.steps * self.train.batch * self.train.window
+    def with_steps(self, steps: int) -> "SparsifyRecipe":
+        """The recipe with at least so many steps: the last ones keep the last stage's penalty."""
+        if steps <= self.steps:
+            return self
+        more = StageSection(steps=steps - self.steps, penalty=self.stages[-1].penalty, curve="constant")
+        return self.model_copy(update={"stages": [*self.stages, more]})
+
+    def tokens(self, after: int = 0) -> int:
+        """Tokens that all steps train on, but for the first ones, that are done."""
+        return (self.steps - after) * self.train.batch * self.train.window
 
 
 def default_sparsify_recipe(

@@ -1,55 +1,86 @@
 """`pi-compile sparsify`: the whole way from a recipe to a folder.
 
 What is done so far lies in `FOLDER.work`, so that a run that was killed goes on where it was: checkpoints of the model
-and of the control, and the folder to be. With several processes each calls `sparsify`, and the first one writes.
+and of the control, and the folder to be. The last checkpoints stay in `FOLDER.checkpoint`. With several processes each
+calls `sparsify`, and the first one writes.
 """
 
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.errors import TrainingError
-from pi_compile.evaluation.intervals import increase_interval
 from pi_compile.files import json_digest, write_text
-from pi_compile.sparsification import events, export
+from pi_compile.sparsification import export, trackers
 from pi_compile.sparsification.activation import Activation, FfnActivity
-from pi_compile.sparsification.arm import Arm, read_arm
+from pi_compile.sparsification.arm import Arm, read_arm, run_record
 from pi_compile.sparsification.card import model_card
 from pi_compile.sparsification.checkpoints import Checkpoints
+from pi_compile.sparsification.continuing import CONTROL, IDENTITY, MODEL, Start, keep, kept_of, start_from
 from pi_compile.sparsification.data import EvaluationText, Packing, open_mixture, read_evaluation_text, source_digests
 from pi_compile.sparsification.estimate import check_room, estimate
 from pi_compile.sparsification.evaluation import Evaluation, evaluate
 from pi_compile.sparsification.model import add_constants, load_model, open_base, packing_of
-from pi_compile.sparsification.page import curves_page, curves_table
+from pi_compile.sparsification.page import curves_charts, curves_page, curves_table, pictures
 from pi_compile.sparsification.recipe import SparsifyRecipe, read_sparsify_recipe
 from pi_compile.sparsification.training import Base, Training, Watch
 from pi_compile.workers import StageDoneError, Worker, WorkFolder
 from pi_runtime.errors import Setting, UsageError
 
-IDENTITY, MODEL, CONTROL = "run.json", "model", "control"
 _CHECKED = 64
 """Tokens on which the folder is compared with the trained model."""
 
 
-def sparsify(recipe_path: Path, output: Path, device: str = "cpu", watch: Watch = Watch()) -> dict[str, Any]:
+def sparsify(
+    recipe_path: Path, output: Path, device: str = "cpu", watch: Watch = Watch(), track: Sequence[str] = ()
+) -> dict[str, Any]:
     """Make a model sparse, and write a Hugging Face folder. Returns what the folder's record says.
 
-    Raises UsageError for an output that is there or `cuda:all` in one process, DoesNotFitError where the disk is too
-    small, and what reading the recipe, the checkpoint and the text, and training, raise.
+    `track` names trackers that accelerate knows. Raises UsageError for an output that is there, a tracker that is not,
+    or `cuda:all` in one process, DoesNotFitError where the disk is too small, and what reading the recipe, the
+    checkpoint and the text, and training, raise.
     """
     recipe = read_sparsify_recipe(recipe_path)
+    return carry_out(recipe, recipe_path.resolve().parent, output, device, watch, track)
+
+
+def resume(
+    finished: Path, steps: int, output: Path, device: str = "cpu", watch: Watch = Watch(), track: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Train the model of a finished run for so many steps more, and write another folder, as `sparsify` does.
+
+    The learning rate stays what it fell to. Raises UsageError where the run's last checkpoints are gone.
+    """
+    start = start_from(finished, steps)
+    return carry_out(start.recipe, start.folder, output, device, watch, track, start=start)
+
+
+def carry_out(
+    recipe: SparsifyRecipe,
+    folder: Path,
+    output: Path,
+    device: str,
+    watch: Watch,
+    track: Sequence[str],
+    *,
+    start: Start | None = None,
+    control_of: Path | None = None,
+) -> dict[str, Any]:
+    """Carry out a recipe whose paths are relative to `folder`.
+
+    `control_of`: the folder of a finished run whose control is the same, unless it had another number of steps.
+    """
     export.check_folder(output)
     if device.startswith("cuda:") and "LOCAL_RANK" not in os.environ:  # a launcher gives each process its own
         if device == "cuda:all":
@@ -60,11 +91,11 @@ def sparsify(recipe_path: Path, output: Path, device: str = "cpu", watch: Watch 
                 remedy="accelerate launch -m pi_compile sparsify … starts a process for each GPU",
             )
         torch.cuda.set_device(int(device.removeprefix("cuda:")))
-    accelerator = Accelerator(cpu=device == "cpu")
+    accelerator = Accelerator(cpu=device == "cpu", log_with=trackers.chosen(track) or None, project_dir=".")
     _check_shares(recipe, accelerator.num_processes)
     if not accelerator.is_main_process:
         watch = Watch()
-    run = _Sparsification(recipe, recipe_path.resolve().parent, output, accelerator, watch)
+    run = _Sparsification(recipe, folder, output, accelerator, watch, start, control_of)
     with run.held():
         return run.carry_out()
 
@@ -87,6 +118,8 @@ class _Sparsification:
     output: Path
     accelerator: Accelerator
     watch: Watch
+    start: Start | None = None
+    control_of: Path | None = None
 
     @property
     def work(self) -> Path:
@@ -104,11 +137,13 @@ class _Sparsification:
             return
         workers = self.work / "workers"
         self.work.mkdir(parents=True, exist_ok=True)
-        if any(self.work.iterdir()) and not (workers.exists() or (self.work / IDENTITY).exists()):
-            raise UsageError(
-                f"{self.work}: is not of a training, and would be removed at its end",
-                remedy=("name another ", Setting("output"), ", or move the folder away"),
-            )
+        for folder in (self.work, kept_of(self.output)):
+            ours = not folder.exists() or (folder / IDENTITY).exists() or (folder / workers.name).exists()
+            if not ours and any(folder.iterdir()):
+                raise UsageError(
+                    f"{folder}: is not of a training, and would be removed at its end",
+                    remedy=("name another ", Setting("output"), ", or move the folder away"),
+                )
         try:
             with (
                 Worker(workers, notice=self.watch.notice) as worker,
@@ -141,7 +176,7 @@ class _Sparsification:
         """All of it, or what is left."""
         began = time.time()
         sources = source_digests(self.recipe.corpus, self.folder)
-        needed = estimate(self.recipe, self.base.decoder, self.accelerator)
+        needed = estimate(self.recipe, self.base.decoder, self.accelerator, self.start.after if self.start else 0)
         check_room(needed, self.output, self.work)
         self._identify(sources)
         self.watch.notice(needed.words())
@@ -150,7 +185,7 @@ class _Sparsification:
         control = (
             self._arm(CONTROL, lambda _: self._train_control(model.trained.steps)) if self.recipe.run.control else None
         )
-        record = self._record(base, model, control, sources)
+        record = {**run_record(self.recipe, base, model, control), **self._circumstances(base, model, sources)}
         if self.accelerator.is_main_process:
             self._publish(record, base_perplexity, model, control)
         self.accelerator.wait_for_everyone()
@@ -161,6 +196,15 @@ class _Sparsification:
         """Write down what this run is, or check that the one that was begun here is the same."""
         path = self.work / IDENTITY
         inputs = {"recipe": self.recipe.model_dump(), "model": self.base.digest(), "sources": sources}
+        if self.start is not None:
+            before = self.start.inputs
+            if any(before[key] != inputs[key] for key in ("model", "sources")):
+                raise TrainingError(
+                    f"{self.start.kept}: is of another model or text",
+                    expected="the files that the finished run was made from, unchanged",
+                    remedy="bring them back, or make the folder anew",
+                )
+            inputs["resumed"] = {"digest": before["digest"], "after": self.start.after}
         if not path.exists():
             if self.accelerator.is_main_process:
                 write_text(path, json.dumps({"digest": json_digest(inputs), **inputs}, indent=1))
@@ -186,16 +230,19 @@ class _Sparsification:
         path = self.work / f"{name}.json"
         if not path.exists():
             arm = make(self.work / f"{name}.out")
+            trackers.finish(self.accelerator)
             if self.accelerator.is_main_process:
                 write_text(path, arm.to_json())
-                shutil.rmtree(self.work / name)  # its checkpoints
+                Checkpoints(self.work / name, self.accelerator).keep_only(arm.trained.steps)
             self.accelerator.free_memory()
             self.accelerator.wait_for_everyone()
         return read_arm(path)
 
     def _training(self, name: str, model: Any, activity: FfnActivity | None, base: Base = Base()) -> Training:
         checkpoints = Checkpoints(self.work / name, self.accelerator)
-        writer = events.writer(self.work / "events" / name) if self.accelerator.is_main_process else None
+        if self.start is not None:
+            checkpoints.begin_with(self.start.checkpoint(name))
+        trackers.start(self.accelerator, self.output.name, name, self.work / "events", self.recipe)
         return Training(
             self.recipe,
             self.accelerator,
@@ -205,7 +252,7 @@ class _Sparsification:
             self.texts,
             checkpoints,
             base,
-            watch=events.both(self.watch, writer),
+            watch=trackers.both(self.watch, self.accelerator),
             name=name,
         )
 
@@ -219,7 +266,8 @@ class _Sparsification:
             add_constants(model)
         original = self._original() if self.recipe.train.distillation else None
         training = self._training(MODEL, model, activity, Base(original, base_perplexity))
-        trained = training.run()
+        until = self.start.after + self.start.steps if self.start else None
+        trained = training.run(until, self.start.after if self.start else 0)
         if self.recipe.steer.sparsity and target.activation == "fatrelu":
             activity.share_threshold(self.accelerator.unwrap_model(training.model))
         export.round_weights(training.model, export.stored_dtype(self.base))
@@ -259,38 +307,22 @@ class _Sparsification:
 
     def _train_control(self, steps: int) -> Arm:
         """Train the model with its own activation on the same text."""
+        if self.control_of is not None:
+            kept = kept_of(self.control_of)
+            arm = read_arm(kept / f"{CONTROL}.json")
+            if arm.trained.steps == steps:
+                last = Checkpoints(kept / CONTROL, self.accelerator).path(steps)
+                Checkpoints(self.work / CONTROL, self.accelerator).begin_with(last)
+                return arm
         training = self._training(CONTROL, load_model(self.base), None)
-        trained = training.run(until=steps)
+        trained = training.run(steps)
         found = training.evaluate(tune=False)
         return Arm(trained, found.losses_N, found.facts())
 
-    def _record(self, base: Evaluation, model: Arm, control: Arm | None, sources: dict[str, str]) -> dict[str, Any]:
-        """What the folder's record says."""
-        against = base.losses_N if control is None else control.losses_N
-        increase = float(np.expm1(model.losses_N.mean() - against.mean()))
-        interval = increase_interval(model.losses_N, against)
+    def _circumstances(self, base: Evaluation, model: Arm, sources: dict[str, str]) -> dict[str, Any]:
+        """What the folder's record says beside what came out."""
         return {
-            "activation": self.recipe.target.activation,
-            "threshold": model.facts["threshold"],
-            "sparsity": model.facts["sparsity"],
-            "dead": model.facts["dead"],
-            "perplexity": {
-                "base": base.perplexity,
-                "model": model.facts["perplexity"],
-                "control": None if control is None else control.facts["perplexity"],
-            },
-            "perplexity_increase": increase,
-            "interval": None if interval is None else list(interval),
-            "stock": model.facts["stock"],
-            "form": model.facts["form"],
-            "difference": model.facts["difference"],
-            "sparsity_by_layer": model.facts["sparsity_by_layer"],
-            "dead_by_layer": model.facts["dead_by_layer"],
-            "thresholds": model.facts["thresholds"],
-            "steps": model.trained.steps,
-            "ended": model.trained.ended,
-            "tokens": model.trained.tokens,
-            "seconds": model.trained.seconds,
+            "resumed_after": self.start.after if self.start else 0,
             "processes": self.accelerator.num_processes,
             "base": {"model": self.recipe.model.path, "digest": self.base.digest()},
             "text": {"sources": sources, "position": model.trained.data},
@@ -305,11 +337,14 @@ class _Sparsification:
         (out / "SPARSIFY.toml").write_text(self.recipe.to_toml(), encoding="utf-8")
         (out / "README.md").write_text(model_card(record, self.base.folder), encoding="utf-8")
         points = () if control is None else control.trained.points
-        page = curves_page(record, base_perplexity, model.trained.points, points)
-        (out / "training.html").write_text(page, encoding="utf-8")
+        charts = curves_charts(record, base_perplexity, model.trained.points, points)
+        (out / "training.html").write_text(curves_page(record, charts, model.trained.points), encoding="utf-8")
+        for name, picture in pictures(charts).items():
+            (out / f"{name}.png").write_bytes(picture)
         (out / "curves.csv").write_text(curves_table(model.trained.points, points), encoding="utf-8")
         if (self.work / "events").is_dir():
             # A run that was killed here may have left a part of them.
             shutil.copytree(self.work / "events", out / "events", dirs_exist_ok=True)
         export.check_folder(self.output)  # hours have passed
+        self.watch.notice(keep(self.work, self.output, model.trained.steps, self.folder))
         out.rename(self.output)

@@ -12,10 +12,10 @@ from pi_compile.sparsification.recipe import SparsifyTrainSection, StageSection
 
 
 def learning_rate(train: SparsifyTrainSection, steps: int, step: int) -> float:
-    """Linear warm-up, then a cosine from `learning_rate` to `final_learning_rate` at the last step."""
+    """Linear warm-up, then a cosine from `learning_rate` to `final_learning_rate` at the last step, and that beyond."""
     if step < train.warmup_steps:
         return train.learning_rate * (step + 1) / train.warmup_steps
-    done = (step - train.warmup_steps) / max(1, steps - 1 - train.warmup_steps)
+    done = min(1.0, (step - train.warmup_steps) / max(1, steps - 1 - train.warmup_steps))
     low, high = train.final_learning_rate, train.learning_rate
     return low + (high - low) * (1 + math.cos(math.pi * done)) / 2
 

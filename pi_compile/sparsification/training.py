@@ -89,6 +89,8 @@ class _TrainingState:
     ended: str = ""
     """Why the training ended before its last step."""
     points: list[Point] = field(default_factory=list)
+    schedule: int = 0
+    """Steps that the learning rate falls through; in those beyond it stays what it came to."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class Trained:
     points: list[Point]
     data: dict[str, Any]
     """The position in the text that it came to, with the digest of all sequences."""
+    schedule: int
 
 
 @dataclass(frozen=True)
@@ -143,10 +146,12 @@ class Training:
         if activity is not None and recipe.steer.sparsity:
             kind = ThresholdSteering if activity.activation.name == "fatrelu" else Steering
             self._steering = kind(recipe.steer.sparsity, recipe.steps)
-        self._name, self._state, self._until = name, _TrainingState(), recipe.steps
+        self._name, self._state, self._until = name, _TrainingState(schedule=recipe.steps), recipe.steps
 
-    def run(self, until: int | None = None) -> Trained:
+    def run(self, until: int | None = None, after: int = 0) -> Trained:
         """Train from the newest checkpoint, if there is one, to the end, or to the step `until` of the schedule.
+
+        `after`: the step at which a finished training goes on; why it ended early counts no longer.
 
         Raises TrainingError where the loss is no number or rises far above its lowest, with the last good checkpoint.
         """
@@ -155,6 +160,8 @@ class Training:
         if steps := self._checkpoints.steps():
             self._restore(steps[-1])
             state = self._state
+            if state.step == after:
+                state.ended, state.within = "", 0
             self._watch.notice(f"goes on after step {state.step} of {self._until}")
         while state.step < self._until and not state.ended:
             self._step()
@@ -165,14 +172,15 @@ class Training:
             self._restore(state.within)
             self._state = replace(self._state, ended=state.ended)
         final = self._state
-        return Trained(final.step, self._tokens(), final.seconds, final.ended, final.points, self._mixture.position)
+        text, tokens = self._mixture.position, self._tokens()
+        return Trained(final.step, tokens, final.seconds, final.ended, final.points, text, final.schedule)
 
     def _step(self) -> None:
         """One step of the optimiser, over all micro-batches of this process."""
-        state, recipe, train = self._state, self._recipe, self._recipe.train
+        state, train = self._state, self._recipe.train
         began = time.perf_counter()
         penalty = self._penalty()
-        rate = learning_rate(train, recipe.steps, state.step)
+        rate = learning_rate(train, state.schedule, state.step)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         batch = torch.from_numpy(self._mixture.take(train.batch))

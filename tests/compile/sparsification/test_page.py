@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 
 from support.sparsifying import small_recipe
 
-from pi_compile.sparsification.page import curves_page
+from pi_compile.sparsification.page import curves_charts, curves_page
 from pi_compile.sparsification.training import Point
 
 
@@ -44,12 +44,17 @@ def record(*, control: bool, **changes: Any) -> dict[str, Any]:
         "activation": "fatrelu",
         "threshold": 0.0123456789,
         "steps": 8,
+        "schedule": 8,
         "tokens": 2048,
         "ended": "",
         "base": {"digest": "0" * 64},
         "held_out": {"windows": 128, "tokens": 16_384},
         "text": {"position": {"digest": "0" * 64}},
     }
+
+
+def page_of(record: dict[str, Any], base: float, model: list[Point], control: list[Point]) -> str:
+    return curves_page(record, curves_charts(record, base, model, control), model)
 
 
 def figures(page: str) -> dict[str, str]:
@@ -65,7 +70,7 @@ def texts(figure: str) -> list[str]:
 def test_all_curves_are_there_with_what_they_are_of() -> None:
     wanted = {"steer": {"sparsity": 0.85}}
     shown = figures(
-        curves_page(record(control=True, **wanted), 112.3, points(8, layers=2, wanted=0.85, penalty=0.1), points(8))
+        page_of(record(control=True, **wanted), 112.3, points(8, layers=2, wanted=0.85, penalty=0.1), points(8))
     )
     assert list(shown) == ["Perplexity", "Sparsity", "Loss", "What was set"]
     for title in ("Perplexity", "Sparsity"):
@@ -82,27 +87,27 @@ def test_all_curves_are_there_with_what_they_are_of() -> None:
 
 
 def test_what_there_was_not_is_not_shown() -> None:
-    shown = figures(curves_page(record(control=False), 112.3, points(8, layers=2), []))
+    shown = figures(page_of(record(control=False), 112.3, points(8, layers=2), []))
     assert "wanted" not in shown["Sparsity"]
     assert "the control" not in shown["Perplexity"]
     assert "weight of the penalty" not in shown["What was set"]
 
 
 def test_perplexity_can_be_read_off_its_axis() -> None:
-    shown = figures(curves_page(record(control=True), 112.3, points(8, layers=2), points(8)))
+    shown = figures(page_of(record(control=True), 112.3, points(8, layers=2), points(8)))
     numbers = [float(text) for text in texts(shown["Perplexity"]) if re.fullmatch(r"[\d.]+", text)]
     assert {95.0, 100.0, 105.0, 110.0} <= set(numbers)
 
 
 def test_a_single_evaluation_is_seen() -> None:
     """A line through one point is none."""
-    shown = figures(curves_page(record(control=True), 112.3, points(1, layers=2), points(1)))
+    shown = figures(page_of(record(control=True), 112.3, points(1, layers=2), points(1)))
     for title in ("Perplexity", "Sparsity", "Loss"):
         assert "<use" in shown[title]
 
 
 def test_held_out_means_one_text(tmp_path: Path) -> None:
-    page = curves_page(record(control=True), 112.3, points(8, layers=2), points(8))
+    page = page_of(record(control=True), 112.3, points(8, layers=2), points(8))
     plain = " ".join(re.sub(r"<[^>]*>", " ", page[page.index("<body>") :]).split())
     said = [plain[found.end() : found.end() + 30] for found in re.finditer("held-out text ?", plain)]
     assert said == [". Perplexity 93.5 of this mode", ", which is looked at once, at "]

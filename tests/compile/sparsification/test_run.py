@@ -23,11 +23,11 @@ from support.sparsifying import small_recipe
 
 from pi_compile.cli.main import app
 from pi_compile.recipe import Recipe, default_recipe
-from pi_compile.sparsification import estimate, events
+from pi_compile.sparsification import estimate
 from pi_compile.sparsification import run as run_room
 from pi_compile.sparsification.checkpoints import Checkpoints
 from pi_compile.sparsification.recipe import read_sparsify_recipe
-from pi_compile.sparsification.training import Point, StepReport, Watch
+from pi_compile.sparsification.training import Watch
 from pi_compile.workers import tasks
 from pi_runtime import console
 from pi_runtime.commands.run import app as pi_run
@@ -57,6 +57,8 @@ def test_the_way_from_a_dense_model_to_tokens(bases: Path, tmp_path: Path, capsy
     assert "license: unknown" in card
     assert f"| sparsity, mean over layers | {record['sparsity']:.1%} |" in card
     assert len({path.stat().st_mode for path in (tmp_path / "sparse").iterdir() if path.is_file()}) == 1
+    assert (tmp_path / "sparse.checkpoint" / "control" / "step-00000008").is_dir()
+    assert (tmp_path / "sparse" / "loss.png").read_bytes()[:4] == b"\x89PNG"
     head, first, *_ = (tmp_path / "sparse" / "curves.csv").read_text().splitlines()
     assert (head.count(","), first.split(",")[:2]) == (first.count(","), ["model", "4"])
     html = (tmp_path / "sparse" / "training.html").read_text()
@@ -283,22 +285,6 @@ def test_a_link_that_leads_nowhere_is_in_the_outputs_place(sparsified: Any, tmp_
     (tmp_path / "out").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="exists already"):
         sparsified()
-
-
-def test_events_are_written_where_tensorboard_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: dict[str, float] = {}
-
-    def add_scalar(name: str, value: float, _step: int) -> None:
-        written[name] = value
-
-    writer = SimpleNamespace(add_scalar=add_scalar, flush=lambda: None)
-    watch = events.both(Watch(), writer)
-    watch.step(StepReport("model", 1, 2, 3.0, 0.5, 0.1, 1e-3, 100.0))
-    watch.point(Point(1, 10, 3.0, 0.1, 20.0, [0.5, 0.6], 0.0))
-    assert written["training/loss"] == 3.0
-    assert written["sparsity/layer 1"] == 0.6
-    monkeypatch.setattr(events.importlib.util, "find_spec", lambda _: None)
-    assert events.writer(tmp_path) is None
 
 
 @pytest.mark.slow
