@@ -3,35 +3,28 @@
 A *request* names neurons of one expert, by array. `RowStore.ranges` cuts requests into ranges of chunks whose missing
 rows fit into a region of slots for staged rows: while one range is used, the next one is read into another region.
 
-Shape letters: I neurons, C chunks, X experts, U experts of all layers whose experts come and go as a whole.
+Shape letters: I neurons, C chunks, X experts.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from pi_runtime.artifact.footprint import CHUNKS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import ROW_ARRAYS
-from pi_runtime.disk.arena import row_arena
+from pi_runtime.disk.arena import RowArena, row_arena
 from pi_runtime.disk.kernels import fetching, neuron_cache
-from pi_runtime.disk.ram_plan import RamPlan, expert_counts
+from pi_runtime.disk.ram_plan import RamPlan
 from pi_runtime.disk.reader import Reader
+from pi_runtime.disk.whole_experts import WholeExperts, experts_in_a_batch
 from pi_runtime.kernels.data.matrix_view import Ints
 
 REGIONS = 2
 """Regions of staged rows that ranges take in turn; behind them is one for each of two layers' rows read ahead."""
-
-HALF_LIFE = 32
-"""Tokens in which a use of an expert comes to count half. Chosen on traces of one text, of changing subjects and of
-several users (`nox -s bench -- disk --parts residency`)."""
-PROFILED_TOKENS = 32
-"""So many tokens count what the profile knows of experts when a model is opened."""
 
 
 class Request(NamedTuple):
@@ -60,18 +53,17 @@ class RowStore:
     def __init__(self, artifact: Artifact, plan: RamPlan, reader: Reader) -> None:
         d = artifact.manifest.decoder
         self.plan, self.reader, self._d_ff = plan, reader, d.d_ff
-        whole = [layer for layer, by_expert in enumerate(plan.by_expert_L) if by_expert]
-        self._unit_of = {layer: n * d.n_experts for n, layer in enumerate(whole)}
-        self._heat_U = np.concatenate([np.zeros(0), *(_profiled(artifact, layer) for layer in whole)])
-        """Uses of each expert, each of which counts half after `HALF_LIFE` tokens: in units of a use at the start."""
-        self._use = 1.0
-        """What a use counts now."""
-        self.arenas = {name: row_arena(artifact, name, plan, reader, self._heat_U) for name in ROW_ARRAYS}
+        self.whole = WholeExperts(artifact, plan)
+        self.arenas = {name: row_arena(artifact, name, plan, reader, self.whole.heat_U) for name in ROW_ARRAYS}
+        self.whole.rows_of = [[arena.rows_L[n] for arena in self.arenas.values()] for n in range(d.n_layers)]
+        self.experts_ahead = experts_in_a_batch(self.arenas.values(), reader, d.d_ff)
         self._row_I, self._slot_I = np.empty((2, d.neurons), np.int64)
         self._staged: dict[tuple[str, int], int] = {}
         """Slots of each region that hold rows, by array and region."""
         self._ahead: dict[int, Request] = {}
         """What was read ahead for a layer whose turn is not over, by layer."""
+        self._coming_of: dict[int, list[int]] = {}
+        """The whole experts that were absent then."""
         self._open: set[int] = set()
         """Layers of whole experts whose turn is not over: it is one for all of their experts."""
 
@@ -132,23 +124,51 @@ class RowStore:
             self._staged[name, region] = staged
         return bool(staged >= 0)
 
-    def holds(self, layer: int, experts: Ints) -> bool:
+    def holds(self, layer: int, expert_X: Ints) -> bool:
         """Whether experts that come and go as a whole are in memory, all of them, and none is still on its way: each
         then counts as used, and stays until the layer after the next one begins."""
-        row_I, arenas, is_ahead = experts * self._d_ff, self.arenas.values(), layer in self._ahead
-        slot_2I = [arena.rows_L[layer].slot_N[row_I] for arena in arenas]
-        if not all(slot_I.all() for slot_I in slot_2I):
+        is_ahead = layer in self._ahead
+        if not self.whole.are_there(layer, expert_X).all():
             return False
         if is_ahead and self.reader.is_pending(REGIONS + layer % 2):
             return False
         self._wait_ahead(layer)
-        for arena, slot_I in zip(arenas, slot_2I, strict=True):
-            rows = arena.rows_L[layer]
+        for rows, slot_I in zip(self.whole.rows_of[layer], self.whole.slots(layer, expert_X), strict=True):
             rows.clock_7[neuron_cache.TURN] += not is_ahead
             rows.turn_S[slot_I] = rows.clock_7[neuron_cache.TURN]
-            rows.counts_2[neuron_cache.HITS] += len(experts) * self._d_ff
-        self._heat_U[self._unit_of[layer] + experts] += self._use
+            rows.counts_2[neuron_cache.HITS] += len(expert_X) * self._d_ff
+        self.whole.use(layer, expert_X)
         return True
+
+    def arriving(self, layer: int, expert_X: Ints) -> Iterator[list[int]] | None:
+        """Begin to read the absent ones of a layer's experts that come and go as a whole, all of them at once.
+
+        Returns groups of experts, each in memory when it is taken, those that are there now first; None where there is
+        no room for all.
+        """
+        is_there = self.whole.are_there(layer, expert_X)
+        there_X, halves = expert_X[is_there], np.array_split(expert_X[~is_there], REGIONS)
+        if len(halves[0]) > self.experts_ahead:
+            return None
+        self._begin_turn(_every_row(layer, self.whole.rows(there_X)))
+        self._open.add(layer)
+        for region, some_X in enumerate(halves):
+            if len(some_X) and not self._asked_experts(_every_row(layer, self.whole.rows(some_X)), region):
+                self.reader.wait(0)
+                return None
+        for rows in self.whole.rows_of[layer]:
+            rows.counts_2[neuron_cache.HITS] += len(there_X) * self._d_ff
+        self.whole.use(layer, there_X)
+        return self._groups(layer, there_X.tolist(), [some_X.tolist() for some_X in halves])
+
+    def _groups(self, layer: int, there: list[int], halves: list[list[int]]) -> Iterator[list[int]]:
+        coming = self._coming_of.get(layer, ())
+        yield [expert for expert in there if expert not in coming]
+        self._wait_ahead(layer)
+        yield [expert for expert in there if expert in coming]
+        for region, some in enumerate(halves):
+            self.reader.wait(region)
+            yield some
 
     def _asked_experts(self, request: Request, region: int) -> bool:
         """Begin the turn of a request for whole experts, and to read those that are missing into the cache; False where
@@ -157,15 +177,16 @@ class RowStore:
         self._begin_turn(request)
         self._open.add(layer)
         if region < REGIONS:
-            self._heat_U[self._unit_of[layer] + request.expert] += self._use
+            self.whole.use(layer, (base + request.needs[0][1][:: self._d_ff]) // self._d_ff)
         before = {name: self.arenas[name].counts_L2[layer].copy() for name, _ in request.needs}
         self._asked(RowRange(request, 0, CHUNKS), region, keep=True, stage=False)
-        if all(self.arenas[name].rows_L[layer].slot_N[base + row_I].all() for name, row_I in request.needs):
-            return True
-        if region < REGIONS:  # what remains is staged, by other reads of the same batch, and counted then
+        has_all = all(self.arenas[name].rows_L[layer].slot_N[base + row_I].all() for name, row_I in request.needs)
+        if region >= REGIONS:
+            self._set_counts(layer, before)  # they are counted when they are needed
+        elif not has_all:  # what remains is staged, by other reads of the same batch, and counted then
             self.reader.wait(region)
             self._set_counts(layer, before)
-        return False
+        return has_all
 
     def _set_counts(self, layer: int, counts: Mapping[str, Ints]) -> None:
         for name, counts_2 in counts.items():
@@ -227,44 +248,33 @@ class RowStore:
 
         With experts the request is for expert 0, and its neurons are rows of the layer.
         """
-        layer = request.layer
+        layer, region = request.layer, REGIONS + request.layer % 2
         before = {name: self.arenas[name].counts_L2[layer].copy() for name, _ in request.needs}
-        region = REGIONS + layer % 2
-        if not self._asked_whole(request, region, True, self.plan.ahead) and not self.plan.by_expert_L[layer]:
+        if not self._asked_whole(request, region, True, self.plan.ahead):
             if self._begin_turn(request) > self.plan.ahead:
-                request = request._replace(needs=[(name, self._fitting(layer, name, i)) for name, i in request.needs])
+                request = _fitting(request, self.arenas, self.plan.ahead)
             self._asked(RowRange(request, 0, CHUNKS), region, keep=True)
         self._ahead[layer] = request
         self._set_counts(layer, before)  # they are counted when they are needed
 
-    @cached_property
-    def experts_ahead(self) -> int:
-        """Whole experts of which a batch has room for all reads."""
-        arenas = self.arenas.values()
-        if any(places.nbytes != places.slot_nbytes for arena in arenas for places in arena.places_L):
-            return self.reader.rows // (len(arenas) * self._d_ff)  # rows do not lie side by side: a read for each
-        return self.reader.rows // sum(2 + self._d_ff // (self.reader.piece // arena.nbytes) for arena in arenas)
-
-    def _fitting(self, layer: int, name: str, row_I: Ints) -> Ints:
-        """The first of some rows, so many that those of them that are missing fit into the region."""
-        missing_I = np.cumsum(self.arenas[name].rows_L[layer].slot_N[row_I] == 0)
-        return row_I[: int(np.searchsorted(missing_I, self.plan.ahead, side="right"))]
+    def read_experts_ahead(self, layer: int, expert_X: Ints) -> None:
+        """Begin to read those of a coming layer's whole experts that are missing, if any are."""
+        absent_X = expert_X[~self.whole.are_there(layer, expert_X)]
+        if len(absent_X):
+            self._coming_of[layer] = absent_X.tolist()
+            request = _every_row(layer, self.whole.rows(expert_X))
+            self._asked_experts(request, REGIONS + layer % 2)
+            self._ahead[layer] = request
 
     def _wait_ahead(self, layer: int) -> None:
         """Wait for the rows of a layer that were read ahead, if any were."""
         if layer in self._ahead:
             self.reader.wait(REGIONS + layer % 2)
 
-    def age(self) -> None:
-        """Let uses so far count less: a step is over."""
-        self._use *= 2 ** (1 / HALF_LIFE)
-        if self._use > 1e9:
-            self._heat_U /= self._use
-            self._use = 1.0
-
     def end_layer(self, layer: int) -> None:
         """Let go of a layer's rows that were read ahead."""
         self._ahead.pop(layer, None)
+        self._coming_of.pop(layer, None)
         self._open.discard(layer)
         for name in self.arenas:
             self._clear(name, layer, REGIONS + layer % 2)
@@ -273,6 +283,7 @@ class RowStore:
         """Forget all rows that may have been on their way: all but the pinned ones."""
         self.reader.drain()
         self._ahead.clear()
+        self._coming_of.clear()
         self._open.clear()
         self._staged.clear()
         for arena in self.arenas.values():
@@ -287,7 +298,15 @@ class RowStore:
         return hits, misses
 
 
-def _profiled(artifact: Artifact, layer: int) -> npt.NDArray[np.float64]:
-    """(X,) how often each expert of a layer is used in `PROFILED_TOKENS` tokens by the profile's counts, if any."""
-    count_X = expert_counts(artifact, layer)
-    return count_X * (PROFILED_TOKENS * artifact.manifest.decoder.experts_per_token / max(1.0, count_X.sum()))
+def _every_row(layer: int, row_I: Ints) -> Request:
+    """A request for these rows of a layer in both arrays."""
+    return Request(layer, 0, [(name, row_I) for name in ROW_ARRAYS])
+
+
+def _fitting(request: Request, arenas: Mapping[str, RowArena], most: int) -> Request:
+    """The first of the rows of a request, so many that at most so many of them are missing in each array."""
+    needs = []
+    for name, row_I in request.needs:
+        missing_I = np.cumsum(arenas[name].rows_L[request.layer].slot_N[row_I] == 0)
+        needs.append((name, row_I[: int(np.searchsorted(missing_I, most, side="right"))]))
+    return request._replace(needs=needs)

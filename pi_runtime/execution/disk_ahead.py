@@ -6,6 +6,7 @@ Shape letters: T tokens, D model width, N tokens that take one expert, F neurons
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from pi_runtime.kernels import moe
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.workspace import allocate_workspace
 from pi_runtime.kernels.ffn import steps
-from pi_runtime.kernels.ffn.experts import tokens_by_expert
+from pi_runtime.kernels.ffn.experts import Taken, tokens_by_expert
 from pi_runtime.kernels.ffn.memory import ffn_of, whole_batch
 from pi_runtime.kernels.ops.linear import norm
 
@@ -69,22 +70,28 @@ class ReadAhead:
 
     def read(self, layer: int, arrays: tuple[str, ...], x_TD: Floats, select_T: Ints) -> None:
         """Begin to read what a layer will probably need of these arrays, for a few tokens with this residual."""
-        row_I = self._named(layer, x_TD, select_T)
+        taken = self._taken(layer, x_TD)
+        if self._rows.plan.by_expert_L[layer]:
+            expert_X = np.array([expert for expert, _, _ in taken][: self._rows.experts_ahead], np.int64)
+            self._rows.read_experts_ahead(layer, expert_X)
+            return
+        row_I = self._named(layer, taken, select_T)
         self._rows.read_ahead(Request(layer, 0, [(name, row_I) for name in arrays]))
 
-    def _named(self, layer: int, x_TD: Floats, select_T: Ints) -> Ints:
-        """The rows of a layer that will probably be needed."""
+    def _taken(self, layer: int, x_TD: Floats) -> list[Taken]:
+        """The experts that will probably be taken, by tokens whose FFN reads `_ws.normed_TD`."""
         m, ws, w_X = self._model, self._ws, self._model.table_LX[layer]
         normed_TD = ws.normed_TD[: len(x_TD)]
         name = "ffn_norm" if w_X[0]["ffn_norm"] else "attention_norm"
         norm(m.cfg.centred, m.eps, int(w_X[0][name]), int(w_X[0][f"{name}_bias"]), x_TD, normed_TD)
         if m.cfg.experts > 1:
             moe.route(m.cfg, w_X[0], x_TD if m.cfg.router_early else normed_TD, ws)
-        taken = tokens_by_expert(ws.expert_TK[: len(x_TD)], ws.route_weight_TK, m.cfg.experts)
-        if self._rows.plan.by_expert_L[layer]:
-            some = [expert for expert, _, _ in taken][: self._rows.experts_ahead]
-            return (m.cfg.d_ff * np.array(some, np.int64)[:, None] + np.arange(m.cfg.d_ff)).ravel()
-        steps.prepare(self._ffn, w_X[0], normed_TD)
+        return tokens_by_expert(ws.expert_TK[: len(x_TD)], ws.route_weight_TK, m.cfg.experts)
+
+    def _named(self, layer: int, taken: Sequence[Taken], select_T: Ints) -> Ints:
+        """The rows of a layer that will probably be needed."""
+        m, w_X = self._model, self._model.table_LX[layer]
+        steps.prepare(self._ffn, w_X[0], self._ws.normed_TD[: len(select_T)])
         named: list[Ints] = []
         for expert, token_N, weight_N in taken:
             batch = whole_batch(self._ffn, w_X, expert, token_N, select_T[token_N], weight_N)

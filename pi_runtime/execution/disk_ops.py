@@ -9,7 +9,8 @@ Shape letters: T tokens, D model width, L layers, N tokens that take one expert,
 expert.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -22,12 +23,9 @@ from pi_runtime.execution.disk_ahead import ReadAhead
 from pi_runtime.execution.executor import Floats, Ints, SequenceStep
 from pi_runtime.kernels.codegen import progress
 from pi_runtime.kernels.ffn import steps
-from pi_runtime.kernels.ffn.experts import tokens_by_expert
+from pi_runtime.kernels.ffn.experts import Taken, tokens_by_expert
 from pi_runtime.kernels.ffn.memory import Batch, every_token, whole_batch
 from pi_runtime.kernels.split_ffn import NeuronLists, name_listed
-
-Taken = tuple[int, Ints, Floats]
-"""An expert, the tokens that take it, and the weight of its sum for each."""
 
 
 class DiskOps(CpuOps):
@@ -68,7 +66,7 @@ class DiskOps(CpuOps):
         saves_L = self._spared_L * self._rest_share >= TWO_PHASES_FROM
         self._two_phases_L = (saves_L | self._rows.plan.two_phases_L).tolist()
         self.ahead.way.count(seconds / tokens)
-        self._rows.age()
+        self._rows.whole.age()
 
     def attention(self, layer: int) -> None:
         """x ← x + attention(x); rows of experts that are known before it come meanwhile."""
@@ -164,6 +162,11 @@ class DiskOps(CpuOps):
 
     def _whole_experts(self, layer: int, batches: Mapping[int, Batch], few: bool, tally_T3: Ints) -> None:
         """x ← x + the FFNs of experts all of whose rows are needed: the next ones come while one is computed."""
+        one = few and len(self.x_TD) == 1 and len(batches) <= BLOCK_TOKENS
+        arriving = self._rows.arriving(layer, np.array(list(batches))) if one else None
+        if arriving is not None:
+            self._as_they_come(layer, batches, arriving, tally_T3)
+            return
         f, needs = self.model.ffn, [(name, self._all_F) for name in ROW_ARRAYS]
         requests = [Request(layer, expert, needs) for expert in batches]
         ahead = requests[-REGIONS:][0] if few and self._reads_ahead and self.ahead.can_L[layer + 1] else None
@@ -182,6 +185,29 @@ class DiskOps(CpuOps):
                 if few:
                     steps.merge(f, e, self.x_TD)
                 steps.add_counts(f, e, tally_T3)
+
+    def _as_they_come(
+        self, layer: int, batches: Mapping[int, Batch], arriving: Iterator[list[int]], tally_T3: Ints
+    ) -> None:
+        """x ← x + the FFNs of one token's experts: those that are there are computed while others come.
+
+        Their sums wait, so that they are added in the order of the experts.
+        """
+        if self._reads_ahead and self.ahead.can_L[layer + 1]:
+            self._read_ahead(layer + 1)
+        f, d_model = self.model.ffn, self.x_TD.shape[1]
+        sum_X1D = self._carried_TD.reshape(-1)[: len(batches) * d_model].reshape(-1, 1, d_model)
+        sum_X1D.fill(-0.0)  # which changes no number that is added to it
+        sums = dict(zip(batches, sum_X1D, strict=True))
+        for expert in chain.from_iterable(arriving):
+            e = batches[expert]
+            steps.name_neurons(f, e, self._named_F)
+            steps.list_chunks(f, e, 0, CHUNKS)
+            steps.sum_chunks(f, e, 0, CHUNKS)
+            steps.merge(f, e, sums[expert])
+            steps.add_counts(f, e, tally_T3)
+        for sum_1D in sum_X1D:
+            self.x_TD += sum_1D
 
     def _named(self, layer: int, e: Batch, listed: NeuronLists | None = None) -> Ints:
         """The neurons that the tokens of a batch may need from here."""

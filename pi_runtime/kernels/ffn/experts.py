@@ -8,6 +8,9 @@ import numpy as np
 from pi_runtime.kernels.codegen.jit import public
 from pi_runtime.kernels.data.matrix_view import Floats, Ints
 
+Taken = tuple[int, Ints, Floats]
+"""An expert, the tokens that take it, and the weight of its sum for each."""
+
 
 @public
 def take_expert(expert_TK: Ints, route_weight_TK: Floats, expert: int, token_T: Ints, weight_T: Floats) -> int:
@@ -29,9 +32,9 @@ def tokens_of(expert_TK: Ints, route_weight_TK: Floats, expert: int) -> tuple[In
     return token_T[:count], weight_T[:count]
 
 
-def tokens_by_expert(expert_TK: Ints, route_weight_TK: Floats, experts: int) -> list[tuple[int, Ints, Floats]]:
+def tokens_by_expert(expert_TK: Ints, route_weight_TK: Floats, experts: int) -> list[Taken]:
     """Each expert with `tokens_of` it; experts that no token takes are left out."""
     if experts == 1:
         return [(0, np.arange(len(expert_TK)), route_weight_TK[: len(expert_TK), 0])]
-    found = ((expert, *tokens_of(expert_TK, route_weight_TK, expert)) for expert in range(experts))
-    return [taken for taken in found if len(taken[1])]
+    taken = sorted(set(expert_TK.ravel().tolist()) & set(range(experts)))  # a place may be left empty
+    return [(expert, *tokens_of(expert_TK, route_weight_TK, expert)) for expert in taken]

@@ -154,7 +154,8 @@ class Case:
             with Worker(LLAMA_CPP, PEERS[LLAMA_CPP][0], limit_s=300) as worker:
                 worker.ask("describe")
                 self._enter(worker, self.gguf, self.taken, 1.0)
-                worker.ask("open_model", path=str(self.gguf), context=512)
+                # What it repacks would be a copy in memory, which the group has no room for.
+                worker.ask("open_model", path=str(self.gguf), context=512, repack=False)
                 text = self.text(self.mapped_warm + tokens, self.levels[0])
                 found = worker.ask("decode_text", tokens=text, warm=self.mapped_warm)
                 return self._row("llama.cpp mapped", None, found)

@@ -32,18 +32,18 @@ from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs, is_scales
 from pi_runtime.artifact.writer import ArtifactWriter
 
 _SMALL_THINKER = {
-    "n_layers": 8, "d_model": 1536, "d_ff": 768, "n_heads": 12, "n_kv_heads": 2, "n_experts": 32,
+    "d_model": 1536, "d_ff": 768, "n_heads": 12, "n_kv_heads": 2, "n_experts": 32,
     "experts_per_token": 4, "activation": "relu", "router_early": True, "router_score": "sigmoid",
 }  # fmt: skip
 _QWEN3 = {
-    "n_layers": 2, "d_model": 2048, "d_ff": 768, "n_heads": 32, "n_kv_heads": 4, "n_experts": 128,
+    "d_model": 2048, "d_ff": 768, "n_heads": 32, "n_kv_heads": 4, "n_experts": 128,
     "experts_per_token": 8, "activation": "silu", "qk_norm": True,
 }  # fmt: skip
-MIXTURES: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
-    "SmallThinker-4B": (_SMALL_THINKER, {"common": 0.3, "subject": 0.1, "likeness": 0.3}),
-    "Qwen3-MoE": (_QWEN3, {"common": 0.38, "subject": 0.1, "likeness": 0.35}),
+MIXTURES: dict[str, tuple[dict[str, Any], dict[str, float], dict[str, int]]] = {
+    "SmallThinker-4B": (_SMALL_THINKER, {"common": 0.3, "subject": 0.1, "likeness": 0.3}, {"f16": 10, "q4": 32}),
+    "Qwen3-MoE": (_QWEN3, {"common": 0.38, "subject": 0.1, "likeness": 0.35}, {"f16": 2, "q4": 6}),
 }
-"""Of each its shape and its routing."""
+"""Of each its shape, its routing, and its layers in each format, which make 2 to 3 GB."""
 PUBLISHED = "published 0.38, 0.38 and 0.89 (Qwen3)"
 _TILE = 4096
 
@@ -54,8 +54,8 @@ class Mixture(Case):
     mapped_warm = WARM
 
     def __init__(self, a: argparse.Namespace, name: str, fmt: str, folder: Path, group: MemoryGroup | None) -> None:
-        shape, routing = MIXTURES[name]
-        decoder = small_decoder(head_dim=128, vocab_size=VOCABULARY, context_length=640, **shape)
+        shape, routing, layers = MIXTURES[name]
+        decoder = small_decoder(head_dim=128, vocab_size=VOCABULARY, context_length=640, n_layers=layers[fmt], **shape)
         self.routing = Routing(
             layers=decoder.n_layers, d_model=decoder.d_model, experts=decoder.n_experts,
             taken=decoder.experts_per_token, **routing,
@@ -93,16 +93,16 @@ class Mixture(Case):
     @property
     def experts(self) -> list[Trace]:
         """The neurons that each layer needs, token by token."""
-        taken_TLK = np.sort(self.routing.of(self.text(TRACED)), -1)
+        taken_TLK = np.sort(self.taken_TLK[:TRACED], -1)
         neuron_TLKF = self.decoder.d_ff * taken_TLK[..., None] + np.arange(self.decoder.d_ff)
         return [list(neuron_TKF.reshape(len(taken_TLK), -1)) for neuron_TKF in neuron_TLKF.swapaxes(0, 1)]
 
-    def print_routing(self) -> None:
-        """What routing is like, as the model itself routes."""
+    def route(self) -> None:
+        """Record which experts the model itself takes, and print what its routing is like."""
         with self.ours(mode=self.mode, ram_budget=self.budget(25)) as worker:
             found = worker.ask("routes", tokens=self.text(WARM + self.a.tokens))
         layers = self.decoder.n_layers
-        taken_TLK = np.array(found["taken"]).reshape(-1, layers, self.routing.taken)
+        taken_TLK = self.taken_TLK = np.array(found["taken"]).reshape(-1, layers, self.routing.taken)
         same, hot = persistence_and_hot_list(taken_TLK)
         line = f"  of a token's experts {same:.2f} were the token's before, {hot:.2f} are in the layer's hot list"
         if not self.decoder.router_early:
@@ -131,17 +131,17 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Print and return the figures of one mixture in one format."""
     case = Mixture(a, name, fmt, folder, group)
-    if machine is not None:
-        case.predictions = {level: Prediction(case.path, machine, case.experts, case.experts) for level in case.levels}
     d, (level,) = case.decoder, case.levels
     print(
         f"{name}, {fmt}: {d.n_layers} layers of {d.n_experts} experts, {d.experts_per_token} a token,"
         f" D {d.d_model}, F {d.d_ff}; {case.path.stat().st_size / 1e9:.2f} GB",
         flush=True,
     )
-    case.print_routing()
+    case.route()
+    if machine is not None:
+        case.predictions = {level: Prediction(case.path, machine, case.experts, case.experts) for level in case.levels}
     in_memory = case.measure("in memory, mapped", None, [level], a.tokens)[level]
-    trace = steps_of(case.routing, [case.text(WARM + a.tokens)])
+    trace = steps_of(case.routing, case.taken_TLK[None])
     expert_nbytes = d.d_ff * sum(row_nbytes(d, fmt).values())
     for percent in map(float, a.mixture_budgets.split(",")):
         budget = case.budget(percent)

@@ -18,8 +18,14 @@ from pi_runtime.artifact.reader import Artifact
 class Prediction:
     """A machine's times for one artifact and one text, whose needs are recorded: see `engine.trace`."""
 
-    def __init__(self, path: Path, machine: Machine, named: Sequence[Trace], fired: Sequence[Trace]) -> None:
-        """`named`, `fired`: the neurons of each layer that the predictor names, and that turn out to fire."""
+    def __init__(
+        self, path: Path, machine: Machine, named: Sequence[Trace], fired: Sequence[Trace],
+        routed: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """`named`, `fired`: the neurons of each layer that the predictor names, and that turn out to fire.
+
+        `routed`: (L, X), how many tokens each layer's experts got, of a mixture.
+        """
         with Artifact.open(path) as artifact:
             m = artifact.manifest
         self._neurons = neurons = m.decoder.neurons
@@ -29,6 +35,7 @@ class Prediction:
             formats=m.formats,
             tokens=len(fired[0]),
             counts=np.stack([counts(trace, neurons) for trace in fired]),
+            routed=routed,
             persistence=np.array([persistence(trace, neurons) for trace in fired]),
             layers=tuple(
                 LayerWork(rung=layer.rung, rank=layer.rank, read_ppm=max(MILLION, round(ppm)))

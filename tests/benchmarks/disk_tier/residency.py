@@ -7,7 +7,6 @@ are four texts on four subjects in one step. Printed is the share of experts tha
 what never changes and LRU.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from support.row_traces import Trace
 
 from disk_tier import policies
 from disk_tier.routing import SUBJECTS, Routing, text
-from pi_runtime.disk.row_store import HALF_LIFE, PROFILED_TOKENS
+from pi_runtime.disk.whole_experts import HALF_LIFE, PROFILED_TOKENS
 
 TOKENS, USERS = 600, 4
 SHARES = 0.5, 0.25, 0.125
@@ -23,11 +22,13 @@ SMALL = Routing(layers=6, d_model=512, experts=32, taken=4, common=0.3, subject=
 LARGE = Routing(layers=6, d_model=512, experts=128, taken=8, common=0.38, subject=0.1, likeness=0.35)
 
 
-def steps_of(routing: Routing, texts: Sequence[Sequence[int]]) -> Trace:
-    """The experts that each layer of each step needs, as places in the order of the profile."""
+def steps_of(routing: Routing, taken_STLK: np.ndarray) -> Trace:
+    """The experts that each layer of each step needs, as places in the order of the profile.
+
+    `taken_STLK`: the experts of texts that are written side by side.
+    """
     rank_U = np.empty(routing.layers * routing.experts, np.int64)
     rank_U[np.argsort(-routing.profiled().ravel(), kind="stable")] = np.arange(len(rank_U))
-    taken_STLK = np.stack([routing.of(one) for one in texts])
     first_L = routing.experts * np.arange(routing.layers)
     return [
         np.unique(rank_U[first + taken_STLK[:, t, n].ravel()])
@@ -86,7 +87,7 @@ def compare() -> list[dict[str, Any]]:
             "several users": [text(TOKENS // 2, [user], seed=user) for user in range(USERS)],
         }
         for kind, texts in kinds.items():
-            trace = steps_of(routing, texts)
+            trace = steps_of(routing, np.stack([routing.of(one) for one in texts]))
             for share in SHARES:
                 found = missed(routing, trace, int(share * routing.layers * routing.experts))
                 better = min(found["static"], found["LRU"])

@@ -24,10 +24,10 @@ def _silent(level: int, text: bytes, data: ctypes.c_void_p) -> None:
 
 
 class _Session:
-    def __init__(self, path: str, context: int, sequences: int) -> None:
+    def __init__(self, path: str, context: int, sequences: int, repack: bool) -> None:
         llama_cpp.llama_log_set(_silent, ctypes.c_void_p(0))
         params = llama_cpp.llama_model_default_params()
-        params.n_gpu_layers = 0
+        params.n_gpu_layers, params.use_extra_bufts = 0, repack
         self.model = llama_cpp.llama_model_load_from_file(path.encode(), params)
         assert self.model, path
         settings = llama_cpp.llama_context_default_params()
@@ -98,9 +98,9 @@ def describe() -> dict[str, str]:
     return {"build": f"{found} {PATCHED}" if "AMX_INT8" in found else found}
 
 
-def open_model(path: str, context: int, sequences: int = 1) -> None:
-    """`context`: positions of all sequences together."""
-    _sessions.append(_Session(path, context, sequences))
+def open_model(path: str, context: int, sequences: int = 1, repack: bool = True) -> None:
+    """`context`: positions of all sequences together; `repack`: copy 4-bit weights into a faster order."""
+    _sessions.append(_Session(path, context, sequences, repack))
 
 
 def prefill(tokens: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A run that reads rows from disk gives the bits of a run in memory: any mode, format, budget, and company."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from support.synthetic import FACTS, random_artifact, small_decoder
 from pi_runtime import Model, load
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.schema import Text
+from pi_runtime.disk.row_store import RowStore
 from pi_runtime.execution import disk_ahead, disk_ops
 from pi_runtime.execution.cpu_ops import CpuOps
 from pi_runtime.execution.disk import DiskExecutor
@@ -113,6 +115,32 @@ def test_experts_that_come_and_go_as_a_whole(tmp_path: Path, monkeypatch: pytest
         with from_disk(path, share, "dense") as model:
             for _ in range(2):
                 same(outputs(model), expected)
+
+
+def test_experts_that_are_there_are_computed_while_others_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = artifact(tmp_path, "q4", n_experts=8, experts_per_token=4, d_ff=200)
+    with load(path, mode="dense", device="cpu") as model:
+        cache = model.new_cache()
+        expected = [model.decode(token, cache) for token in PROMPT[:20]]
+    arriving, orders = RowStore.arriving, list[tuple[list[int], list[int]]]()
+
+    def spied(self: RowStore, layer: int, expert_X: np.ndarray) -> Iterator[list[int]] | None:
+        there = expert_X[self.whole.are_there(layer, expert_X)].tolist()
+        groups = arriving(self, layer, expert_X)
+        if groups is None:
+            return None
+        found = list(groups)
+        orders.append((there, [expert for group in found for expert in group]))
+        return iter(found)
+
+    monkeypatch.setattr(RowStore, "arriving", spied)
+    monkeypatch.setattr(disk_ahead.FasterWay, "second", False)
+    with from_disk(path, 0.4, "dense") as model:
+        cache = model.new_cache()
+        for token, logits in zip(PROMPT[:20], expected, strict=True):
+            same(model.decode(token, cache), logits)
+    assert all(order[: len(there)] == there and len(set(order)) == 4 for there, order in orders)
+    assert any(order != sorted(order) for _, order in orders)
 
 
 def test_a_router_before_attention_names_what_is_read_and_nothing_else_is(
