@@ -63,7 +63,7 @@ class MissCurves:
         return missed_C
 
 
-def shares(rows_N: Ints, tokens: int) -> Ints:
+def shares(rows_N: Ints, tokens: int | Ints) -> Ints:
     """Share of all tokens that need each row, in 2⁻³⁰."""
     return np.minimum(rows_N, tokens).astype(np.int64) * ONE // tokens
 

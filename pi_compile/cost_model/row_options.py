@@ -11,10 +11,10 @@ C are the times of computing that `token_time` has, D those of reading (`disk_re
 (`hit_rate`). A predicted layer takes two phases where they save `TWO_PHASES_FROM` of its bytes. Reading for the next
 layer ahead of its turn is left out: a run is at least as fast as this where it pays.
 
-Where all rows of an expert are needed they are read in long stretches, those of one of a token's K experts while
-another one is computed:
+Where all rows of an expert are needed they are read in long stretches. Those of a token's K experts that are in memory
+are computed while the others, m of them, are read; each is missed with the same chance q:
 
-    T_cpu  =  max(C, D) + min(C, D) ÷ K
+    T_cpu  =  Σ P(m) · (max(m · D ÷ (K q), (K − m) · C ÷ K) + m · C ÷ K)        P(m)  =  binomial(K, q)
 
 Without a GPU such experts are pinned and cached as a whole, those with the highest counts first.
 
@@ -23,6 +23,7 @@ or to whole experts.
 Of the choices with equal cuts those that need more bytes than another and are no faster are left out.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +33,17 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_compile.cost_model.disk_reads import DiskReads
-from pi_compile.cost_model.hit_rate import ROW, ROW_BITS, Ints, MissCurves, correlations, miss_curves, shares
+from pi_compile.cost_model.hit_rate import (
+    ONE,
+    ROW,
+    ROW_BITS,
+    SHARE_BITS,
+    Ints,
+    MissCurves,
+    correlations,
+    miss_curves,
+    shares,
+)
 from pi_compile.cost_model.processors import CPU, processors_of
 from pi_compile.cost_model.token_time import ffn_ps
 from pi_compile.cost_model.workload import Workload, rows_read
@@ -237,8 +248,8 @@ class RowModel:
             for some, row in zip((missed_first, missed_rest), rows, strict=True)
         )
         if together:
-            disk = disk_first + disk_rest
-            total = np.maximum(compute, disk) + np.minimum(compute, disk) // self.work.decoder.experts_per_token
+            missed_share = shares(missed_rest, np.maximum(needed[1], 1))
+            total = _with_experts(compute, disk_first + disk_rest, missed_share, self.work.decoder.experts_per_token)
         elif self.two_phases(layer):
             total = disk_first + compute_first + disk_rest + compute_rest
         else:
@@ -285,6 +296,18 @@ class _Division:
     cut: Ints
     pinned: Ints
     cached: Ints
+
+
+def _with_experts(compute: Ints, disk: Ints, missed_share: Ints, experts: int) -> Ints:
+    """Picoseconds of computing and reading a token's experts, by the mean over how many are missed."""
+    missed, there = (some.astype(object) for some in (missed_share, ONE - missed_share))
+    total = np.zeros_like(missed)
+    for m in range(experts + 1):
+        chance = math.comb(experts, m) * missed**m * there ** (experts - m)
+        reading = disk.astype(object) * (m * ONE) // (experts * np.maximum(missed, 1))
+        total += chance * (np.maximum(reading, compute * (experts - m) // experts) + compute * m // experts)
+    found: Ints = (total >> (SHARE_BITS * experts)).astype(np.int64)
+    return found
 
 
 def _non_dominated(options: RowOptions) -> Ints:

@@ -97,6 +97,12 @@ class Mixture(Case):
         neuron_TLKF = self.decoder.d_ff * taken_TLK[..., None] + np.arange(self.decoder.d_ff)
         return [list(neuron_TKF.reshape(len(taken_TLK), -1)) for neuron_TKF in neuron_TLKF.swapaxes(0, 1)]
 
+    @property
+    def routed(self) -> np.ndarray:
+        """(L, X) how many of these tokens each layer's experts get."""
+        taken_LTK, experts = self.taken_TLK[:TRACED].swapaxes(0, 1), self.decoder.n_experts
+        return np.stack([np.bincount(taken_TK.ravel(), minlength=experts) for taken_TK in taken_LTK])
+
     def route(self) -> None:
         """Record which experts the model itself takes, and print what its routing is like."""
         with self.ours(mode=self.mode, ram_budget=self.budget(25)) as worker:
@@ -139,7 +145,9 @@ def measure(
     )
     case.route()
     if machine is not None:
-        case.predictions = {level: Prediction(case.path, machine, case.experts, case.experts) for level in case.levels}
+        case.predictions = {
+            level: Prediction(case.path, machine, case.experts, case.experts, case.routed) for level in case.levels
+        }
     in_memory = case.measure("in memory, mapped", None, [level], a.tokens)[level]
     trace = steps_of(case.routing, case.taken_TLK[None])
     expert_nbytes = d.d_ff * sum(row_nbytes(d, fmt).values())

@@ -64,21 +64,25 @@ def equal_layers(work: Workload) -> Workload:
     return replace(work, counts=counts, routed=routed)
 
 
-def test_an_expert_is_read_in_long_stretches_beside_computing() -> None:
-    """Nothing pinned, nothing cached: every row of two of three experts, at the rate of a read as long as they are."""
+@pytest.mark.parametrize("pinned", [0, 1, 2, 3])
+def test_experts_that_are_there_are_computed_beside_reading_others(pinned: int) -> None:
+    """Two of three experts are needed, each as often as another; rows are read at the rate of long reads."""
     work = whole_experts(np.random.default_rng(0), d_model=1024)
     work = replace(work, counts=np.full_like(work.counts, 600), routed=np.full((2, 3), 600))
-    model = RowModel(work=work, machine=alone())
-    found = model.divided(0, 0, 0, first=False)
-    compute = model.divided(0, 900, 0, first=False)
+    model, missed = RowModel(work=work, machine=alone()), (3 - pinned) / 3
+    found = model.divided(0, 300 * pinned, 0, first=False)
     disk = 0
     for row in model.row_nbytes:
         rows = min(300, PIECE_NBYTES // row)
-        disk += int(3 * 0.6 * 300 * model.reads.row_ps(rows * row) / rows) + model.reads.latency_ps(rows * row)
-    assert (compute.disk_ps, compute.cpu_ps) == (0, found.cpu_ps)
-    total = max(disk, found.cpu_ps) + min(disk, found.cpu_ps) // 2
+        disk += int(missed * 540 * model.reads.row_ps(rows * row) / rows) + model.reads.latency_ps(rows * row) * (
+            missed > 0
+        )
+    compute, one = found.cpu_ps, disk / (2 * missed) if missed else 0
+    total = (1 - missed) ** 2 * compute
+    total += 2 * missed * (1 - missed) * (max(one, compute / 2) + compute / 2)
+    total += missed**2 * (2 * one + compute)
     assert found.cpu_ps + found.disk_ps == pytest.approx(total, rel=1e-3)
-    assert found.read == pytest.approx(0.6 * 900 * sum(model.row_nbytes), rel=1e-3)
+    assert found.read == pytest.approx(missed * 540 * sum(model.row_nbytes), rel=1e-3)
 
 
 def with_disk(m: Machine, disk: Disk = DISK) -> Machine:
