@@ -41,7 +41,7 @@ from pi_compile.results import WINDOWS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import row_nbytes
 
-DENSE_PARTS = ("budgets", "ablation", "policies", "phases")
+PARTS = ("budgets", "ablation", "policies", "phases", "mixtures", "residency")
 
 
 def arguments() -> argparse.Namespace:
@@ -49,7 +49,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--formats", default="f16,q4")
     parser.add_argument("--budgets", default="100,75,50,25,10,5", help="percent of the FFNs' rows")
     parser.add_argument("--persistence", default="0.36,0.8")
-    parser.add_argument("--parts", default=",".join(DENSE_PARTS))
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--tokens", type=int, default=40, help="that are timed, of ours")
     parser.add_argument("--mapped-tokens", type=int, default=3, help="the same of mapped engines within a limit")
     parser.add_argument("--mode", default="predicted")
