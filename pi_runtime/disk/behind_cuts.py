@@ -31,8 +31,9 @@ def plan_behind_cuts(
     `away`: rows of arrays that a GPU has (see `RamPlan`), which then also reads prompts; None where this memory stands
     in for it.
 
-    The placement's own division is taken where it fits and was solved for this mode, with what is left as further slots
-    of caches; else a rule divides. Raises DoesNotFitError naming the smallest budget that fits.
+    The placement's own division is taken where it was solved for this mode, with caches longer by what is left, or
+    shorter by what lacks: a GPU's driver and staging memory are not the placement's. Where they cannot be as short as
+    that, a rule divides. Raises DoesNotFitError naming the smallest budget that fits.
     """
     m = artifact.manifest
     d, nbytes = m.decoder, slot_nbytes(m.decoder, m.formats["ffn"])
@@ -44,11 +45,15 @@ def plan_behind_cuts(
     cut_LX = np.array(gpu.cuts, np.int64).reshape(d.n_layers, d.n_experts)
     cold_LX = d.d_ff - cut_LX
     everything = int(cold_LX.sum()) * both
-    stored = gpu.rows if gate_L == packed_L else None
-    if stored is not None and stored.slot_bytes <= buffers.left < everything:
-        cost = sum(nbytes["rest"] + (0 if gate else nbytes["first"]) for gate in gate_L)
+    stored, cost_L = gpu.rows if gate_L == packed_L else None, _cost_of_each(nbytes, gate_L)
+    kept = None if stored is None else np.array(stored.cached, np.int64) @ cost_L + buffers.left - stored.slot_bytes
+    if stored is not None and kept is not None and kept >= 0 and buffers.left < everything:
         pinned_LX = np.array(stored.pinned, np.int64).reshape(cut_LX.shape)
-        cached_L = np.array(stored.cached) + (buffers.left - stored.slot_bytes) // cost
+        cached_L = np.array(stored.cached, np.int64)
+        if buffers.left >= stored.slot_bytes:
+            cached_L = cached_L + (buffers.left - stored.slot_bytes) // cost_L.sum()
+        else:
+            cached_L = cached_L * kept // (cached_L @ cost_L)
         resident_L: Sequence[bool] = stored.first
     else:
         stored, (pinned_LX, cached_L, resident_L) = None, _by_rule(d, cold_LX, nbytes, gate_L, buffers.left)
@@ -78,6 +83,11 @@ def _slots(pinned: int, cached: int) -> Slots:
     return Slots(int(pinned), int(cached))
 
 
+def _cost_of_each(nbytes: Mapping[str, int], gate_L: Sequence[bool]) -> Ints:
+    """(L,) bytes that a neuron takes in a cache of each layer."""
+    return np.array([nbytes["rest"] + (0 if gate else nbytes["first"]) for gate in gate_L])
+
+
 def _by_rule(
     d: Decoder, cold_LX: Ints, nbytes: Mapping[str, int], gate_L: Sequence[bool], room: int
 ) -> tuple[Ints, Ints, list[bool]]:
@@ -91,8 +101,7 @@ def _by_rule(
         if room >= cold_L[n] * nbytes["first"]:
             resident_L[n] = True
             room -= int(cold_L[n]) * nbytes["first"]
-    costs = zip(cold_L.tolist(), (nbytes["rest"] + (0 if gate else nbytes["first"]) for gate in gate_L), strict=True)
-    cost = sum(cold * nbytes_of_row for cold, nbytes_of_row in costs)
+    cost = int(cold_L @ _cost_of_each(nbytes, gate_L))
     if room >= cost:
         return cold_LX, np.zeros_like(cold_L), resident_L
     pinned_LX = (cold_LX * (room / cost * PINNED_SHARE)).astype(np.int64)

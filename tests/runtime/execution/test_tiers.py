@@ -117,3 +117,18 @@ def test_the_plan_has_its_own_division(tmp_path: Path) -> None:
         plan = model.executor.plan  # type: ignore[attr-defined]
         assert (plan.stored, plan.pinned_LX) == (stored, ((320,), (64,), (64,)))
         assert [s.pinned for s in plan.first_L] == [320, 2500, 64]
+
+
+def test_where_less_is_left_than_a_division_was_solved_for_its_caches_are_shorter(tmp_path: Path) -> None:
+    path = artifact(tmp_path, (640, 0, 2436), **ONE)
+    wanted = expected(path)
+    with Artifact.open(path) as found:
+        stored = division(found.manifest, (320, 64, 0), 800)
+    path = artifact(tmp_path, (640, 0, 2436), rows=stored, **ONE)
+    with within(path, 0.4) as model:
+        same(outputs(model), wanted)
+        plan = model.executor.plan  # type: ignore[attr-defined]
+        assert (plan.stored, plan.pinned_LX) == (stored, ((320,), (64,), (0,)))
+        assert [0 < s.cached < 800 for s in plan.rest_L] == [True, True, False]
+    with within(path, 0) as model:
+        assert model.executor.plan.stored is None  # type: ignore[attr-defined]
