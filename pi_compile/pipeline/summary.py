@@ -1,6 +1,5 @@
 """Results of stages as plain values, rows and columns."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -61,17 +60,6 @@ def train_report(t: PredictorSet) -> dict[str, Any]:
         "ffn_us": sum(row.ffn_us for row in t.rows),
         "layers": layers,
     }
-
-
-def built_line(t: PredictorSet | None, budget: float) -> str:
-    """What was built, in a line: rungs, what a token reads, and what it costs beside what the recipe allows."""
-    if t is None:
-        return "every layer is dense, and nothing is skipped"
-    rungs = ", ".join(f"{count} {rung}" for rung, count in Counter(row.rung for row in t.rows).most_common())
-    read, gate = (sum(getattr(row, name) for row in t.rows) for name in ("ffn_bytes", "gate_bytes"))
-    fires = f"{sum(row.density for row in t.rows) / len(t.rows):.0%} of the neurons fire"
-    cost = f"perplexity {t.perplexity['increase']:+.2%} (at most {budget:+.2%})"
-    return f"{len(t.rows)} layers: {rungs}; {fires}, a token reads {read / gate:.0%} of gate's FFN bytes; {cost}"
 
 
 def place_report(placements: Sequence[Placement]) -> dict[str, Any]:

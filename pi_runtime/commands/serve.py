@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from pi_runtime.commands import access
 from pi_runtime.commands.options import ENGINE_FLAGS, MODEL_FLAGS, TITLES, SourceOptions
 from pi_runtime.engine.options import EngineOptions, ModelOptions
 from pi_runtime.errors import PiError, TemplateError, UsageError
-from pi_runtime.errors.exit_codes import flag, missing_extra
+from pi_runtime.errors.exit_codes import code_and_message, flag, missing_extra
 
 if TYPE_CHECKING:
     from pi_runtime.engine.engine import Engine
@@ -119,7 +120,9 @@ def serve(
     server = Server(config(built, settings, **tls), service, lambda url: say(f"listening on {url}"), reload)
     _listen(server, settings)
     if service.is_held_up:
-        os._exit(0 if service.failure is None else 1)
+        code, message = (0, "") if service.failure is None else code_and_message(service.failure)
+        sys.stderr.write(f"{message}\n" if message else "")
+        os._exit(code)
     if service.failure is not None:
         raise service.failure
 

@@ -153,11 +153,13 @@ class Server(uvicorn.Server):
         self._service, self._listens, self._reload = service, listens, reload
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        service.on_failure = self.drain
+        service.on_failure = self._handle_failure
 
     async def startup(self, sockets: Any = None) -> None:
         """Listen, and say so."""
         self._loop = asyncio.get_running_loop()
+        if self._service.failure is not None:  # it came before there was a loop
+            self.drain()
         await super().startup(self._sockets() if sockets is None else sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
@@ -197,6 +199,11 @@ class Server(uvicorn.Server):
     def _handle_reload(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if self._loop is not None and self._reload is not None:
             self._loop.call_soon_threadsafe(self._reload)
+
+    def _handle_failure(self) -> None:
+        """Drain, whichever thread says it."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
         """Take on nothing more, let what runs end, then stop."""

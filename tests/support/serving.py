@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from pi_runtime import Engine, Model, load
+from pi_runtime.errors import PiError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.server.app import build_app
 from pi_runtime.server.listening import Server, config
@@ -113,9 +114,13 @@ def serving(
     gate: threading.Event | None = None,
     limits: Limits | None = None,
     tls: Mapping[str, Path] = MappingProxyType({}),
+    told: PiError | None = None,
     **settings: Any,
 ) -> Iterator[Served]:
-    """A server. `changed` may change the model before it is used; with a gate loading waits until it is set."""
+    """A server. `changed` may change the model before it is used; with a gate loading waits until it is set.
+
+    `told` is a failure from before it runs.
+    """
 
     def opened() -> Engine:
         if gate is not None:
@@ -131,6 +136,8 @@ def serving(
     built = build_app(chosen, opened, lines.append)
     urls: list[str] = []
     server = Server(config(built, chosen, **tls), built.state.service, urls.append)
+    if told is not None:
+        built.state.service.fail(told)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     served: Served | None = None

@@ -153,6 +153,16 @@ def test_a_fault_of_the_engine_is_told_to_all_and_ends_the_server(endless: Path,
     wait_until(lambda: served.server.should_exit)
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_a_failure_that_another_thread_tells_ends_the_server(alphabet: Path, serve: Serve, early: bool) -> None:
+    """As the check of an artifact's bytes does: while it serves, or before it listens."""
+    served = serve(alphabet, told=PiError("damaged") if early else None)
+    if not early:
+        served.service.fail(PiError("damaged"))
+    wait_until(lambda: served.server.should_exit)
+    assert str(served.service.failure) == "damaged"
+
+
 def test_an_artifact_that_is_changed_ends_the_server_with_what_to_do(
     alphabet: Path, serve: Serve, tmp_path: Path
 ) -> None:
