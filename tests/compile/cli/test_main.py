@@ -37,7 +37,9 @@ FLAGS = {
         *("MODEL", "-o", "--output", "--corpus", "--revision", "--ignore-config", "--activation", "--sparsify"),
         "--force",
     },
-    "sparsify": {"RECIPE", "-o", "--output", "--device"},
+    "sparsify": {
+        *("[RECIPE]", "-o", "--output", "--device", "--resume", "--steps", "--sparsity", "--track", "--push"),
+    },
     "profile": {*BUILD, "--export"},
     "train": {*BUILD, "--export"},
     "guess": {*BUILD},
