@@ -13,7 +13,7 @@ import typer
 
 from pi_compile.cli import artifact, planning, sparsifying
 from pi_compile.cli.options import BuildOptions, Debug, Export, IgnoreConfig, Json, LayoutOption, Output, RecipePath
-from pi_compile.cli.rendering import built_line, emit, findings_text, show, show_artifact, show_placements
+from pi_compile.cli.rendering import emit, findings_text, show, show_artifact, show_placements
 from pi_runtime import console
 from pi_runtime.errors import UsageError
 from pi_runtime.errors.exit_codes import check_extra
@@ -254,6 +254,7 @@ def build(options: BuildOptions, output: Output = None, as_json: Json = False, d
 
 def _build(options: BuildOptions, output: Path | None, as_json: bool) -> None:
     from pi_compile.files import artifact_path
+    from pi_compile.pipeline.summary import built_line
 
     path = artifact_path(options.recipe, output)
     with _pipeline(options, "pack", path) as pipeline:

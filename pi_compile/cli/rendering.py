@@ -5,8 +5,6 @@ Text is made of the key–value lists and tables of `console`.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -16,7 +14,6 @@ from pi_runtime.console import facts, shown, size, table, text_of
 
 if TYPE_CHECKING:
     from pi_compile.machine.doctor import Finding
-    from pi_compile.results import PredictorSet
 
 _LONG = ("attention", "cuts", "context", "gpu_bytes_by_part", "ram_bytes_by_part", "digest")
 """Keys of a placement that a table has no room for."""
@@ -68,33 +65,13 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 def eval_line(found: Mapping[str, Any]) -> str:
     """What the mode that skips most reads and costs beside dense, in a line."""
+    from pi_compile.pipeline.summary import reads_line
+
     mode = list(found["perplexity"])[-1]
     ffn, whole = (found[name][mode] / found[name]["dense"] for name in ("ffn_bytes_per_token", "bytes_per_token"))
     increase = found["perplexity"][mode] / found["perplexity"]["dense"] - 1
     layers = f"{len(found['layers'])} layers, {_rungs(found['layers'])}"
-    return f"{mode}: {layers}; {_reads(ffn, whole)}; perplexity {increase:+.2%}"
-
-
-def built_line(trained: "PredictorSet | None", budget: float, artifact: Path) -> str:
-    """What was built, in a line: rungs, what a token reads, and what it costs beside what the recipe allows."""
-    if trained is None:
-        return "every layer is dense, and nothing is skipped"
-    from pi_compile.evaluation.fidelity import other_bytes
-    from pi_runtime.artifact.reader import Artifact
-    from pi_runtime.artifact.sizes import FfnBytes
-
-    with closing(Artifact.open(artifact)) as opened:
-        m = opened.manifest
-    neuron, others = FfnBytes.of(m.decoder, m.formats), other_bytes(m)
-    dense = m.decoder.n_layers * m.decoder.experts_per_token * m.decoder.d_ff * (neuron.first + neuron.rest)
-    read = sum(row.ffn_bytes for row in trained.rows)
-    layers = f"{len(trained.rows)} layers, {_rungs([vars(row) for row in trained.rows])}"
-    cost = f"perplexity {trained.perplexity['increase']:+.2%} (at most {budget:+.2%})"
-    return f"{layers}; {_reads(read / dense, (others + read) / (others + dense))}; {cost}"
-
-
-def _reads(ffn: float, whole: float) -> str:
-    return f"a token reads {ffn:.0%} of the FFN's bytes of dense, and {whole:.0%} of all"
+    return f"{mode}: {layers}; {reads_line(ffn, whole)}; perplexity {increase:+.2%}"
 
 
 def eval_report(found: Mapping[str, Any]) -> dict[str, Any]:

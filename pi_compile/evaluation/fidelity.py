@@ -24,9 +24,9 @@ from pi_compile.evaluation.load_options import ON_CPU, LoadOptions, device_of
 from pi_compile.evaluation.reference import check_origin, reference_logits
 from pi_compile.evaluation.window_scores import Examine, Run, Score, Windows, score_windows
 from pi_runtime import Model
+from pi_runtime.artifact.inspection import other_bytes
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.artifact.sizes import without_scales
 from pi_runtime.errors import Setting, read_error
 
 Progress = Callable[[int, int], None]
@@ -211,23 +211,6 @@ def _increase_interval(one: Score, base: Score | None) -> Interval | None:
 
 def _agreement(one: Score, base: Score | None) -> float | None:
     return None if base is None else float((one.best == base.best).mean())
-
-
-def other_bytes(m: Manifest) -> int:
-    """Bytes per token of everything except FFN neurons: attention, norms, head and scales.
-
-    The one row of an untied embedding that a token reads is not counted.
-    """
-    skipped = ("ffn/first", "ffn/rest", "ffn/up", "ffn/down", "ffn/order", "ffn/counts", "positions")
-    total = 0
-    for array, entry in m.arrays.items():
-        name = without_scales(array)
-        local = name.split("/", 2)[-1]
-        if name == "embedding" and not m.decoder.tied_head:
-            continue
-        if local not in skipped and not local.startswith("predictor/"):
-            total += entry.nbytes
-    return total
 
 
 def _layer_rows(m: Manifest, score: Score, ffn: dict[str, list[float]]) -> list[dict[str, Any]]:

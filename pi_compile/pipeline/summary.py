@@ -1,14 +1,19 @@
 """Results of stages as plain values, rows and columns."""
 
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pi_compile.placement import Placement
 from pi_compile.results import WINDOWS, ActivationProfile, GuessWeights, PredictorSet
-from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.artifact.inspection import other_bytes
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.sizes import PARTS, FfnBytes
 
 if TYPE_CHECKING:
     from pi_compile.packing import PackResult
@@ -60,6 +65,25 @@ def train_report(t: PredictorSet) -> dict[str, Any]:
         "ffn_us": sum(row.ffn_us for row in t.rows),
         "layers": layers,
     }
+
+
+def built_line(t: PredictorSet | None, budget: float, artifact: Path) -> str:
+    """What was built, in a line: rungs, what a token reads, and what it costs beside what the recipe allows."""
+    if t is None:
+        return "every layer is dense, and nothing is skipped"
+    with closing(Artifact.open(artifact)) as opened:
+        m = opened.manifest
+    neuron, others = FfnBytes.of(m.decoder, m.formats), other_bytes(m)
+    dense = m.decoder.n_layers * m.decoder.experts_per_token * m.decoder.d_ff * (neuron.first + neuron.rest)
+    read = sum(row.ffn_bytes for row in t.rows)
+    rungs = ", ".join(f"{count} {rung}" for rung, count in Counter(row.rung for row in t.rows).most_common())
+    cost = f"perplexity {t.perplexity['increase']:+.2%} (at most {budget:+.2%})"
+    return f"{len(t.rows)} layers: {rungs}; {reads_line(read / dense, (others + read) / (others + dense))}; {cost}"
+
+
+def reads_line(ffn: float, whole: float) -> str:
+    """What a token reads: shares of the FFN's bytes of dense, and of all."""
+    return f"a token reads {ffn:.0%} of the FFN's bytes of dense, and {whole:.0%} of all"
 
 
 def place_report(placements: Sequence[Placement]) -> dict[str, Any]:

@@ -60,3 +60,20 @@ def _plan(m: Manifest, number: int) -> dict[str, Any]:
         "gpu_neuron_share": share,
         **({"gpu_expert_share": [min(experts), max(experts)]} if experts else {}),
     }
+
+
+def other_bytes(m: Manifest) -> int:
+    """Bytes per token of everything except FFN neurons: attention, norms, head and scales.
+
+    The one row of an untied embedding that a token reads is not counted.
+    """
+    skipped = ("ffn/first", "ffn/rest", "ffn/up", "ffn/down", "ffn/order", "ffn/counts", "positions")
+    total = 0
+    for array, entry in m.arrays.items():
+        name = without_scales(array)
+        local = name.split("/", 2)[-1]
+        if name == "embedding" and not m.decoder.tied_head:
+            continue
+        if local not in skipped and not local.startswith("predictor/"):
+            total += entry.nbytes
+    return total
