@@ -54,7 +54,8 @@ class CudaExecutor:
     as many as the GPU's pages of keys and values hold; a token's bits do not depend on the others. Other sequences run
     one after the other.
 
-    Logits at every position with selection, as evaluation needs them, are those of decoding, token by token.
+    Logits at every position with selection, as evaluation needs them, are those of decoding: token by token where
+    selection is counted.
     """
 
     def __init__(

@@ -98,6 +98,7 @@ def test_every_family_is_here_and_in_the_docs() -> None:
     table = page("reference/models.md").partition("## Families")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert sorted(re.findall(r"`(\w+)`", "".join(rows[1:]))) == sorted(FAMILIES)
+    assert all(f"{len(FAMILIES)} families" in page(name) for name in ("questions.md", "../README.md"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
