@@ -31,6 +31,7 @@ def check_origin(m: Manifest, model: Path) -> Checkpoint:
             setting=Setting("model", model),
             expected=f"digest {str(made_from.get('digest'))[:16]}…",
             found=f"{checkpoint.digest()[:16]}…",
+            remedy="name the checkpoint that it was packed from, or pack it anew",
         )
     return checkpoint
 
@@ -66,7 +67,12 @@ def _by_transformers(folder: Path) -> Logits:
     try:
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise CheckpointError("transformers cannot load it", setting=Setting("model", folder), found=error) from None
+        raise CheckpointError(
+            "transformers cannot load it",
+            setting=Setting("model", folder),
+            found=error,
+            remedy="see that its files are whole, and that transformers is new enough for the model",
+        ) from None
 
     def logits(ids_T: npt.NDArray[np.int64], last: int) -> npt.NDArray[np.float32]:
         with torch.inference_mode():

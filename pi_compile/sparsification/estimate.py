@@ -63,7 +63,7 @@ def estimate(recipe: SparsifyRecipe, d: Decoder, accelerator: Accelerator, after
     seconds = recipe.tokens(after) * operations_per_token(recipe, d) / per_s / accelerator.num_processes
     weights = weights_of(d, d.n_experts)
     tokens = train.micro_batch * train.window
-    # Per layer what backward needs of a token: about 6 values of the model's width for each FFN value path.
+    # Of each layer backward needs about ten vectors of the model's width for a token, and five of the FFN's.
     layers = 1 if train.activation_checkpointing else d.n_layers
     values = layers * (10 * d.d_model + 5 * d.d_ff * d.experts_per_token) + d.n_layers * d.d_model + 3 * d.vocab_size
     original = WEIGHT * weights if train.distillation else 0

@@ -45,6 +45,16 @@ def rise(curve: str, done: float) -> float:
             return (1 + math.sin(math.pi * (done - 0.5))) / 2
 
 
+RISE = 0.4
+"""Share of the steps through which a goal rises: later on the learning rate is too low to follow it."""
+
+
+def _goal(start: float, wanted: float, steps: int, step: int) -> float:
+    """The sparsity wanted after a step, on the way from that of the first one."""
+    done = min(1.0, (step + 1) / max(1, round(steps * RISE)))
+    return start + (wanted - start) * rise("sine", done)
+
+
 @dataclass
 class Steering:
     """Sets the penalty's weight so that the sparsity follows a goal, which rises to the wanted one.
@@ -73,8 +83,6 @@ class Steering:
     gap: float = 0.0
     """How much sparser the text trained on is than the tune text, at the last evaluation."""
 
-    RISE = 0.4
-    """Share of the steps through which the goal rises: later on the learning rate is too low to follow it."""
     HORIZON = 0.04
     """How far ahead the sparsity is extrapolated."""
     PROPORTIONAL, INTEGRAL = 12.0, 160.0
@@ -87,8 +95,7 @@ class Steering:
 
     def goal(self, step: int) -> float:
         """The sparsity wanted after a step, of the tune text."""
-        done = min(1.0, (step + 1) / max(1, round(self.steps * self.RISE)))
-        return self.start + (self.wanted - self.start) * rise("sine", done)
+        return _goal(self.start, self.wanted, self.steps, step)
 
     def observe(self, step: int, sparsity: float, loss: float, magnitude: float) -> None:
         """Take in a step's sparsity, language loss and mean magnitude of the neurons; set the next step's weight."""
@@ -132,8 +139,6 @@ class ThresholdSteering:
     gap: list[float] = field(default_factory=list)
     """How much sparser each layer is on the text trained on than on the tune text, at the last evaluation."""
 
-    RISE = 0.4
-    """Share of the steps through which the goal rises."""
     RATE = 1.0
     """Mean magnitudes of a gate by which a threshold rises in a step, for each unit of the error."""
     KEEP = 0.9
@@ -143,8 +148,7 @@ class ThresholdSteering:
 
     def goal(self, step: int) -> float:
         """The sparsity wanted after a step, of the tune text."""
-        done = min(1.0, (step + 1) / max(1, round(self.steps * self.RISE)))
-        return self.start + (self.wanted - self.start) * rise("sine", done)
+        return _goal(self.start, self.wanted, self.steps, step)
 
     def observe(self, step: int, sparsity_L: Sequence[float], gates_L: Sequence[float]) -> None:
         """Take in each layer's sparsity in a step, and the mean magnitude of its gates; set the next thresholds."""

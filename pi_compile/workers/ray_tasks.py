@@ -58,7 +58,12 @@ class RayTasks:
         }
         room = min(int(found.get(name, 0) // amount) for name, amount in wanted.items() if amount)
         if not room:
-            raise DoesNotFitError("the Ray cluster has no room for a worker", expected=wanted, found=found)
+            raise DoesNotFitError(
+                "the Ray cluster has no room for a worker",
+                expected=wanted,
+                found=found,
+                remedy="add a machine that has, or lower [profile] threads, or set layers_at_once = 1",
+            )
         return room
 
     def start(self, count: int, worker: Worker) -> None:

@@ -192,4 +192,9 @@ def read_text(read: Callable[[], str]) -> str:
     try:
         return read()
     except UnicodeDecodeError as error:
-        raise PromptError("the text on stdin cannot be decoded", expected=error.encoding, found=error) from None
+        raise PromptError(
+            "the text on stdin cannot be decoded",
+            expected=error.encoding,
+            found=error,
+            remedy=f"convert it to {error.encoding}, as iconv does",
+        ) from None

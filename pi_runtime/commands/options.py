@@ -23,8 +23,8 @@ def _size(name: str) -> Callable[[str], int]:
     return size
 
 
-def _guesses(text: str) -> str | int:
-    """Parse the value of `--speculate`: a number of tokens to guess, or a word such as auto."""
+def _drafts(text: str) -> str | int:
+    """Parse the value of `--speculate`: a number of tokens to draft, or a word such as auto."""
     return int(text) if text.isdecimal() else text
 
 
@@ -70,8 +70,8 @@ ENGINE_FLAGS: Mapping[str, Any] = {
     "piece": typer.Option(help="Most tokens of new prompts that a step reads; else by the times of steps."),
     "speculate": typer.Option(
         envvar="PI_SPECULATE",
-        help="Tokens to guess and check together: auto, off or a number.",
-        parser=_guesses,
+        help="Tokens to draft and check together: auto, off or a number.",
+        parser=_drafts,
         metavar="<str>",
         autocompletion=_one_of("auto", "off"),
     ),

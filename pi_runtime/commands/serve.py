@@ -49,7 +49,7 @@ class ListenOptions(SourceOptions):
         ),
     ] = None
     name: Annotated[str | None, typer.Option(help="What the model is called; else the file's name.")] = None
-    queue: Annotated[int, typer.Option(help="Answers that may wait beyond these.", min=0)] = 64
+    queue: Annotated[int, typer.Option(help="Answers that may wait when all slots are taken.", min=0)] = 64
     numa: Annotated[
         str | None, typer.Option(envvar="PI_NUMA", help="NUMA node to run on, with memory of its own: its number.")
     ] = None
@@ -71,7 +71,7 @@ class ListenOptions(SourceOptions):
     allowed_origin: Annotated[
         list[str] | None, typer.Option(help="A page's origin, like https://chat.example; may be given again.")
     ] = None
-    cors: Annotated[bool, typer.Option("--cors", help="Let pages of these origins read answers.")] = False
+    cors: Annotated[bool, typer.Option("--cors", help="Let pages of allowed origins read answers.")] = False
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log a line for each request.")] = False
     log_format: Annotated[
         Literal["text", "json"], typer.Option(envvar="PI_LOG_FORMAT", help="Lines of the log; json: an object each.")

@@ -154,7 +154,7 @@ def row_arena(
 ) -> RowArena:
     """The arena of one array with its pinned rows, and with the caches full of those that fire next most often.
 
-    `heat_U`: of the experts of all layers that share a cache, as `RowStore` counts it.
+    `heat_U`: of the experts of all layers that share a cache, as `WholeExperts` counts it.
     """
     m, slots = artifact.manifest, plan.slots(name)
     d = m.decoder

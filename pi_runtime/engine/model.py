@@ -15,7 +15,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.engine.chat import ChatModel
 from pi_runtime.engine.generation import Generation, run_alone
-from pi_runtime.errors import PromptError, UsageError
+from pi_runtime.errors import PromptError, Setting, UsageError
 from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import Allocation
@@ -203,7 +203,11 @@ class Model(ChatModel):
     def _blocks(self, ids: npt.NDArray[np.int64], cache: KVCache, *, count: bool = False) -> Iterator[SequenceResult]:
         """Run the tokens that the cache does not hold yet, with logits of all; yields a result for each block."""
         if len(ids) > self.context:
-            raise PromptError(f"{len(ids)} tokens", expected=f"at most the context of {self.context}")
+            raise PromptError(
+                f"{len(ids)} tokens",
+                expected=f"at most the context of {self.context}",
+                remedy=("shorten the text, or raise ", Setting("context")),
+            )
         for start in range(cache.length, len(ids), BLOCK_TOKENS):
             block = ids[start : start + BLOCK_TOKENS]
             yield self._step(SequenceStep(cache=cache, tokens=block, select=True, logits="all", count=count))
@@ -221,7 +225,9 @@ class Model(ChatModel):
     def decode(self, token: int, cache: KVCache) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         """Run one token; returns logits (V,) after it, and (L, 2) rows of `first` read and neurons kept."""
         if self._checked_cache(cache).room == 0:
-            raise PromptError(f"the context of {cache.context} tokens is full")
+            raise PromptError(
+                f"the context of {cache.context} tokens is full", remedy=("begin anew, or raise ", Setting("context"))
+            )
         found = self._step(SequenceStep(cache=cache, tokens=self._checked_ids([token]), select=True))
         assert found.rows_L2 is not None
         return found.logits_TV[0], found.rows_L2

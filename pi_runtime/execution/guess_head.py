@@ -80,7 +80,9 @@ class EagleRun(GuessHeadRun):
         self._weights, self._workspace = _weights(artifact, head), _workspace(head, artifact)
         self.ids_S = artifact.array(f"{PREFIX}ids").astype(np.int64)
         if not (np.diff(self.ids_S, prepend=-1) > 0).all() or self.ids_S[-1] >= self.vocabulary:
-            raise ArtifactError(f"{PREFIX}ids: not rising ids of the vocabulary")
+            raise ArtifactError(
+                f"{PREFIX}ids: not rising ids of the vocabulary", remedy="pack the model anew, with another head"
+            )
 
     def _run(self, at: Positions, tokens_T: Ints, states_TC: Floats | None, y_TD: Floats, logits_1S: Floats) -> Floats:
         found_TD: Floats = np.empty((len(tokens_T), self._width), np.float32) if states_TC is not None else y_TD.copy()

@@ -50,19 +50,18 @@ def _layer(d: Decoder) -> Table:
     return {**llama.ATTENTION, **experts_ffn(d.n_experts, block, gate="gate", up="up", down="down"), **router}
 
 
+_KEYS = "moe_primary_router_apply_softmax rope_layout sliding_window_layout sliding_window_size"
 ADAPTER = replace(
     llama.ADAPTER,
     family="smallthinker",
     architectures=("SmallThinkerForCausalLM", "SmallThinkerModel"),
     layer_tensors=_layer,
-    read_keys=llama.KEYS
-    | {*NAMES.values(), "moe_primary_router_apply_softmax", "rope_layout", "sliding_window_layout"}
-    | {"sliding_window_size"},
+    read_keys=llama.KEYS | {*NAMES.values(), *_KEYS.split()},
     neutral_keys={
         "moe_enable_early_router": (True,),
         "moe_num_secondary_experts": (0,),
         "moe_secondary_expert_size": (0,),
-    }
-    | {"moe_shared_primary_experts": (0,)},
+        "moe_shared_primary_experts": (0,),
+    },
     decoder=_decoder,
 )
