@@ -16,7 +16,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import embedding_on_disk_nbytes, least_row_buffers, row_buffers, slot_nbytes
 from pi_runtime.artifact.rungs import rung_in_mode
 from pi_runtime.artifact.schema import SIDES, Plan
-from pi_runtime.disk.ram_plan import PINNED_SHARE, RamPlan, Slots, refuse_below
+from pi_runtime.disk.ram_plan import PINNED_SHARE, RamPlan, Slots, cost_of_each, refuse_below
 from pi_runtime.kernels.data.matrix_view import Ints
 
 _, GPU = SIDES
@@ -45,7 +45,7 @@ def plan_behind_cuts(
     cut_LX = np.array(gpu.cuts, np.int64).reshape(d.n_layers, d.n_experts)
     cold_LX = d.d_ff - cut_LX
     everything = int(cold_LX.sum()) * both
-    stored, cost_L = gpu.rows if gate_L == packed_L else None, _cost_of_each(nbytes, gate_L)
+    stored, cost_L = gpu.rows if gate_L == packed_L else None, cost_of_each(nbytes, gate_L)
     kept = None if stored is None else np.array(stored.cached, np.int64) @ cost_L + buffers.left - stored.slot_bytes
     if stored is not None and kept is not None and kept >= 0 and buffers.left < everything:
         pinned_LX = np.array(stored.pinned, np.int64).reshape(cut_LX.shape)
@@ -83,11 +83,6 @@ def _slots(pinned: int, cached: int) -> Slots:
     return Slots(int(pinned), int(cached))
 
 
-def _cost_of_each(nbytes: Mapping[str, int], gate_L: Sequence[bool]) -> Ints:
-    """(L,) bytes that a neuron takes in a cache of each layer."""
-    return np.array([nbytes["rest"] + (0 if gate else nbytes["first"]) for gate in gate_L])
-
-
 def _by_rule(
     d: Decoder, cold_LX: Ints, nbytes: Mapping[str, int], gate_L: Sequence[bool], room: int
 ) -> tuple[Ints, Ints, list[bool]]:
@@ -101,7 +96,7 @@ def _by_rule(
         if room >= cold_L[n] * nbytes["first"]:
             resident_L[n] = True
             room -= int(cold_L[n]) * nbytes["first"]
-    cost = int(cold_L @ _cost_of_each(nbytes, gate_L))
+    cost = int(cold_L @ cost_of_each(nbytes, gate_L))
     if room >= cost:
         return cold_LX, np.zeros_like(cold_L), resident_L
     pinned_LX = (cold_LX * (room / cost * PINNED_SHARE)).astype(np.int64)

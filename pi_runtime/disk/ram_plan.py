@@ -31,6 +31,7 @@ from pi_runtime.artifact.rungs import rung_in_mode
 from pi_runtime.artifact.schema import Manifest, RowPlan
 from pi_runtime.console import size
 from pi_runtime.errors import DoesNotFitError, Setting
+from pi_runtime.kernels.data.matrix_view import Ints
 
 _NOT_RESIDENT = (*(f"/ffn/{array}" for array in ROW_ARRAYS), "/ffn/order", "/ffn/counts")
 PINNED_SHARE = 0.5
@@ -211,7 +212,7 @@ def _as_stored(
 ) -> dict[str, list[Slots]]:
     """The slots of a stored division; every layer's cache gets equally many of those that are left."""
     neurons = m.decoder.neurons
-    more = (room - plan.slot_bytes) // sum(_row_cost(nbytes, gate) for gate in gate_L)
+    more = (room - plan.slot_bytes) // int(cost_of_each(nbytes, gate_L).sum())
     rest = [
         _slots(m.decoder, pinned, min(neurons - pinned, cached + more), whole)
         for pinned, cached, whole in zip(plan.pinned, plan.cached, whole_L, strict=True)
@@ -222,7 +223,7 @@ def _as_stored(
 
 
 def _slots(d: Decoder, pinned: int, cached: int, whole: bool) -> Slots:
-    """So many slots; where experts come and go as a whole, and not all stay, none does."""
+    """So many slots; where experts come and go as a whole all are cached, in whole experts, unless all rows stay."""
     if not whole or pinned == d.neurons:
         return Slots(pinned, cached)
     return Slots(0, (pinned + cached) // d.d_ff * d.d_ff)
@@ -239,7 +240,7 @@ def _by_rule(
             slots["first"][n] = Slots(d.neurons, 0)
             room -= d.neurons * nbytes["first"]
     often_LF = np.array([np.sort(_often(artifact, n).reshape(d.n_experts, -1).sum(0))[::-1] for n in range(layers)])
-    divided = _divided(d, often_LF, np.array([_row_cost(nbytes, gate) for gate in gate_L]), np.array(whole_L), room)
+    divided = _divided(d, often_LF, cost_of_each(nbytes, gate_L), np.array(whole_L), room)
     for n, found in enumerate(divided):
         slots["rest"][n] = found
         if not gate_L[n]:
@@ -247,8 +248,9 @@ def _by_rule(
     return slots
 
 
-def _row_cost(nbytes: Mapping[str, int], gate: bool) -> int:
-    return nbytes["rest"] + (0 if gate else nbytes["first"])
+def cost_of_each(nbytes: Mapping[str, int], gate_L: Sequence[bool]) -> Ints:
+    """(L,) bytes that a neuron takes in a cache of each layer, by the bytes of a slot of each array."""
+    return np.array([nbytes["rest"] + (0 if gate else nbytes["first"]) for gate in gate_L])
 
 
 def _counts(artifact: Artifact, layer: int) -> np.ndarray | None:
