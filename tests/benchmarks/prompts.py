@@ -22,7 +22,7 @@ from sparse_model import Spec, build
 from support.synthetic import byte_tokenizer
 
 from pi_runtime.artifact import Artifact
-from pi_runtime.artifact.footprint import BLOCK_TOKENS, CHUNKS
+from pi_runtime.artifact.footprint import BLOCK_TOKENS, CHUNKS, FEW_TOKENS
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.execution.cpu import CpuModel
 from pi_runtime.execution.cpu_ops import CpuOps, token_blocks
@@ -104,7 +104,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     add_shape(parser)
     parser.set_defaults(layers=1)
-    return parser.parse_args()
+    a = parser.parse_args()
+    if min(int(n) for n in a.prompts.split(",")) <= FEW_TOKENS:
+        parser.error(f"up to {FEW_TOKENS} tokens go another way than prompts: see the benchmark `batch`")
+    return a
 
 
 def main() -> None:

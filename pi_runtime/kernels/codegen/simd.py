@@ -173,12 +173,48 @@ def dot_bytes(b: Any, sums: Any, weights: Any, x: Any, *, signed: bool) -> Any:
         return call(b, name, kind, [sums, b.bitcast(weights, kind), b.bitcast(x, kind)])
     if ISA.name == "neon":
         return _signed_dot_bytes(b, sums, weights, x)
+    return _pairs_added(b, sums, _byte_pairs(b, weights, x, signed=signed))
+
+
+def _byte_pairs(b: Any, weights: Any, x: Any, *, signed: bool) -> Any:
+    """w_{2i} x_{2i} + w_{2i+1} x_{2i+1} in 16 bits, by AVX2."""
+    count = weights.type.count
     if signed:
-        size = vec(I8, 4 * lanes)
-        x = call(b, "llvm.x86.avx2.psign.b", size, [x, weights])
-        weights = call(b, f"llvm.abs.v{4 * lanes}i8", size, [weights, ir.Constant(ir.IntType(1), 0)])
-    pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", vec(I16, 2 * lanes), [weights, x])
-    return b.add(sums, call(b, "llvm.x86.avx2.pmadd.wd", kind, [pairs, const(I16, 2 * lanes, 1)]))
+        x = call(b, "llvm.x86.avx2.psign.b", x.type, [x, weights])
+        weights = call(b, f"llvm.abs.v{count}i8", x.type, [weights, ir.Constant(ir.IntType(1), 0)])
+    return call(b, "llvm.x86.avx2.pmadd.ub.sw", vec(I16, count // 2), [weights, x])
+
+
+def _pairs_added(b: Any, sums: Any, pairs: Any) -> Any:
+    """sums_i + pairs_{2i} + pairs_{2i+1}, by AVX2."""
+    return b.add(sums, call(b, "llvm.x86.avx2.pmadd.wd", sums.type, [pairs, const(I16, pairs.type.count, 1)]))
+
+
+class ByteSums:
+    """Sums in 32 bits, to which products of bytes are added while code is emitted, as `dot_bytes` adds them.
+
+    Weights are at most `most`. On AVX2 sums of pairs are added up in 16 bits as long as these hold them.
+    """
+
+    def __init__(self, sums: Any, most: int, *, signed: bool) -> None:
+        self._sums, self._signed, self._room = sums, signed, 32767 // (2 * 127 * most)
+        self._pairs, self._held = None, 0
+
+    def add(self, b: Any, weights: Any, x: Any) -> None:
+        """Add the products of one register."""
+        if ISA.name != "avx2":
+            self._sums = dot_bytes(b, self._sums, weights, x, signed=self._signed)
+            return
+        if self._held == self._room:
+            self.total(b)
+        pairs = _byte_pairs(b, weights, x, signed=self._signed)
+        self._pairs, self._held = b.add(self._pairs, pairs) if self._held else pairs, self._held + 1
+
+    def total(self, b: Any) -> Any:
+        """The sums so far."""
+        if self._held:
+            self._sums, self._held = _pairs_added(b, self._sums, self._pairs), 0
+        return self._sums
 
 
 def _signed_dot_bytes(b: Any, sums: Any, weights: Any, x: Any) -> Any:

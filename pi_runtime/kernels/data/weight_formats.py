@@ -119,6 +119,11 @@ class BlockFormat(ABC):
         return [b.sub(w_J, v.const(v.I8, n, zero)) for w_J in self.unpack(b, run, k, n)]
 
     @property
+    def most(self) -> int:
+        """The largest magnitude of what `factors` gives."""
+        return (1 << self.bits) - 1 if self.unsigned else self.zero
+
+    @property
     def group_nbytes(self) -> int:
         """Stored bytes of a group."""
         return GROUP_COLUMNS * self.bits // 8

@@ -153,7 +153,7 @@ def _list_named(f: Ffn, scored_N: Ints, list_K: Ints, own: TokenLists, block: in
         own.start_U[u] = total
         for k in range(begin, end):
             own.list_K[total] = list_K[k]
-            total += everything or score_F[list_K[k]] > 0
+            total += everything | (score_F[list_K[k]] > 0)  # no branch, which nobody could foresee
         own.count_U[u] = total - own.start_U[u]
     return tokens == 1 or 2 * (total - own.size_2[1]) <= tokens * (end - begin)
 

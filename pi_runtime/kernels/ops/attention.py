@@ -104,6 +104,14 @@ def _head(cache: LayerCache, run_4: Ints, block: int, head: int) -> int:
 
 
 @device
+def _next_keys(cache: LayerCache, run_4: Ints, block: int, blocks: tuple[int, int], group: int) -> int:
+    """Where the keys are that are read next: the head's next block up to the last, or the next head's first one."""
+    first, last = blocks
+    another = block == last and group + 1 < cache.groups
+    return _head(cache, run_4, first if another else min(block + 1, last), group + another)
+
+
+@device
 def _q8_nbytes(width: int) -> int:
     """Bytes of a position's q8 numbers without their scales."""
     return (width + BLOCK - 1) // BLOCK * BLOCK
@@ -277,7 +285,7 @@ def _attend_tile(
         if cache.fmt == Q8:
             _unpack_keys(keys, width, unpacked_BE.reshape(-1))
             fmt, stride, keys = F32, 4 * width, address_of(unpacked_BE)
-        later = _head(cache, run_4, min(block + 1, (end - 1) // POSITIONS), group)
+        later = _next_keys(cache, run_4, block, (lowest // POSITIONS, (end - 1) // POSITIONS), group)
         key_products(
             fmt, keys, values, later, width, address_of(qkv_TQ), address_of(query_N), queries, address_of(score_NB)
         )

@@ -92,10 +92,11 @@ class _FloatTile:
         for part in self.parts:
             first, count = b.add(column, v.offset(part)), None if left is None else b.sub(left, v.offset(part))
             at, which = b.mul(first, v.offset(4)), part // REGISTER
-            w = [f.load(b, row, first, REGISTER, count) for row in self.rows.values]
-            for x, into in zip(self.inputs, self.sums, strict=True):
-                x_L = v.load(b, x, at, kind) if count is None else v.load_some(b, x, at, count, kind)
-                for w_L, total in zip(w, into[which :: f.lanes // REGISTER], strict=True):
+            x = [v.load(b, x, at, kind) if count is None else v.load_some(b, x, at, count, kind) for x in self.inputs]
+            for r, row in enumerate(self.rows.values):
+                w_L = f.load(b, row, first, REGISTER, count)
+                for x_L, into in zip(x, self.sums, strict=True):
+                    total = into[which + r * (f.lanes // REGISTER)]
                     b.store(v.fma(b, w_L, x_L, b.load(total)), total)
 
 
@@ -131,11 +132,15 @@ class BlockTile:
         with cgutils.for_range(b, left) as loop:
             self._single(b.add(done, b.mul(loop.index, v.offset(at_once))))
 
-    def _multiply(self, found: list[Any], w: list[list[Any]], half: int, x: _Input, at: Any) -> list[Any]:
-        """The integer sums `found` plus the products of one register of each row with the input's bytes."""
+    def _sums(self, start: Any, count: int) -> list[v.ByteSums]:
+        """Integer sums of so many rows."""
+        return [v.ByteSums(start, self.f.most, signed=not self.f.unsigned) for _ in range(count)]
+
+    def _multiply(self, found: list[v.ByteSums], w: list[list[Any]], half: int, x: _Input, at: Any) -> None:
+        """Add the products of one register of each row with the input's bytes."""
         q_J = v.load(self.b, x.bytes, at, w[0][half].type)
-        signed = not self.f.unsigned
-        return [v.dot_bytes(self.b, one, w_r[half], q_J, signed=signed) for one, w_r in zip(found, w, strict=True)]
+        for one, w_r in zip(found, w, strict=True):
+            one.add(self.b, w_r[half], q_J)
 
     def _add(self, found: list[list[Any]], beside: list[tuple[Any, Any]], t: list[Any], negative: list[Any]) -> None:
         """Add integer sums [T][registers of R] times the scales of their blocks: of each register, and of a vector.
@@ -157,12 +162,12 @@ class BlockTile:
             v.prefetch(b, row, b.add(runs[0].at, v.offset(line)))
         at = b.mul(block, v.offset(4))
         negative = [v.load(b, x.block_sums, at, v.vec(v.I32, LANES)) for x in self.inputs]
-        found = [[self._start(sums)] * len(self.rows.values) for sums in negative]
+        found = [self._sums(self._start(sums), len(runs)) for sums in negative]
         for k in range(0, part, size):
             w = [self.f.factors(b, run, k, size) for run in runs]
             for half, (n, x) in product(range(len(w[0])), enumerate(self.inputs)):
                 at = b.add(b.mul(group, v.offset(GROUP_COLUMNS)), v.offset(k + half * part))
-                found[n] = self._multiply(found[n], w, half, x, at)
+                self._multiply(found[n], w, half, x, at)
         beside = [self.f.beside(b, some, self.rows.offsets, block, LANES) for some in self.scales]
         t = [v.load(b, x.scales, b.mul(block, v.offset(4)), v.vec(v.F32, LANES)) for x in self.inputs]
         self._add([self._whole(found_t) for found_t in found], beside, t, negative)
@@ -172,9 +177,9 @@ class BlockTile:
         zeros = v.const(v.I32, LANES, 0)
         return v.join(self.b, [self.f.start(self.b, negative), *[zeros] * (REGISTER // LANES - 1)])
 
-    def _whole(self, found: list[Any]) -> list[Any]:
+    def _whole(self, found: list[v.ByteSums]) -> list[Any]:
         """The rows' sums of whole blocks by register: in a wide one of a row, blocks lie in two halves."""
-        joined = [v.join(self.b, some) for some in by_register(self.rows, found)]
+        joined = [v.join(self.b, some) for some in by_register(self.rows, [one.total(self.b) for one in found])]
         if REGISTER == LANES:
             return joined
         low = [row * REGISTER + lane for row in range(self.rows.a_register) for lane in range(LANES)]
@@ -190,8 +195,9 @@ class BlockTile:
             place = b.mul(one, v.offset(BLOCK))
             for x in self.inputs:
                 negative.append(self._fours(x, place))
-                eight = self._multiply([self.f.start(b, negative[-1])] * len(w), w, half, x, place)
-                found.append([v.join(b, some) for some in by_register(self.rows, eight)])
+                eight = self._sums(self.f.start(b, negative[-1]), len(w))
+                self._multiply(eight, w, half, x, place)
+                found.append([v.join(b, some) for some in by_register(self.rows, [one.total(b) for one in eight])])
             each = [0] * LANES
             lanes = [row for row in range(self.rows.a_register) for _ in each]
             beside = [self.f.beside(b, some, self.rows.offsets, one, 1) for some in self.scales]

@@ -68,8 +68,15 @@ AHEAD_NBYTES = 16384
 cache."""
 LONG = 1024
 """Columns of a long row."""
-_FLOAT_TILES, _BLOCK_TILES = ((6, 4, 2, 1), (3, 2, 1)) if ISA.lanes == 16 else ((2, 1), (1,))
+_FLOAT_TILES, _BLOCK_TILES = {
+    "avxvnni": ((3, 2, 1), (2, 1)),
+    "avx2": ((3, 2, 1), (4, 2, 1)),
+    "neon": ((2, 1), (1,)),
+    "portable": ((2, 1), (1,)),
+}.get(ISA.name, ((6, 4, 2, 1), (4, 2, 1)))
 """Vectors of a tile: as many as there are registers for the sums, and fewer for those that are left."""
+_FLOATS_ALONE = 1 if ISA.lanes == 16 else 2
+"""Rows in turn that a vector alone takes at once in the float formats: memory prefers few, the sums' latency many."""
 
 
 @dataclass
@@ -156,26 +163,44 @@ class _ProductCall:
                         v.store(b, b.extract_element(found, ir.Constant(v.I32, r)), at, v.offset(4 * r))
 
     def emit(self, tile: Callable[..., Any], lanes: int, sizes: tuple[int, ...], alone_rows: int) -> None:
-        """Emit a format's loops. `alone_rows`: a vector alone takes so many long rows at once; memory prefers few."""
+        """Emit a format's loops. `alone_rows`: a vector alone takes so many long rows in turn at once.
+
+        Memory prefers few of these, and of scattered ones as many as a tile has.
+        """
         b = self.b
         long = b.icmp_signed(">=", self.columns, v.offset(LONG))
-        with b.if_else(b.and_(long, b.icmp_signed("==", self.token_count, v.offset(1)))) as (alone, company):
+        one = b.icmp_signed("==", self.token_count, v.offset(1))
+        with b.if_else(b.and_(b.and_(long, one), self._in_turn())) as (alone, company):
             with alone, cgutils.for_range_slice(b, v.offset(0), self.count, v.offset(alone_rows)) as (row, _):
                 self._tile(tile, lanes, self._rows(row, alone_rows), row, v.offset(0), 1)
             with company:
                 self._many(tile, lanes, sizes)
+
+    def _in_turn(self) -> Any:
+        """Whether the last rows follow each other: those of a list of few neurons hardly ever do."""
+        b, last = self.b, self.b.sub(self.count, v.offset(1))
+        before = b.sub(last, v.offset(ROWS - 1))
+        before = b.select(b.icmp_signed("<", before, v.offset(0)), v.offset(0), before)
+        apart = b.sub(v.listed(b, self.index, last, last), v.listed(b, self.index, before, before))
+        return b.icmp_signed("==", apart, b.sub(last, before))
 
     def _many(self, tile: Callable[..., Any], lanes: int, sizes: tuple[int, ...]) -> None:
         b = self.b
         with cgutils.for_range_slice(b, v.offset(0), self.count, v.offset(ROWS)) as (row, _):
             rows, t = self._rows(row, ROWS), v.offset(0)
             for size in sizes:
-                # The largest tile also takes one vector less: its last is then computed twice.
-                spare = 1 if size == sizes[0] > 2 else 0
-                tiles = b.sdiv(b.add(b.sub(self.token_count, t), v.offset(spare)), v.offset(size))
+                tiles = self._tiles(b.sub(self.token_count, t), size)
                 with cgutils.for_range(b, tiles) as loop:
                     self._tile(tile, lanes, rows, row, b.add(t, b.mul(loop.index, v.offset(size))), size)
                 t = b.add(t, b.mul(tiles, v.offset(size)))
+
+    def _tiles(self, left: Any, size: int) -> Any:
+        """How many tiles of a size so many vectors take: those of three leave no vector alone; those of more also take
+        one vector less, and compute the last one twice."""
+        b = self.b
+        alone = b.icmp_signed("==", b.srem(left, v.offset(3)), v.offset(1))
+        spare = b.select(alone, v.offset(-3), v.offset(0)) if size == 3 else v.offset(int(size > 3))
+        return b.sdiv(b.add(left, spare), v.offset(size))
 
 
 @emits(types.void(types.intp, types.UniTuple(types.intp, 17)))
@@ -184,7 +209,7 @@ def _emit_row_products(b: Any, fmt: Any, call: Any) -> Any:
     call = _ProductCall(b, *cgutils.unpack_tuple(b, call))
     cases: dict[int, Callable[[], None]] = {}
     for code, f in FLOAT_FORMATS.items():
-        cases[code] = partial(call.emit, partial(float_tile, f), f.lanes, _FLOAT_TILES, 2)
+        cases[code] = partial(call.emit, partial(float_tile, f), f.lanes, _FLOAT_TILES, _FLOATS_ALONE)
     for code, block in BLOCK_FORMATS.items() if ISA.lanes else ():
         cases[code] = partial(call.emit, partial(BlockTile, block), LANES, _BLOCK_TILES, 1)
     v.switch(b, fmt, cases)

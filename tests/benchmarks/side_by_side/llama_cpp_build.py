@@ -4,7 +4,8 @@ Programs, as llama-server, are of the sources that the package carries; without 
 
 `-DGGML_NATIVE=ON` also takes AMX where the processor lists it, and a virtual machine may list AMX and not allow it: the
 process then dies of SIGILL. So every instruction set that ggml knows is switched by name, and AMX only where Linux
-grants it. `LLAMA_CPP_AMX=off` leaves it out there too: a ratio is quoted against both.
+grants it. `LLAMA_CPP_AMX=off` leaves it out there too: a ratio is quoted against both. With `PI_ISA=avx2` the peer
+keeps to AVX2 as ours does.
 
 AMX as it is published dies of SIGILL all the same: GCC takes all but eight bytes of the tile configuration for unused,
 and leaves them zero (llama.cpp#26954; GCC 12's code shows it). So one line keeps them. That pull request also asks for
@@ -67,11 +68,13 @@ def cmake_arguments(flags: Set[str]) -> list[str]:
 def processor_flags() -> set[str]:
     """Flags of the first processor in /proc/cpuinfo; empty where it lists none, as off x86 and off Linux.
 
-    AMX is left out where it may not be used.
+    AMX is left out where it may not be used, and with `PI_ISA=avx2` what is beyond AVX2.
     """
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     found: set[str] = next((set(line.split(":")[1].split()) for line in lines if line.startswith("flags")), set())
+    if os.environ.get("PI_ISA") == "avx2":
+        return {flag for flag in found if not flag.startswith(("avx512", "avx_vnni", "amx"))}
     # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
     granted = (
         found >= _AMX and os.environ.get("LLAMA_CPP_AMX") != "off" and not ctypes.CDLL(None).syscall(158, 0x1023, 18)

@@ -241,6 +241,19 @@ def test_the_dot_product_of_avx2_needs_nothing_newer(signed: bool, monkeypatch: 
     assert "zmm" not in found
 
 
+@pytest.mark.parametrize(("most", "times"), [(15, 1), (31, 2), (63, 4), (128, 8)])
+def test_avx2_widens_pairs_when_16_bits_are_full(most: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def eight(b: Any, sums: Any, weights: Any, x: Any) -> Any:
+        found = simd.ByteSums(sums, most, signed=False)
+        for _ in range(8):
+            found.add(b, weights, x)
+        total = found.total(b)
+        assert str(b.function).count('call <8 x i32> @"llvm.x86.avx2.pmadd.wd"') == times
+        return total
+
+    assembly("+avx2", monkeypatch, "avx2", eight)
+
+
 @pytest.mark.parametrize("emit", [dot_bytes, signed_dot_bytes])
 def test_the_dot_product_of_neon(emit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     found = assembly("+neon,+dotprod", monkeypatch, "neon", emit)
