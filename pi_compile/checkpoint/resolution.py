@@ -210,7 +210,7 @@ def _stored_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> tuple[int, ..
     """The shape in the checkpoint of a tensor whose wanted part has this shape."""
     if tensor.rows is not None:
         turned = (shape[0] // tensor.rows.groups,)
-        shape = (tensor.rows.groups * tensor.rows.size, *(turned if tensor.rows.is_turned else shape[1:]))
+        shape = (tensor.rows.groups * tensor.rows.size, *(turned if tensor.rows.transposed else shape[1:]))
     if tensor.stacked:
         rows, *columns = shape[0] // (1 if tensor.item is not None else tensor.stacked), *shape[1:]
         return (tensor.stacked, *((*columns, rows) if tensor.transposed else (rows, *columns)))

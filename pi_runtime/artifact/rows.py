@@ -47,7 +47,8 @@ class RowBuffers:
     tokens: int
     """Most tokens of a prompt that go through a layer before the next one is read; 0 for one block of the kernels."""
     staged: int
-    """Rows of each array, twice, that stay for one step only; and half as many that are read ahead, twice."""
+    """Rows of each array that stay for one step only, in each of two regions; two further ones, for rows that are read
+    ahead, have half as many."""
     left: int
     """Bytes that are left for rows that stay."""
 

@@ -66,7 +66,7 @@ def stream(answer: Iterable[str], parts: list[str] | None = None) -> None:
 
 
 def report(model: "Model", load_s: float, disk: "DiskStats | None", answer: "Generation") -> dict[str, Any]:
-    """The figures of an answer; those of the disk since it had been asked for `disk`."""
+    """The figures of an answer; of the disk those since `disk`, what it had been before."""
     s = answer.stats
     figures = {
         "load_s": load_s,

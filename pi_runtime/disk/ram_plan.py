@@ -62,7 +62,7 @@ class RamPlan:
     first_L: tuple[Slots, ...]
     rest_L: tuple[Slots, ...]
     staged: int
-    """Rows of each array, twice, that stay for one step only."""
+    """Rows of each array that stay for one step only, in each of two regions."""
     ahead: int
     """The same for rows that are read before their layer's turn."""
     block_tokens: int

@@ -27,7 +27,7 @@ class FasterWay:
     """Which of two ways is faster, by the seconds they took; the other one is tried again now and then."""
 
     TRIED, PERIOD = 4, 64
-    """So many tokens in a row of each so many try the way that was slower."""
+    """Of each `PERIOD` tokens the first `TRIED` go the way that was slower."""
 
     def __init__(self) -> None:
         self._seconds = [deque[float](maxlen=self.TRIED) for _ in range(2)]

@@ -216,9 +216,9 @@ class DiskOps(CpuOps):
         else:
             count = name_listed(self.model.ffn, e, listed, self._named_F)
         named_I = self._all_F if self.count_all or count == self.model.cfg.d_ff else self._named_F[:count]
-        return self._read(layer, e, named_I)
+        return self._behind_cut(layer, e, named_I)
 
-    def _read(self, layer: int, e: Batch, neuron_I: Ints) -> Ints:
+    def _behind_cut(self, layer: int, e: Batch, neuron_I: Ints) -> Ints:
         """Those of some neurons, in ascending order, whose rows may have to be read."""
         cut = self._rows.plan.cut(layer, e.expert)
         return neuron_I[np.searchsorted(neuron_I, cut) :] if cut else neuron_I
@@ -237,7 +237,7 @@ class DiskOps(CpuOps):
         if self._two_phases_L[layer]:
             for part in self._rows.ranges(requests, keep):
                 steps.list_chunks(f, e, part.begin, part.end)
-            fire_I = self._read(layer, e, self._fire_F[: steps.firing(f, e, self._fire_F)])
+            fire_I = self._behind_cut(layer, e, self._fire_F[: steps.firing(f, e, self._fire_F)])
             requests = [Request(layer, e.expert, [("rest", fire_I)])]
         else:
             requests.append(Request(layer, e.expert, [("rest", named_I)]))

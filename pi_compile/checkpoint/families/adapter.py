@@ -28,7 +28,7 @@ class FusedRows:
     stop: int
     step: int = 1
     """Every so many of them."""
-    is_turned: bool = False
+    transposed: bool = False
     """Whether those of each block are wanted as columns."""
 
 
@@ -57,7 +57,7 @@ class SourceTensor:
             return values
         blocks = values.reshape(self.rows.groups, self.rows.size, *values.shape[1:])
         wanted = blocks[:, self.rows.start : self.rows.stop : self.rows.step]
-        wanted = wanted.mT if self.rows.is_turned else wanted
+        wanted = wanted.mT if self.rows.transposed else wanted
         wanted = wanted.reshape(-1, *wanted.shape[2:])
         missing = max(0, self.padded - len(wanted))
         return np.concatenate([wanted, np.zeros((missing, *wanted.shape[1:]), wanted.dtype)]) if missing else wanted
@@ -182,7 +182,7 @@ def plain_ffn(first: str, rest: str, *, transposed: bool = False) -> dict[str, t
 
 
 def draft_layer(block: str, norm: str, head: str) -> Table:
-    """What a layer that drafts tokens has beside those of any layer: tensors of `block`, `norm` and `head` too."""
+    """The tensors of a `block` that drafts tokens, beside those of any layer; `norm` and `head` are names within it."""
     parts = {"fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm", "norm": norm}
     copies = {"embedding": "embed_tokens", "head": head}
     return {array: stored(f"{block}.{part}.weight") for array, part in (parts | copies).items()}

@@ -104,7 +104,7 @@ def _layer(d: Decoder) -> Table:
         "attention/q_norm": stored(f"{_ATTENTION}.q_a_layernorm.weight"),
         "attention/q_up": _in_halves(f"{_ATTENTION}.q_b_proj.weight", heads, d.head_dim, plain),
         "attention/k_norm": stored(f"{_ATTENTION}.kv_a_layernorm.weight"),
-        "attention/k_up": (SourceTensor(both, rows=FusedRows(heads, size, 0, plain, is_turned=True)),),
+        "attention/k_up": (SourceTensor(both, rows=FusedRows(heads, size, 0, plain, transposed=True)),),
         "attention/v_up": (SourceTensor(both, rows=FusedRows(heads, size, plain, size)),),
         **glm.ffn(d),
     }

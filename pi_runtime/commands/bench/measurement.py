@@ -273,7 +273,7 @@ class Bench:
         return not self.rows or expected_s <= left
 
     def _in_turns(self, runs: Sequence[Callable[[], float]], runs_of: int, began: float) -> list[tuple[float, ...]]:
-        """Run all `spec.repetitions` times, or fewer where this test's part of the time is used up, but once.
+        """Run all `spec.repetitions` times, or fewer where this test's part of the time is used up, at least once.
 
         They take turns, forwards and backwards, so that what else the machine does meets all of them.
         """
