@@ -115,6 +115,8 @@ class _Talk:
                 self.begin(None, _messages(json.loads(Path(rest).read_text("utf-8"))))
             elif name == "/set" and rest:
                 self.set(*rest.replace("=", " ").split())
+            elif name == "/stats" and self.last is None:
+                console.say("no answer yet")
             elif name == "/stats" and self.last is not None:
                 print_stats(self.model, self.report(self.last))
             else:

@@ -27,7 +27,8 @@ class LlamaCpp:
             self._llama: Any = llama_cpp.Llama(model_path=str(path), n_ctx=context, **settings)
         except ValueError as error:
             found = Setting("beside", path)
-            raise InputError(setting=found, what="llama.cpp cannot open it", found=error) from None
+            remedy = "name a GGUF file of a model that this llama.cpp knows"
+            raise InputError(setting=found, what="llama.cpp cannot open it", found=error, remedy=remedy) from None
 
     def bytes_for(self, _batch: int) -> int:
         """None beyond what it holds."""
