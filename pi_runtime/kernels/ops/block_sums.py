@@ -280,11 +280,32 @@ def add_finished(f: BlockFormat, b: Any, sums: list[Any], scales: Any, minima: A
                 v.store(b, v.fma(b, sum_4, scale_4, before), y, at)
 
 
-def _prefetch(f: BlockFormat, b: Any, group: Run, line: Any) -> None:
-    """Fetch a line of a group, and the lines of its upper bits."""
-    v.prefetch(b, group.row, b.add(group.at, b.mul(line, v.offset(v.LINE))))
-    for k in range(GROUP_COLUMNS // f.per_byte, f.group_nbytes, v.LINE):
-        v.prefetch(b, group.row, b.add(group.at, v.offset(k)))
+class _Prefetch:
+    """Emits the fetching of rows, two lines a step and row after row: what lies in turn the processor fetches along."""
+
+    def __init__(self, f: BlockFormat, b: Any, rows: Any, lines: Any) -> None:
+        """`rows`: where the rows' addresses are; `lines`: how many of each are read, upper bits not counted."""
+        self._f, self._b, self._rows, self._lines = f, b, rows, lines
+        self._row, self._line = (cgutils.alloca_once_value(b, v.offset(0)) for _ in range(2))
+        for place in (self._row, self._line):
+            b.store(v.offset(0), place)
+
+    def step(self) -> None:
+        """Fetch the next two lines, and the lines of their upper bits."""
+        f, b, row = self._f, self._b, self._b.load(self._row)
+        pointer = v.pointer(b, v.load(b, self._rows, b.mul(row, v.offset(8)), v.I64))
+        inside = v.offset(GROUP_COLUMNS // f.per_byte // v.LINE)
+        line = b.load(self._line)
+        group = f.group(b, pointer, b.udiv(line, inside))
+        for k in range(2):
+            at = b.mul(b.urem(b.add(line, v.offset(k)), inside), v.offset(v.LINE))
+            v.prefetch(b, pointer, b.add(group.at, at))
+        for at in range(GROUP_COLUMNS // f.per_byte, f.group_nbytes, v.LINE):
+            v.prefetch(b, pointer, b.add(group.at, v.offset(at)))
+        line = b.add(line, v.offset(2))
+        done = b.icmp_signed("==", line, self._lines)
+        b.store(b.select(done, v.offset(0), line), self._line)
+        b.store(b.select(done, b.add(row, v.offset(1)), row), self._row)
 
 
 def _emit_sum(f: BlockFormat, b: Any, arguments: Any) -> None:
@@ -292,6 +313,7 @@ def _emit_sum(f: BlockFormat, b: Any, arguments: Any) -> None:
     lines = GROUP_COLUMNS // f.per_byte // v.LINE
     rows, n, g, starts_at, minima, y, later = (v.pointer(b, arguments[k]) for k in (0, 2, 3, 4, 5, 8, 9))
     pairs, blocks, groups, ints = arguments[1], arguments[6], arguments[7], v.vec(v.I32, 8)
+    ahead = _Prefetch(f, b, later, b.mul(groups, v.offset(lines)))
     with cgutils.for_range(b, b.mul(groups, v.offset(lines))) as loop:
         group, inside = b.udiv(loop.index, v.offset(lines)), b.urem(loop.index, v.offset(lines))
         eight = b.mul(group, v.offset(32))
@@ -301,9 +323,8 @@ def _emit_sum(f: BlockFormat, b: Any, arguments: Any) -> None:
         for place, one in ((p, o) for vector in found for p, o in zip(vector, starts, strict=True)):
             b.store(one, place)
         with cgutils.for_range(b, pairs) as pair:
+            ahead.step()
             at = [b.add(b.mul(pair.index, v.offset(16)), v.offset(8 * k)) for k in range(2)]
-            for place in at:
-                _prefetch(f, b, f.group(b, v.pointer(b, v.load(b, later, place, v.I64)), group), inside)
             two = [f.group(b, v.pointer(b, v.load(b, rows, place, v.I64)), group) for place in at]
             factors = v.load(b, n, b.add(b.mul(b.mul(pair.index, blocks), v.offset(4)), eight), ints)
             for vector in range(2):
