@@ -18,7 +18,7 @@ ROW_ARRAYS = ("first", "rest")
 
 EMBEDDING_ARRAYS = ("embedding", scales_name("embedding"))
 """The arrays of an embedding whose rows are read when their tokens come, unless a tied head needs all of them."""
-PROCESS_NBYTES = 256 << 20
+PROCESS_NBYTES = 192 << 20
 """What a budget of RAM counts for the process itself: interpreter, libraries, compiled kernels, tokenizer, server, and
 what aligning arrays takes."""
 WORKERS = 64

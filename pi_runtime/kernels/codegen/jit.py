@@ -25,6 +25,7 @@ from pi_runtime.artifact import decoder, footprint, formats, rungs, sizes
 from pi_runtime.errors import UsageError
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.isa import ISA
+from pi_runtime.kernels.codegen.loaded import loaded_lightly
 
 _OPTIONS = {
     "nogil": True,
@@ -180,7 +181,8 @@ class _KernelCache:
         numba's functions for memory alone.
         """
         rtsys.initialize(target)
-        return self._found._load_overload(signature, target)
+        with loaded_lightly(target):
+            return self._found._load_overload(signature, target)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._found, name)

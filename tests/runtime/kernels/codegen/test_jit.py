@@ -182,5 +182,21 @@ def test_what_kernels_alone_call_is_refused_to_python() -> None:
     assert doubled.signatures
 
 
+def test_a_kernel_from_the_cache_is_compiled_into_another() -> None:
+    """Its intermediate code is parsed then, and not before."""
+    assert jit.public(_tripled)(3) == 9
+    tripled = jit.public(_tripled)
+    assert tripled(3) == 9
+    (compiled,) = tripled.overloads.values()
+    assert tripled.stats.cache_hits
+    assert compiled.library._bitcode
+    assert numba.njit(lambda x: tripled(x) + 1)(3) == 10
+    assert not compiled.library._bitcode
+
+
 def _double(x: int) -> int:
     return 2 * x
+
+
+def _tripled(x: int) -> int:
+    return 3 * x
