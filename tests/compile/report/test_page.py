@@ -433,13 +433,13 @@ def test_a_disk_has_a_figure_a_table_and_a_part_of_the_time(folder: Path, report
     (folder / "disk.toml").write_text(alone.to_toml())
     (folder / "wide.json").write_text(json.dumps({**CONFIG, "hidden_size": 256, "intermediate_size": 4096}))
     model = ("wide.json", "--machine", "disk.toml", "--curve", "reglu-70b", "--density", "0.2")
-    text = report(*model, "--ram-budget", "284MiB")
+    text = report(*model, "--ram-budget", "220MiB")
     page = Page(text)
     assert page.open == []
     assert "What less RAM would give" in page.text
     assert "waiting for the disk" in page.text
     assert "nvme; 400 MB/s in reads of" in page.text
-    e = explained("wide.json", machine="disk.toml", curve="reglu-70b", density="0.2", ram_budget="284MiB")
+    e = explained("wide.json", machine="disk.toml", curve="reglu-70b", density="0.2", ram_budget="220MiB")
     for placement in e.ram_budgets:
         assert f"{digits(PICO / placement.time.total)} tokens/s" in page.text
     assert "What less RAM would give" not in report("wide.json", "--machine", "alone.toml", *model[3:])
