@@ -2,7 +2,8 @@
 the block of a guess layer (see `artifact.guess_layer`) reads.
 
 Shape letters: T tokens, C·D the states of some layers side by side, D model width, W embedding width, U = W + D,
-Q numbers of a token's queries, keys and values, F neurons, S tokens of the short list, S positions, J frequencies.
+Q numbers of a token's queries, keys and values, F neurons, S tokens of the short list (of tables of angles positions),
+J frequencies.
 """
 
 from typing import NamedTuple
