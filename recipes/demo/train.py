@@ -1,17 +1,19 @@
 """Train a bundled demo checkpoint on Python's own documentation.
 
     python recipes/demo/train.py [--shape llama] [--tokens 20e6] [--out recipes/demo]
-    python recipes/demo/train.py --shape nanochat --out recipes/demo/relu2
+    python recipes/demo/train.py --shape nanochat --teacher recipes/demo --out recipes/relu2 [--compile]
 
 `llama` is a ReLU-gated Llama of 3.2 M parameters, trained by AdamW: two cores need about an hour. `nanochat` is a
-nanochat of 3.4 M parameters (ReLU², no gate), whose matrices Muon trains: one core needs about 40 minutes.
-`qwen3_moe` is a mixture of experts of 7.6 M parameters (SiLU, 2 of 8 experts), without a penalty: half an hour of one.
+nanochat of 3.4 M parameters (ReLU², no gate), whose matrices Muon trains: one core needs 40 minutes with `--compile`.
+`qwen3_moe` is a mixture of experts of 7.6 M parameters (SiLU, 2 of 8 experts), without a penalty: 20 minutes of one.
 
 The text is `pi_compile.corpus.python_docs`. Needs the compile extra. The loss is cross-entropy plus an L1 penalty on
 what comes out of the ReLU (as in ProSparse, arXiv 2402.13516, section 3.2). Its weight is not a constant: a small
 controller moves it so that the mean density follows a falling target, because nobody knows beforehand which weight
-gives which density. `model.safetensors` is written in float16; figures go to `training.json`. What is interrupted goes
-on from `training.pt` in the same folder, which is written every hundred steps.
+gives which density. With a teacher the model learns that one's probabilities first, and more and more of the text alone
+(as in BAM, arXiv 1907.04829), so that it can come to know more. `model.safetensors` is written in float16;
+figures go to `training.json`. What is interrupted goes on from `training.pt` in the same folder, which is written
+every hundred steps.
 """
 
 import argparse
@@ -26,6 +28,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     NanoChatConfig,
@@ -40,7 +43,7 @@ from pi_compile.corpus.python_docs import documents, is_held_out
 HERE = Path(__file__).parent
 END = "<|end|>"
 VOCABULARY, CONTEXT = 2048, 512
-DENSITY_START, DENSITY_END = 0.35, 0.08
+DENSITY_START = 0.35
 # Prose is what a reader recognises, so documentation is read more often than source.
 WEIGHT = {"topic": 4, "doc": 3, "source": 1}
 
@@ -71,6 +74,10 @@ class Shape:
     penalised: Callable[[torch.nn.Module, Callable[[torch.Tensor], None]], object] | None
     """Hands the values of an FFN that fire where they are not zero; None where none are to become zero."""
     optimizers: Callable[[PreTrainedModel], list[torch.optim.Optimizer]]
+    prose: int = 2
+    """How many times as often as by `WEIGHT` documentation is read."""
+    density: float = 1.0
+    """Of neurons that fire, at the end."""
 
 
 def _llama() -> PreTrainedModel:
@@ -114,11 +121,41 @@ def _adam(parameters: Iterable[torch.nn.Parameter], decay: float) -> torch.optim
     return torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.95), weight_decay=decay)
 
 
+class Muon(torch.optim.Optimizer):
+    """Moves a matrix by its momentum made orthogonal, so that no direction is learnt faster than another.
+
+    torch has it for single matrices; experts are stacks of them.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.012, "decay": 0.05, "momentum": 0.95})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                mean.lerp_(p.grad, 1 - momentum)
+                rms = 0.2 * math.sqrt(max(p.shape[-2:]))  # as large as a step of Adam
+                p.mul_(1 - lr * group["decay"]).sub_(orthogonal(p.grad.lerp(mean, momentum)), alpha=lr * rms)
+
+
+def orthogonal(m: torch.Tensor) -> torch.Tensor:
+    """Nearly U Vᵀ of each matrix U S Vᵀ, by five steps whose factors are Keller Jordan's."""
+    tall = m.shape[-2] > m.shape[-1]
+    x = (m.mT if tall else m).bfloat16()
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
+    return x.mT if tall else x
+
+
 def _muon(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
-    matrices = torch.optim.Muon(
-        model.model.layers.parameters(), lr=0.012, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"
-    )
-    return [matrices, _adam(model.model.embed_tokens.parameters(), 0.0)]
+    inner = list(model.model.layers.parameters())
+    vectors = [p for p in inner if p.ndim == 1] + [*model.model.norm.parameters(), model.model.embed_tokens.weight]
+    return [Muon(p for p in inner if p.ndim > 1), _adam(vectors, 0.0)]
 
 
 SHAPES = {
@@ -128,22 +165,19 @@ SHAPES = {
         build=_llama,
         penalised=lambda ffn, see: ffn.down_proj.register_forward_pre_hook(lambda _, args: see(args[0])),
         optimizers=lambda model: [_adam(model.parameters(), 0.05)],
+        prose=1,
+        density=0.08,
     ),
     # The square has no slope at zero, so the penalty takes what is squared.
     "nanochat": Shape(
-        tokens=7e6,
+        tokens=7.4e6,
         batch=8,
         build=_nanochat,
         penalised=lambda ffn, see: ffn.fc1.register_forward_hook(lambda _, _args, z: see(z.relu())),
         optimizers=_muon,
+        density=0.1,
     ),
-    "qwen3_moe": Shape(
-        tokens=4e6,
-        batch=8,
-        build=_qwen3_moe,
-        penalised=None,
-        optimizers=lambda model: [_adam(model.parameters(), 0.05)],
-    ),
+    "qwen3_moe": Shape(tokens=1.6e6, batch=4, build=_qwen3_moe, penalised=None, optimizers=_muon),
 }
 
 
@@ -152,32 +186,34 @@ class Densities:
 
     def __init__(self, model: PreTrainedModel, shape: Shape) -> None:
         self.l1: list[torch.Tensor] = []
-        self.density: list[float] = []
+        self.density: list[torch.Tensor] = []
         for layer in model.model.layers if shape.penalised else ():
             shape.penalised(layer.mlp, self._see)
 
     def _see(self, values: torch.Tensor) -> None:
-        self.l1.append(values.float().abs().mean())
-        self.density.append((values.detach() != 0).float().mean().item())
+        self.l1.append(values.abs().mean(dtype=torch.float32))
+        self.density.append(values.detach().sign().abs().mean(dtype=torch.float32))
 
     def take(self) -> tuple[torch.Tensor, list[float]]:
-        taken = torch.stack([torch.zeros(()), *self.l1]).sum(), self.density
+        taken = torch.stack([torch.zeros(()), *self.l1]).sum(), [d.item() for d in self.density]
         self.l1, self.density = [], []
         return taken
+
+
+def pace(step: int, steps: int) -> float:
+    """What the learning rates are multiplied by: a short rise, then half a cosine down to a twentieth."""
+    return min(1, (step + 1) / min(100, steps / 20)) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
 class Run:
     """A training under way, which another one can go on with."""
 
-    def __init__(self, shape: Shape, steps: int) -> None:
-        self.shape, self.steps, self.model = shape, steps, shape.build()
+    def __init__(self, shape: Shape, steps: int, teacher: PreTrainedModel | None = None) -> None:
+        self.shape, self.steps, self.model, self.teacher = shape, steps, shape.build(), teacher
+        for model in filter(None, (self.model, teacher)):
+            model.set_attn_implementation("eager")  # on a processor the quickest, of texts so short
         self.seen, self.optimizers = Densities(self.model, shape), shape.optimizers(self.model)
-        self.schedules = [
-            torch.optim.lr_scheduler.LambdaLR(
-                o, lambda s: min(1, (s + 1) / 100) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * s / steps)))
-            )
-            for o in self.optimizers
-        ]
+        self.schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda s: pace(s, steps)) for o in self.optimizers]
         self.penalty, self.stream, self.step, self.seconds = 1e-3, np.empty(0, np.int64), 0, 0.0
         self.rng = np.random.default_rng(0)
 
@@ -197,26 +233,39 @@ class Run:
         for name in self._NAMES:
             setattr(self, name, saved[name])
 
+    def losses(self, x: torch.Tensor, taught: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """The text's cross-entropy, and what is learnt: for the part `taught` the teacher's probabilities instead."""
+        with torch.autocast("cpu", torch.bfloat16):
+            found = self.model(input_ids=x)
+            logs = found.logits[:, :-1].float().log_softmax(-1)
+            text = -logs.gather(-1, x[:, 1:, None]).mean()
+            balance = 1e-3 * found.get("aux_loss", 0.0)  # of a mixture's experts
+            if self.teacher is None:
+                return text, text + balance
+            with torch.no_grad():
+                told = self.teacher(input_ids=x).logits[:, :-1].float().softmax(-1)
+        return text, (1 - taught) * text - taught * (told * logs).sum(-1).mean() + balance
+
     def one_step(self, parts: list[np.ndarray]) -> str:
         """Train on the next tokens of the documents, in random orders; returns a line of figures."""
         begin, size = time.time(), self.shape.batch * CONTEXT
         if len(self.stream) < size:
             self.stream = np.concatenate([self.stream, *(parts[i] for i in self.rng.permutation(len(parts)))])
         x, self.stream = torch.from_numpy(self.stream[:size].reshape(self.shape.batch, CONTEXT)), self.stream[size:]
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = self.model(input_ids=x, labels=x).loss
+        share = self.step / self.steps
+        loss, aside = self.losses(x, 1 - share)
         l1, density = self.seen.take()
-        (loss + self.penalty * l1).backward()
+        (aside + self.penalty * l1).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        # Log-linear fall over the first 70 %, then constant while the learning rate decays.
-        share = min(1.0, self.step / (0.7 * self.steps))
-        target = DENSITY_START * (DENSITY_END / DENSITY_START) ** share
-        mean = np.mean(density or [0.0])
-        self.penalty *= 1.03 if mean > target else 1 / 1.03
+        # Log-linear fall between a fifth and four fifths of the way: first it learns, last it settles.
+        target = DENSITY_START * (self.shape.density / DENSITY_START) ** min(1.0, max(0.0, share - 0.2) / 0.6)
+        mean = np.mean(density or [target])
+        if share > 0.2:
+            self.penalty *= (mean / target) ** 0.05
         self.step += 1
         self.seconds += time.time() - begin
         rate = f"{self.step * size / self.seconds:.0f} tokens/s"
@@ -243,6 +292,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", choices=SHAPES, default="llama")
     parser.add_argument("--tokens", type=float)
+    parser.add_argument(
+        "--teacher", type=Path, help="a checkpoint of the same vocabulary, whose guesses are learnt too"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="by torch.compile: a quarter faster, with a C++ compiler"
+    )
     parser.add_argument("--out", type=Path, default=HERE)
     args = parser.parse_args()
     shape, saved = SHAPES[args.shape], args.out / "training.pt"
@@ -255,13 +310,18 @@ def main() -> None:
     else:  # so that perplexities are of the same tokens
         tokenizer = Tokenizer.from_file(str(HERE / "tokenizer.json"))
     parts = [(n.split("/")[0], token_stream(tokenizer, [t])) for n, t in kept]
-    repeated = [stream for kind, stream in parts for _ in range(WEIGHT.get(kind, 4))]
+    repeated = [
+        stream for kind, stream in parts for _ in range(1 if kind == "source" else shape.prose * WEIGHT.get(kind, 4))
+    ]
     held_out = token_stream(tokenizer, [t for n, t in named if is_held_out(n) and not n.startswith("source")])
 
-    run = Run(shape, int((args.tokens or shape.tokens) / (shape.batch * CONTEXT)))
+    teacher = args.teacher and AutoModelForCausalLM.from_pretrained(args.teacher, dtype=torch.bfloat16)
+    run = Run(shape, int((args.tokens or shape.tokens) / (shape.batch * CONTEXT)), teacher)
     args.out.mkdir(parents=True, exist_ok=True)
     if saved.exists():
         run.resume(saved)
+    if args.compile:
+        run.losses = torch.compile(run.losses)  # type: ignore[method-assign]
     while run.step < run.steps:
         line = run.one_step(repeated)
         if run.step % 50 == 0:
@@ -272,7 +332,8 @@ def main() -> None:
     half = run.model.half()
     half.save_pretrained(args.out)
     tokenizer.save(str(args.out / "tokenizer.json"))
-    trained = {"trained_tokens": run.steps * shape.batch * CONTEXT, "minutes": round(run.seconds / 60, 1)}
+    made = {"shape": args.shape, "teacher": args.teacher and args.teacher.name, "torch": torch.__version__}
+    trained = {**made, "trained_tokens": run.steps * shape.batch * CONTEXT, "minutes": round(run.seconds / 60, 1)}
     figures = {**trained, "held_out": evaluate(half.float(), run.seen, held_out)}
     (args.out / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
     saved.unlink(missing_ok=True)
