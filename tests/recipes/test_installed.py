@@ -41,4 +41,5 @@ def test_the_demo_model_is_compiled_from_the_installed_package(run: Run) -> None
     run("pi-compile", "pack", "demo.toml", "-o", "demo.pi", "--plain")
     assert json.loads(run("pi-compile", "inspect", "demo.pi", "--json"))
     assert not list(data.rglob("*.py"))
+    assert not list(data.rglob("relu2*"))
     assert not list(data.rglob(".pi-build"))
