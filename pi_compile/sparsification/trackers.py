@@ -36,7 +36,7 @@ def chosen(names: Sequence[str]) -> list[str]:
 def start(accelerator: Accelerator, project: str, arm: str, folder: Path, recipe: SparsifyRecipe) -> None:
     """Begin a run of each of the accelerator's trackers. Raises UsageError for one that does not start."""
     accelerator.trackers = []
-    accelerator.project_configuration.set_directories(str(folder / arm))
+    accelerator.project_configuration.logging_dir = str(folder / arm)
     names = {name: {"name": f"{project}-{arm}"} for name in _NAMED_RUNS}
     try:
         accelerator.init_trackers(project, _flat(recipe.model_dump()), names)

@@ -15,13 +15,14 @@ pytest.importorskip("accelerate")
 
 import huggingface_hub
 from accelerate import tracking
-from accelerate.utils import LoggerType
+from accelerate.utils import LoggerType, ProjectConfiguration
 from huggingface_hub.errors import LocalTokenNotFoundError
 from support.documents import assert_as_documented
 from support.sparsifying import small_recipe
 
 from pi_compile.cli.main import app
 from pi_compile.errors import TrainingError
+from pi_compile.sparsification import trackers
 from pi_compile.sparsification.run import resume
 from pi_compile.sparsification.training import StepReport, Watch
 from pi_runtime import console
@@ -116,6 +117,15 @@ def test_trackers_are_told(
     asked = ("sparsify", recipe, "-o", tmp_path / "other", "--track")
     assert "trackio: is not installed" in fails(2, *asked, "trackio")
     assert "expected: aim or" in fails(2, *asked, "paper")
+
+
+def test_files_of_trackers_are_in_the_folder_of_work(tmp_path: Path) -> None:
+    project, started = ProjectConfiguration(logging_dir="."), []
+    accelerator: Any = SimpleNamespace(
+        project_configuration=project, log_with=[], init_trackers=lambda *a: started.append(a)
+    )
+    trackers.start(accelerator, "out", "model", tmp_path / "events", small_recipe())
+    assert (project.logging_dir, len(started)) == (str(tmp_path / "events" / "model"), 1)
 
 
 def test_a_folder_is_uploaded(
