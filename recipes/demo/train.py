@@ -5,7 +5,7 @@
 
 `llama` is a ReLU-gated Llama of 3.2 M parameters, trained by AdamW: two cores need about an hour. `nanochat` is a
 nanochat of 3.4 M parameters (ReLU², no gate), whose matrices Muon trains: one core needs 40 minutes with `--compile`.
-`qwen3_moe` is a mixture of experts of 7.6 M parameters (SiLU, 2 of 8 experts), without a penalty: 20 minutes of one.
+`qwen3_moe` is a mixture of experts of 7.6 M parameters (SiLU, 2 of 8 experts), without a penalty: 15 minutes of one.
 
 The text is `pi_compile.corpus.python_docs`. Needs the compile extra. The loss is cross-entropy plus an L1 penalty on
 what comes out of the ReLU (as in ProSparse, arXiv 2402.13516, section 3.2). Its weight is not a constant: a small
@@ -177,7 +177,7 @@ SHAPES = {
         optimizers=_muon,
         density=0.1,
     ),
-    "qwen3_moe": Shape(tokens=1.6e6, batch=4, build=_qwen3_moe, penalised=None, optimizers=_muon),
+    "qwen3_moe": Shape(tokens=1.4e6, batch=4, build=_qwen3_moe, penalised=None, optimizers=_muon),
 }
 
 
