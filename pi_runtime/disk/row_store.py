@@ -54,7 +54,7 @@ class RowStore:
         d = artifact.manifest.decoder
         self.plan, self.reader, self._d_ff = plan, reader, d.d_ff
         self.whole = WholeExperts(artifact, plan)
-        self.arenas = {name: row_arena(artifact, name, plan, reader, self.whole.heat_U) for name in ROW_ARRAYS}
+        self.arenas = {name: row_arena(artifact, name, plan, reader, self.whole.heat.value_U) for name in ROW_ARRAYS}
         self.whole.rows_of = [[arena.rows_L[n] for arena in self.arenas.values()] for n in range(d.n_layers)]
         self.experts_ahead = experts_in_a_batch(self.arenas.values(), reader, d.d_ff)
         self._row_I, self._slot_I = np.empty((2, d.neurons), np.int64)

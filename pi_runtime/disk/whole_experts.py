@@ -15,24 +15,47 @@ from pi_runtime.disk.ram_plan import RamPlan, expert_counts
 from pi_runtime.disk.reader import Reader
 from pi_runtime.kernels.data.matrix_view import Ints
 
-HALF_LIFE = 32
-"""Tokens in which a use of an expert comes to count half. Chosen on traces of one text, of changing subjects and of
-several users (`nox -s bench -- disk --parts residency`)."""
-PROFILED_TOKENS = 32
-"""So many tokens count what the profile knows of experts when a model is opened."""
+HALF_LIVES = (32, 512)
+"""Tokens in which a use of an expert comes to count half, of late and in the long run. Chosen on traces of one text, of
+changing subjects and of several users (`nox -s bench -- disk --parts residency`)."""
+PROFILED_TOKENS = (32, 256)
+"""So many tokens of each count what the profile knows of experts when a model is opened."""
+
+
+class Heat:
+    """How often experts are used: Σ uses ÷ tokens over the two half-lives; both decay with each token."""
+
+    def __init__(self, profiled_U: npt.NDArray[np.float64]) -> None:
+        """`profiled_U`: uses a token by the profile."""
+        self._decay_2 = 2.0 ** (-1 / np.array(HALF_LIVES))
+        self._tokens_2 = np.array(PROFILED_TOKENS, np.float64)
+        self._uses_2U = self._tokens_2[:, None] * profiled_U
+        self.value_U = 2 * profiled_U
+
+    def use(self, unit_I: Ints | int) -> None:
+        """Count a use of some experts."""
+        self._uses_2U[:, unit_I] += 1
+        self.value_U[unit_I] += (1 / self._tokens_2).sum()
+
+    def age(self) -> None:
+        """Let uses so far count less: a token is over."""
+        self._uses_2U *= self._decay_2[:, None]
+        self._tokens_2 = self._tokens_2 * self._decay_2 + 1
+        np.sum(self._uses_2U / self._tokens_2[:, None], axis=0, out=self.value_U)
 
 
 class WholeExperts:
-    """The experts of all layers that share a cache, in which the one that was used least lately makes room."""
+    """The experts of all layers that share a cache, in which the one with least heat makes room.
+
+    An expert's *heat* is the sum of two rates, its uses a token of late and in the long run. The former follows a
+    subject; the latter keeps what all subjects need.
+    """
 
     def __init__(self, artifact: Artifact, plan: RamPlan) -> None:
         d = artifact.manifest.decoder
         layers = [layer for layer, by_expert in enumerate(plan.by_expert_L) if by_expert]
         self._unit_of, self._d_ff = {layer: n * d.n_experts for n, layer in enumerate(layers)}, d.d_ff
-        self.heat_U = np.concatenate([np.zeros(0), *(_profiled(artifact, layer) for layer in layers)])
-        """Uses of each expert, each of which counts half after `HALF_LIFE` tokens: in units of a use at the start."""
-        self._use = 1.0
-        """What a use counts now."""
+        self.heat = Heat(np.concatenate([np.zeros(0), *(_profiled(artifact, layer) for layer in layers)]))
         self.rows_of: list[list[LayerRows]] = []
         """The rows of each layer, of both arrays; who has them tells."""
 
@@ -51,20 +74,13 @@ class WholeExperts:
 
     def use(self, layer: int, expert_X: Ints | int) -> None:
         """Count a use of some experts."""
-        self.heat_U[self._unit_of[layer] + expert_X] += self._use
-
-    def age(self) -> None:
-        """Let uses so far count less: a step is over."""
-        self._use *= 2 ** (1 / HALF_LIFE)
-        if self._use > 1e9:
-            self.heat_U /= self._use
-            self._use = 1.0
+        self.heat.use(self._unit_of[layer] + expert_X)
 
 
 def _profiled(artifact: Artifact, layer: int) -> npt.NDArray[np.float64]:
-    """(X,) how often each expert of a layer is used in `PROFILED_TOKENS` tokens by the profile's counts, if any."""
+    """(X,) how often a token uses each expert of a layer by the profile's counts, if any."""
     count_X = expert_counts(artifact, layer)
-    return count_X * (PROFILED_TOKENS * artifact.manifest.decoder.experts_per_token / max(1.0, count_X.sum()))
+    return count_X * (artifact.manifest.decoder.experts_per_token / max(1.0, count_X.sum()))
 
 
 def experts_in_a_batch(arenas: Iterable[RowArena], reader: Reader, d_ff: int) -> int:

@@ -66,7 +66,7 @@ class DiskOps(CpuOps):
         saves_L = self._spared_L * self._rest_share >= TWO_PHASES_FROM
         self._two_phases_L = (saves_L | self._rows.plan.two_phases_L).tolist()
         self.ahead.way.count(seconds / tokens)
-        self._rows.whole.age()
+        self._rows.whole.heat.age()
 
     def attention(self, layer: int) -> None:
         """x ← x + attention(x); rows of experts that are known before it come meanwhile."""

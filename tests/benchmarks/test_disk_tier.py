@@ -65,8 +65,8 @@ def test_uses_of_experts_count_less_with_time() -> None:
     from disk_tier import residency
 
     often, profile_U = trace(*[[0, 1]] * 40, [2], [0, 1], [2], [0, 1]), np.zeros(4)
-    assert residency.decayed(often, 2, 1, profile_U) == 80 + 1 + 1
-    assert residency.decayed(trace([2, 3], [2, 3]), 2, 1, np.array([1.0, 1, 0, 0])) == 2  # always let in
+    assert residency.warm(often, 2, 1, profile_U) == 80 + 1 + 1
+    assert residency.warm(trace([2, 3], [2, 3]), 2, 1, np.array([1.0, 1, 0, 0])) == 2  # always let in
 
 
 def test_where_no_group_can_be_made_it_is_said(

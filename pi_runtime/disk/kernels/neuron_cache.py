@@ -8,8 +8,7 @@ Rows for which there is no room, or that are not worth any, are *staged*: they g
 `clear_staged`.
 
 Where an expert's rows are always needed together they come and go together, as a *unit*, in slots that follow each
-other. Layers of such experts share one ring. The unit that makes room there is the one that was used least lately: its
-*heat* is a sum over its uses, each of which halves in so many tokens (`whole_experts.WholeExperts`).
+other. Layers of such experts share one ring. The unit with the least *heat* makes room there (`whole_experts.Heat`).
 
 Shape letters: N rows of a layer (all experts), S slots, I rows that are asked for, C chunks, U units of all layers that
 share a ring.

@@ -14,7 +14,7 @@ from support.row_traces import Trace
 
 from disk_tier import policies
 from disk_tier.routing import SUBJECTS, Routing, text
-from pi_runtime.disk.whole_experts import HALF_LIFE, PROFILED_TOKENS
+from pi_runtime.disk.whole_experts import Heat
 
 TOKENS, USERS = 600, 4
 SHARES = 0.5, 0.25, 0.125
@@ -37,23 +37,24 @@ def steps_of(routing: Routing, taken_STLK: np.ndarray) -> Trace:
     ]
 
 
-def decayed(trace: Trace, room: int, layers: int, profile_U: np.ndarray) -> int:
-    """The runtime's: what was used least lately makes room, as `RowStore` and `neuron_cache` have it; returns hits.
+def warm(trace: Trace, room: int, layers: int, profile_U: np.ndarray) -> int:
+    """The runtime's: what has least heat makes room, as `RowStore` and `neuron_cache` have it; returns hits.
 
     `profile_U`: how often a token uses each expert, by the profile.
     """
-    heat_U, use, hits = PROFILED_TOKENS * profile_U, 1.0, 0
-    held_U = np.arange(len(heat_U)) < room
+    heat, hits = Heat(profile_U), 0
+    held_U = np.arange(len(profile_U)) < room
     for n, step in enumerate(trace):
-        use *= 2 ** (1 / HALF_LIFE) if n % layers == 0 else 1
+        if n % layers == 0:
+            heat.age()
         hits += int(held_U[step].sum())
-        heat_U[step] += use
+        heat.use(step)
         for k, unit in enumerate(step):
             free_U = held_U.copy()
             free_U[step[max(0, k - 2) :]] = False  # two are on their way, or used
             if not held_U[unit] and free_U.any():
                 free_I = np.flatnonzero(free_U)
-                held_U[free_I[np.argmin(heat_U[free_I])]] = False
+                held_U[free_I[np.argmin(heat.value_U[free_I])]] = False
                 held_U[unit] = True
     return hits
 
@@ -66,7 +67,7 @@ def missed(routing: Routing, trace: Trace, room: int, after: int = 0) -> dict[st
         "static": policies.prefix,
         "LRU": policies.lru,
         "half pinned, GCLOCK": policies.POLICIES["half pinned, GCLOCK"],
-        "ours, decayed use": lambda steps, room, _held: decayed(steps, room, routing.layers, profile_U),
+        "ours": lambda steps, room, _held: warm(steps, room, routing.layers, profile_U),
         "Belady": policies.belady,
     }
     need = sum(map(len, trace[after:]))

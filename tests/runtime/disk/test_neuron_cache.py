@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from pi_runtime.artifact.footprint import CHUNKS
 from pi_runtime.disk.kernels import neuron_cache
 from pi_runtime.disk.kernels.neuron_cache import HITS, MISSES, LayerRows
+from pi_runtime.disk.whole_experts import Heat
 
 NEURONS, PINNED, STAGED = 200, 20, 200
 
@@ -107,3 +108,21 @@ def test_the_unit_that_was_used_least_lately_makes_room_in_a_ring_that_layers_sh
     ask(2, 9, goes_on=True)
     assert (2, 3) not in held()
     assert {(2, 0), (2, 1), (2, 2), (2, 9)} <= held()
+
+
+def test_heat_is_uses_of_late_and_in_the_long_run() -> None:
+    heat = Heat(np.array([0.2, 0.1, 0.0]))
+    assert np.argsort(heat.value_U).tolist() == [2, 1, 0]  # by the profile
+    for _ in range(600):
+        heat.use(np.array([1]))
+        heat.age()
+    np.testing.assert_allclose(heat.value_U[1], 2, atol=0.25)  # one use a token, by both rates
+    for _ in range(40):
+        heat.use(2)
+        heat.age()
+    assert heat.value_U[2] > heat.value_U[0]
+    value_U = heat.value_U.copy()
+    for _ in range(64):
+        heat.age()
+    assert (heat.value_U < value_U).all()
+    assert heat.value_U[1] > heat.value_U[2]  # what was used for long outlives what was used for a while
