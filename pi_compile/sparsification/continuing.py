@@ -61,7 +61,7 @@ def keep(work: Path, output: Path, steps: int, folder: Path) -> str:
         shutil.rmtree(kept, ignore_errors=True)
         collected.rename(kept)
     nbytes = sum(path.stat().st_size for path in kept.rglob("*") if path.is_file())
-    return f"{kept}: {size(nbytes)}, which --resume {output} goes on from; remove it if nothing is to"
+    return f"{kept}: {size(nbytes)}, which pi-compile sparsify --resume {output} goes on from; else remove it"
 
 
 def start_from(finished: Path, steps: int) -> Start:
