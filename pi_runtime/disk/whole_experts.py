@@ -38,7 +38,7 @@ class Heat:
         self.value_U[unit_I] += (1 / self._tokens_2).sum()
 
     def age(self) -> None:
-        """Let uses so far count less: a token is over."""
+        """Let uses so far count less: a step is over, which counts as one token, however many go together."""
         self._uses_2U *= self._decay_2[:, None]
         self._tokens_2 = self._tokens_2 * self._decay_2 + 1
         np.sum(self._uses_2U / self._tokens_2[:, None], axis=0, out=self.value_U)

@@ -106,29 +106,19 @@ def division(m: Any, pinned: tuple[int, ...], cached: int) -> RowPlan:
     return RowPlan(**fields, ram_bytes=1, context=64, read_bytes=1, predicted_ns=1, digest="0" * 64)
 
 
-def test_the_plan_has_its_own_division(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("last", "cached", "is_shorter"), [(64, 128, False), (0, 800, True)])
+def test_the_plan_has_its_own_division(tmp_path: Path, last: int, cached: int, is_shorter: bool) -> None:
+    """Where less is left than it was solved for, its caches are shorter."""
     path = artifact(tmp_path, (640, 0, 2436), **ONE)
     wanted = expected(path)
     with Artifact.open(path) as found:
-        stored = division(found.manifest, (320, 64, 64), 128)
+        stored = division(found.manifest, (320, 64, last), cached)
     path = artifact(tmp_path, (640, 0, 2436), rows=stored, **ONE)
     with within(path, 0.4) as model:
         same(outputs(model), wanted)
         plan = model.executor.plan  # type: ignore[attr-defined]
-        assert (plan.stored, plan.pinned_LX) == (stored, ((320,), (64,), (64,)))
-        assert [s.pinned for s in plan.first_L] == [320, 2500, 64]
-
-
-def test_where_less_is_left_than_a_division_was_solved_for_its_caches_are_shorter(tmp_path: Path) -> None:
-    path = artifact(tmp_path, (640, 0, 2436), **ONE)
-    wanted = expected(path)
-    with Artifact.open(path) as found:
-        stored = division(found.manifest, (320, 64, 0), 800)
-    path = artifact(tmp_path, (640, 0, 2436), rows=stored, **ONE)
-    with within(path, 0.4) as model:
-        same(outputs(model), wanted)
-        plan = model.executor.plan  # type: ignore[attr-defined]
-        assert (plan.stored, plan.pinned_LX) == (stored, ((320,), (64,), (0,)))
-        assert [0 < s.cached < 800 for s in plan.rest_L] == [True, True, False]
+        assert (plan.stored, plan.pinned_LX) == (stored, ((320,), (64,), (last,)))
+        assert [s.pinned for s in plan.first_L] == [320, 2500, last]
+        assert [s.cached < cached for s in plan.rest_L[:2]] == [is_shorter] * 2
     with within(path, 0) as model:
         assert model.executor.plan.stored is None  # type: ignore[attr-defined]
