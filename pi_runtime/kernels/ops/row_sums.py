@@ -2,13 +2,14 @@
 
 For the float formats; those of blocks have `block_sums`. Each column is summed in the order of the rows, rounded once a
 row, and a factor of 0 leaves a sum as it is. So a token gets the same bits from its own rows alone, and among rows that
-that only others need. Rows are taken `SUM_ROWS` at a time: their weights are read once for all tokens, and a sum stays
-in its register meanwhile.
+that only others need. One token whose next rows are fetched ahead takes `SUM_ROWS` rows at a time, line by line. All
+others take up to `_ROWS` rows, with sums that stay in their registers meanwhile: one token some columns at a time, and
+several the columns of a panel, whose weights become float32 once for all of them.
 
 Shape letters: T tokens, K rows, D columns, L lanes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,11 +30,18 @@ from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.data.weight_formats import FLOAT_FORMATS, FloatFormat
 
 _HAS_VECTORS = ISA.lanes > 0
+_ROWS, _PANEL = 128, 32
+"""Rows and columns of a panel: its float32 numbers leave half of the first-level cache to the rest."""
+_ALONE = 8
+"""Registers of sums of one token."""
+_WIDTH, _TILES = 2, ((8, 4, 2, 1) if ISA.lanes == 16 else (6, 4, 2, 1))
+"""Registers of a tile's columns, and tokens of a tile: as many as there are registers for the sums, and fewer for those
+that are left."""
 
 
 @dataclass
 class _SumCall:
-    """Emits the loops of one call; the values are those of `row_sums`."""
+    """Emits the loops of one call; the values are those of `row_sums`, and memory for pointers and a panel."""
 
     b: Any
     values: Any
@@ -49,15 +57,128 @@ class _SumCall:
     tokens: Any
     y: Any
     y_stride: Any
+    pointers: Any
+    panel: Any
 
     def emit(self, f: FloatFormat) -> None:
-        """Emit a format's loops over rows, once for one token and once for several."""
+        """Emit a format's ways: a token whose later rows are known, another token alone, and several."""
+        b, few = self.b, self.b.and_(self.columns, v.offset(-_PANEL))
+        one = b.icmp_signed("==", self.tokens, v.offset(1))
+        with b.if_else(one) as (alone, company):
+            with alone, b.if_else(b.icmp_signed(">", self.known, self.count)) as (ahead, known):
+                with ahead:
+                    self._by_lines(f, v.offset(0), True)
+                with known:
+                    wide = b.and_(self.columns, v.offset(-_ALONE * ISA.lanes))
+                    self._by_registers(f, wide)
+                    self._by_lines(f, wide, True)
+            with company:
+                self._by_panels(f, few)
+                self._by_lines(f, few, False)
+
+    def _by_lines(self, f: FloatFormat, begin: Any, alone: bool) -> None:
+        """Add the rows to the sums from column `begin` on, `SUM_ROWS` rows at a time."""
         b = self.b
-        with b.if_else(b.icmp_signed("==", self.tokens, v.offset(1))) as branches:
-            for branch, alone in zip(branches, (True, False), strict=True):
-                with branch, cgutils.for_range_slice(b, v.offset(0), self.count, v.offset(SUM_ROWS)) as (first, _):
-                    later = self._rows(b.add(first, v.offset(SUM_ROWS)), self.known)
-                    self._some_rows(f, first, self._rows(first, self.count), later, alone)
+        count = b.select(b.icmp_signed("<", begin, self.columns), self.count, v.offset(0))
+        with cgutils.for_range_slice(b, v.offset(0), count, v.offset(SUM_ROWS)) as (first, _):
+            later = self._rows(b.add(first, v.offset(SUM_ROWS)), self.known) if alone else []
+            self._some_rows(f, first, self._rows(first, self.count), later, alone, begin)
+
+    @contextmanager
+    def _each_part(self) -> Iterator[tuple[Any, Any]]:
+        """A loop over parts of the rows, whose pointers are in memory then: the first number, and how many they are."""
+        b = self.b
+        with cgutils.for_range_slice(b, v.offset(0), self.count, v.offset(_ROWS)) as (first, _):
+            left = b.sub(self.count, first)
+            count = b.select(b.icmp_signed("<", left, v.offset(_ROWS)), left, v.offset(_ROWS))
+            with cgutils.for_range(b, count) as loop:
+                n = b.add(first, loop.index)
+                row = v.listed(b, self.index, n, b.add(self.first, n))
+                row = v.listed(b, self.slots, row, row)
+                at = b.mul(loop.index, v.offset(8))
+                v.store(b, b.add(self.values, b.mul(row, self.stride)), self.pointers, at)
+            yield first, count
+
+    def _row(self, k: Any) -> Any:
+        """The pointer to a row of the part."""
+        return v.pointer(self.b, v.load(self.b, self.pointers, self.b.mul(k, v.offset(8)), v.I64))
+
+    def _sums(self, y: list[Any], at: Any, width: int, count: Any, add: Callable[[Any, list[list[Any]]], None]) -> None:
+        """Load `width` registers of the sums of each token, let `add` add `count` rows one by one, and store them."""
+        b, kind = self.b, v.vec(v.F32, ISA.lanes)
+        sums = [[cgutils.alloca_once(b, kind) for _ in range(width)] for _ in y]
+        places = [b.add(at, v.offset(4 * ISA.lanes * k)) for k in range(width)]
+        for y_t, into in zip(y, sums, strict=True):
+            for place, total in zip(places, into, strict=True):
+                b.store(v.load(b, y_t, place, kind), total)
+        with cgutils.for_range(b, count) as loop:
+            add(loop.index, sums)
+        for y_t, into in zip(y, sums, strict=True):
+            for place, total in zip(places, into, strict=True):
+                v.store(b, b.load(total), y_t, place)
+
+    def _add_row(self, w: list[Any], h: list[Any], at: Any, sums: list[list[Any]]) -> None:
+        """Add a row's registers times each token's factor `at` bytes behind its first one."""
+        b = self.b
+        for h_t, into in zip(h, sums, strict=True):
+            h_L = v.splat(b, v.load(b, h_t, at, v.F32), ISA.lanes)
+            for w_L, total in zip(w, into, strict=True):
+                b.store(v.fma(b, w_L, h_L, b.load(total)), total)
+
+    def _by_registers(self, f: FloatFormat, columns: Any) -> None:
+        """Add the rows to the first columns of one token."""
+        b, lanes = self.b, ISA.lanes
+        y, h = v.pointer(b, self.y), v.pointer(b, self.h)
+        with (
+            self._each_part() as (first, count),
+            cgutils.for_range_slice(b, v.offset(0), columns, v.offset(_ALONE * lanes)) as (column, _),
+        ):
+
+            def add(k: Any, sums: list[list[Any]]) -> None:
+                row = self._row(k)
+                w = [f.load(b, row, b.add(column, v.offset(lanes * n)), lanes) for n in range(_ALONE)]
+                self._add_row(w, [h], b.mul(b.add(first, k), v.offset(4)), sums)
+
+            self._sums([y], b.mul(column, v.offset(4)), _ALONE, count, add)
+
+    def _by_panels(self, f: FloatFormat, columns: Any) -> None:
+        """Add the rows to the first columns of several tokens."""
+        b, wide = self.b, _WIDTH * ISA.lanes
+        with (
+            self._each_part() as (first, count),
+            cgutils.for_range_slice(b, v.offset(0), columns, v.offset(_PANEL)) as (column, _),
+        ):
+            with cgutils.for_range(b, count) as loop:
+                row = self._row(loop.index)
+                at = b.mul(column, v.offset(f.nbytes))
+                for line in range(0, _PANEL * f.nbytes, v.LINE):
+                    v.prefetch(b, row, b.add(at, v.offset(_PANEL * f.nbytes + line)))
+                for k in range(0, _PANEL, ISA.lanes):
+                    inside = b.mul(loop.index, v.offset(4 * wide))
+                    place = b.add(inside, v.offset(4 * (k // wide * wide * _ROWS + k % wide)))
+                    v.store(b, f.load(b, row, b.add(column, v.offset(k)), ISA.lanes), self.panel, place)
+            done = v.offset(0)
+            for size in _TILES:
+                tiles = b.udiv(b.sub(self.tokens, done), v.offset(size))
+                with cgutils.for_range(b, tiles) as loop:
+                    self._tile(b.add(done, b.mul(loop.index, v.offset(size))), size, first, count, column)
+                done = b.add(done, b.mul(tiles, v.offset(size)))
+
+    def _tile(self, token: Any, size: int, first: Any, count: Any, column: Any) -> None:
+        """Add a panel to the sums of some tokens."""
+        b, lanes, wide = self.b, ISA.lanes, _WIDTH * ISA.lanes
+        numbers = [b.add(token, v.offset(t)) for t in range(size)]
+        y = [v.pointer(b, b.add(self.y, b.mul(t, self.y_stride))) for t in numbers]
+        h = [v.pointer(b, b.add(self.h, b.mul(t, self.h_stride))) for t in numbers]
+        for part in range(0, _PANEL, wide):
+
+            def add(k: Any, sums: list[list[Any]], part: int = part) -> None:
+                at = b.add(b.mul(k, v.offset(4 * wide)), v.offset(4 * part * _ROWS))
+                places = [b.add(at, v.offset(4 * lanes * n)) for n in range(_WIDTH)]
+                w = [v.load(b, self.panel, place, v.vec(v.F32, lanes)) for place in places]
+                self._add_row(w, h, b.mul(b.add(first, k), v.offset(4)), sums)
+
+            self._sums(y, b.mul(b.add(column, v.offset(part)), v.offset(4)), _WIDTH, count, add)
 
     def _rows(self, first: Any, count: Any) -> list[Any]:
         """Pointers to the rows from `first` on; past `count` the last one again."""
@@ -99,20 +220,22 @@ class _SumCall:
             y, h = b.mul(loop.index, self.y_stride), b.mul(loop.index, self.h_stride)
             yield v.pointer(b, b.add(self.y, y)), v.pointer(b, b.add(self.h, h))
 
-    def _some_rows(self, f: FloatFormat, first: Any, rows: list[Any], later: list[Any], alone: bool) -> None:
-        """Add `SUM_ROWS` rows from `first` on, and fetch later ones."""
+    def _some_rows(
+        self, f: FloatFormat, first: Any, rows: list[Any], later: list[Any], alone: bool, begin: Any
+    ) -> None:
+        """Add `SUM_ROWS` rows from `first` on to the columns from `begin` on, and fetch later ones."""
         b, lanes = self.b, ISA.lanes
         per_line = v.LINE // f.nbytes
 
         def register(column: Any) -> None:
             self._add([f.load(b, row, column, lanes) for row in rows], first, column, alone)
 
-        with cgutils.for_range(b, b.udiv(self.columns, v.offset(per_line))) as loop:
-            for row in later:
-                v.prefetch(b, row, b.mul(loop.index, v.offset(v.LINE)))
-            for part in range(0, per_line, lanes):
-                register(b.add(b.mul(loop.index, v.offset(per_line)), v.offset(part)))
         done = b.and_(self.columns, v.offset(-per_line))
+        with cgutils.for_range_slice(b, begin, done, v.offset(per_line)) as (column, _):
+            for row in later:
+                v.prefetch(b, row, b.mul(column, v.offset(f.nbytes)))
+            for part in range(0, per_line, lanes):
+                register(b.add(column, v.offset(part)))
         with cgutils.for_range(b, b.udiv(b.sub(self.columns, done), v.offset(lanes))) as loop:
             register(b.add(done, b.mul(loop.index, v.offset(lanes))))
         column = b.and_(self.columns, v.offset(-lanes))
@@ -124,7 +247,9 @@ class _SumCall:
 @emits(types.void(types.intp, types.UniTuple(types.intp, 13)))
 def _emit_row_sums(b: Any, fmt: Any, call: Any) -> Any:
     """Emit `row_sums`; `call` is a tuple of the values of `_SumCall`, in order."""
-    call = _SumCall(b, *cgutils.unpack_tuple(b, call))
+    pointers, panel = (cgutils.alloca_once(b, v.vec(v.I64, 8), n) for n in (_ROWS // 8, _ROWS * _PANEL // 16))
+    memory = [b.bitcast(place, v.I8.as_pointer()) for place in (pointers, panel)]
+    call = _SumCall(b, *cgutils.unpack_tuple(b, call), *memory)
     v.switch(b, fmt, {code: partial(call.emit, f) for code, f in FLOAT_FORMATS.items()})
 
 

@@ -82,6 +82,7 @@ def test_any_shape_and_magnitude(fmt: str, count: int, columns: int, exponent: i
 )  # fmt: skip
 @example("bf16", 9, 40, 2048, 0.1, 0)
 @example("f16", 9, 40, 2048, 0.1, 0)
+@example("f16", 17, 150, 200, 0.9, 0)
 def test_a_sum_has_the_same_bits_alone_and_among_rows_of_others(
     fmt: str, tokens: int, rows: int, columns: int, density: float, seed: int
 ) -> None:
