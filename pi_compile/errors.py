@@ -50,7 +50,7 @@ class ProfileError(InputError):
 
 
 class TaskError(InputError):
-    pass
+    usual_remedy = "mend this line, or take it out"
 
 
 class TrainingError(InputError):

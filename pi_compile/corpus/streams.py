@@ -73,7 +73,11 @@ def source_files(sources: Sequence[str], folder: Path) -> list[Path]:
         matches = _matches(source, folder)
         files = [f for m in matches for f in (sorted(m.rglob("*")) if m.is_dir() else [m]) if f.suffix in READERS]
         if not files:
-            raise CorpusError(f"{folder / source}: no text found", expected=f"files ending in {', '.join(READERS)}")
+            raise CorpusError(
+                f"{folder / source}: no text found",
+                expected=f"files ending in {', '.join(READERS)}",
+                remedy="name a file or folder that holds text",
+            )
         for file in files:
             # A file of two sources counts once: twice in the stream, it could be in `fit` and in `tune`.
             found.setdefault(file.resolve(), file)
@@ -112,8 +116,12 @@ def read_streams(spec: CorpusSpec, folder: Path, tokenizer: tokenizers.Tokenizer
     check_disjoint(spec.text, spec.report, folder)
     for name in ("fit_tokens", "tune_tokens", "report_tokens"):
         if getattr(spec, name) < window:
-            found = getattr(spec, name)
-            raise CorpusError(f"[corpus] {name}", expected=f"at least one window of {window} tokens", found=found)
+            raise CorpusError(
+                f"[corpus] {name}",
+                expected=f"at least one window of {window} tokens",
+                found=getattr(spec, name),
+                remedy=f"raise {name}, or lower [profile] window",
+            )
     held_out = 0 if spec.report else spec.report_tokens
     wanted = spec.fit_tokens + spec.tune_tokens + held_out
     stream = _tokens(spec, spec.text, folder, tokenizer, wanted, python_docs.TRAIN)
@@ -129,7 +137,11 @@ def read_streams(spec: CorpusSpec, folder: Path, tokenizer: tokenizers.Tokenizer
         return Streams(rest[held_out:], tune, rest[:held_out])
     report = _tokens(spec, spec.report, folder, tokenizer, spec.report_tokens, python_docs.HELD_OUT)
     if len(report) < window:
-        raise CorpusError(f"[corpus] report has {len(report):,} tokens", expected=f"at least one window of {window}")
+        raise CorpusError(
+            f"[corpus] report has {len(report):,} tokens",
+            expected=f"at least one window of {window}",
+            remedy="add text to it, or lower [profile] window",
+        )
     return Streams(rest, tune, report)
 
 
@@ -143,7 +155,7 @@ def _tokens(
         for start in range(0, len(document), PASSAGE)
     ]
     if not any(passages):
-        raise CorpusError("the corpus has no text", found=", ".join(sources))
+        raise CorpusError("the corpus has no text", found=", ".join(sources), remedy="name files that are not empty")
     found, count = [], 0
     for index in np.random.default_rng(spec.seed).permutation(len(passages)):
         ids = tokenizer.encode(passages[index], add_special_tokens=False).ids
@@ -168,7 +180,10 @@ def documents(
         elif source.startswith(HUB):
             name, _, revision = source.removeprefix(HUB).partition("@")
             if not revision:
-                raise CorpusError(f"{source}: no revision", expected=f"{HUB}OWNER/NAME@REVISION, which means one text")
+                expected = f"{HUB}OWNER/NAME@REVISION, which means one text"
+                raise CorpusError(
+                    f"{source}: no revision", expected=expected, remedy="add @ and the commit of its files"
+                )
             rows = _load(source, path=name, revision=revision, split="train")
             texts = _column(rows, field, source)
             yield from texts if hub_characters is None else _head(texts, hub_characters)
@@ -197,7 +212,7 @@ def _load(source: str, **arguments: Any) -> Any:
     try:
         return datasets.load_dataset(streaming=True, **arguments)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise CorpusError(f"{source}: cannot be read as a dataset", found=error) from None
+        raise _unreadable(f"{source}: cannot be read as a dataset", error) from None
 
 
 def _column(rows: Any, field: str, source: str) -> Iterator[str]:
@@ -213,7 +228,16 @@ def _column(rows: Any, field: str, source: str) -> Iterator[str]:
                     remedy="set [corpus] field, or name the files by a pattern such as docs/**/*.md",
                 )
             if not isinstance(row[field], str):
-                raise CorpusError(f"{source}: column {field!r}", expected="text in every row", found=repr(row[field]))
+                raise CorpusError(
+                    f"{source}: column {field!r}",
+                    expected="text in every row",
+                    found=repr(row[field]),
+                    remedy="set [corpus] field to a column of text, or take the row out",
+                )
             yield row[field]
     except (OSError, ValueError, datasets.exceptions.DatasetsError, pyarrow.ArrowException) as error:
-        raise CorpusError(f"{source}: cannot be read", found=error) from None
+        raise _unreadable(f"{source}: cannot be read", error) from None
+
+
+def _unreadable(what: str, error: Exception) -> CorpusError:
+    return CorpusError(what, found=error, remedy="see that it is whole, and that its name says what it is")

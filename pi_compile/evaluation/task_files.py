@@ -77,7 +77,8 @@ def read_task(path: Path, limit: int | None = None) -> Task:
             raise TaskError(f"{location}: another form", expected=f"{_keys(first)}, as above", found=_keys(form))
         items.append(_item(row, form, location))
     if first is None:
-        raise TaskError("no items", setting=Setting("task", path), expected="a JSON object a line: " + _KNOWN)
+        expected = "a JSON object a line: " + _KNOWN
+        raise TaskError("no items", setting=Setting("task", path), expected=expected, remedy=_OTHER_FILE)
     return Task(path, MULTIPLE_CHOICE if "choices" in first else LAST_WORD, tuple(items))
 
 
@@ -85,6 +86,7 @@ def _keys(form: Form) -> str:
     return "{" + ", ".join(form) + "}"
 
 
+_OTHER_FILE = "name a file with a JSON object on each line"
 _KNOWN = "one of " + ", ".join(map(_keys, _FORMS))
 
 
@@ -96,9 +98,7 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     location = f"{path}: line {number}"
                     yield location, _object(line, location)
     except (OSError, UnicodeDecodeError) as error:
-        raise read_error(
-            Setting("task", path), error, "name a file with a JSON object on each line", TaskError
-        ) from None
+        raise read_error(Setting("task", path), error, _OTHER_FILE, TaskError) from None
 
 
 def _object(line: str, location: str) -> dict[str, Any]:

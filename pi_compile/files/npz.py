@@ -77,6 +77,15 @@ def check_arrays(path: Path) -> None:
 
 
 @contextmanager
+def contents(path: Path, kind: str) -> Iterator[None]:
+    """Take what cannot be understood of a file's arrays, a file that is not there too, for one that is no `kind`."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ProfileError(f"{path}: not {kind}", found=error, remedy=_REMEDY) from None
+
+
+@contextmanager
 def _whole(path: Path) -> Iterator[None]:
     try:
         yield

@@ -3,28 +3,18 @@
 `stage` is the way in; `formulation` states the problem, and the solvers know integers and no model.
 """
 
-from pi_compile.placement.formulation import Assignment, Problem, Sizes, all_cpu
+from pi_compile.placement.formulation import Assignment, Problem, all_cpu
 from pi_compile.placement.hot_mass import hottest_cuts
 from pi_compile.placement.placement import Placement
-from pi_compile.placement.stage import (
-    LADDER,
-    RAM_LADDER,
-    SECONDS,
-    SOLVERS,
-    ladder,
-    place,
-    ram_ladder,
-)
+from pi_compile.placement.stage import LADDER, SECONDS, SOLVERS, ladder, place, ram_ladder
 
 __all__ = [
     "LADDER",
-    "RAM_LADDER",
     "SECONDS",
     "SOLVERS",
     "Assignment",
     "Placement",
     "Problem",
-    "Sizes",
     "all_cpu",
     "hottest_cuts",
     "ladder",

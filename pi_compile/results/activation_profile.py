@@ -172,7 +172,7 @@ class ActivationProfile:
         profile = cls(**fields, **arrays, source=f"counts of {meta.tokens} tokens in {path.name}")
         problem = profile._problem()
         if problem:
-            raise ProfileError(f"{path}: contradicts itself", found=problem)
+            raise ProfileError(f"{path}: contradicts itself", found=problem, remedy=_REMEDY)
         return profile
 
     def _problem(self) -> str:

@@ -8,8 +8,7 @@ from typing import Self
 
 import numpy as np
 
-from pi_compile.errors import ProfileError
-from pi_compile.files import read_arrays, write_arrays
+from pi_compile.files import contents, read_arrays, write_arrays
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 
 _META = "meta"
@@ -35,10 +34,8 @@ class Division:
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a file that `save` wrote. Raises ProfileError."""
-        try:
+        with contents(path, "a file of formats"):
             found = cls(**json.loads(str(read_arrays(path)[_META])))
             if not set(found.formats.values()) <= set(WEIGHT_FORMATS):
                 raise ValueError(sorted(set(found.formats.values())))
             return cls(dict(found.formats), int(found.nbytes), float(found.divergence), str(found.inputs))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ProfileError(f"{path}: not a file of formats", found=error) from None

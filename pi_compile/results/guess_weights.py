@@ -9,8 +9,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from pi_compile.errors import ProfileError
-from pi_compile.files import read_arrays, write_arrays
+from pi_compile.files import contents, read_arrays, write_arrays
 from pi_runtime.artifact.guess_head import GuessHead
 
 Array = npt.NDArray[Any]
@@ -37,10 +36,8 @@ class GuessWeights:
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a file that `save` wrote. Raises ProfileError."""
-        try:
+        with contents(path, "a file of a guess head"):
             arrays = read_arrays(path)
             meta = json.loads(str(arrays.pop(_META)))
             fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in meta["head"].items()}
             return cls(GuessHead(**fields), arrays, tuple(meta["right"]), str(meta["inputs"]))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ProfileError(f"{path}: not a file of a guess head", found=error) from None

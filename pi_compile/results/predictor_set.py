@@ -11,14 +11,14 @@ from typing import Any, Self, overload
 import numpy as np
 import numpy.typing as npt
 
-from pi_compile.errors import ProfileError
-from pi_compile.files import check_arrays, read_arrays, write_array_stream
+from pi_compile.files import check_arrays, contents, read_arrays, write_array_stream
 from pi_compile.results.activation_profile import MILLION, ActivationProfile, Counts, LayerWork
 from pi_compile.results.neuron_order import order_neurons
 from pi_runtime.artifact.schema import Layer
 
 Floats = npt.NDArray[np.float32]
 Matrices = tuple[Floats, Floats, Floats]
+_KIND = "a file of trained predictors"
 """A predictor: down [R, D], up [F, R], bias [F]."""
 
 
@@ -153,25 +153,18 @@ class PredictorSet:
         def read(n: int) -> Matrices | None:
             if rows[n].rank is None:
                 return None
-            names = _names(n)
-            stored = read_arrays(path, names=names)
-            if missing := [name for name in names if name not in stored]:
-                raise ProfileError(
-                    f"{path}: not a file of trained predictors",
-                    found=f"no {missing[0]}",
-                    remedy="remove it and make it again",
-                )
-            return stored[names[0]], stored[names[1]], stored[names[2]]
+            stored = read_arrays(path, names=_names(n))
+            with contents(path, _KIND):
+                down, up, bias = (stored[name] for name in _names(n))
+            return down, up, bias
 
-        try:
+        with contents(path, _KIND):
             check_arrays(path)
             meta = json.loads(str(read_arrays(path, "meta")["meta"]))
             rows = tuple(LayerRow(**row) for row in meta.pop("rows"))
             fired = read_arrays(path, "counts-")
             counts = tuple(fired.get(f"counts-{n}") for n in range(len(rows)))
             return cls(rows=rows, predictors=PredictorsOnDisk(len(rows), read), counts=counts, **meta)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ProfileError(f"{path}: not a file of trained predictors", found=error) from None
 
     def _meta(self) -> dict[str, Any]:
         return {

@@ -8,8 +8,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from pi_compile.errors import ProfileError
-from pi_compile.files import check_arrays, read_arrays, write_array_stream
+from pi_compile.files import check_arrays, contents, read_arrays, write_array_stream
 
 Array = npt.NDArray[Any]
 Stored = tuple[Array, Array]
@@ -54,12 +53,10 @@ class QuantisedWeights(Mapping[str, Stored]):
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a file that `save` wrote; matrices are read when they are needed. Raises ProfileError."""
-        try:
+        with contents(path, "a file of quantised weights"):
             check_arrays(path)
             meta = json.loads(str(read_arrays(path, names=[_META])[_META]))
             return cls(tuple(map(str, meta["names"])), lambda name: read_stored(path, name), str(meta["inputs"]))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ProfileError(f"{path}: not a file of quantised weights", found=error) from None
 
 
 def read_stored(path: Path, name: str) -> Stored:

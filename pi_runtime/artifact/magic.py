@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 from pi_runtime.artifact.manifest_file import wrong_version
 from pi_runtime.artifact.records import LOCAL
-from pi_runtime.artifact.schema import FEATURE_VERSION, FORMAT_NAME, FORMAT_VERSION, REMEDY
+from pi_runtime.artifact.schema import FEATURE_VERSION, FORMAT_NAME, FORMAT_VERSION
 from pi_runtime.errors import ArtifactError
 
 _COMMENT = re.compile(rf"{FORMAT_NAME}/(\d+) [ -~]*".encode())
@@ -48,7 +48,7 @@ def foreign(file: BinaryIO, path: Path, nbytes: int) -> ArtifactError:
         remedy = pack_commands(path) if kind in _MODELS else _PACK
         return ArtifactError(f"{path}: not an artifact", expected="a .pi file", found=kind, remedy=remedy)
     found = f"{nbytes:,} bytes that do not end with an end record: truncated, or with bytes after its end"
-    return ArtifactError(f"{path}: damaged at the end of the file", found=found, remedy=REMEDY)
+    return ArtifactError(f"{path}: damaged at the end of the file", found=found)
 
 
 def _window(file: BinaryIO, start: int, nbytes: int) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 from pi_runtime.artifact.checks import contradictions
 from pi_runtime.artifact.decoding import MOST_PROBLEMS, canonical_json, decode, parse_json
 from pi_runtime.artifact.features import FEATURES
-from pi_runtime.artifact.schema import FEATURE_VERSION, FORMAT_NAME, FORMAT_VERSION, REMEDY, Manifest
+from pi_runtime.artifact.schema import FEATURE_VERSION, FORMAT_NAME, FORMAT_VERSION, Manifest
 from pi_runtime.errors import ArtifactError
 
 LARGEST = 4 << 20
@@ -30,9 +30,9 @@ def read_manifest(data: bytes, where: str) -> Manifest:
     manifest: Manifest = decode(Manifest, value, "manifest", problems)
     problems = problems or list(islice(contradictions(manifest), MOST_PROBLEMS))
     if problems:
-        raise ArtifactError(f"{where}: invalid manifest", found=_shortened(problems), remedy=REMEDY)
+        raise ArtifactError(f"{where}: invalid manifest", found=_shortened(problems))
     if not _is_canonical(manifest, data):
-        raise ArtifactError(f"{where}: the manifest is not in canonical JSON", remedy=REMEDY)
+        raise ArtifactError(f"{where}: the manifest is not in canonical JSON")
     return manifest
 
 

@@ -20,7 +20,7 @@ from pi_runtime.artifact.quantisation import dequantise
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.artifact.sizes import scales_name
 from pi_runtime.artifact.structure import Structure, damaged, read_structure
-from pi_runtime.errors import ArtifactError
+from pi_runtime.errors import ArtifactError, read_error
 
 
 class Artifact:
@@ -122,7 +122,7 @@ def open_file(path: Path) -> Iterator[BinaryIO]:
     except (FileNotFoundError, NotADirectoryError):
         raise ArtifactError(f"{path}: no such file", remedy=_suggested(path)) from None
     except OSError as error:
-        raise ArtifactError(f"{path}: cannot be read", found=error.strerror) from None
+        raise read_error(path, error, "see that you may read it, and its disk is sound", ArtifactError) from None
 
 
 def _suggested(path: Path) -> str:

@@ -18,7 +18,6 @@ FEATURE_VERSION = 4
 """Version of a file that lists the features it uses (see `features`)."""
 OBJECTIVES = ("time", "hot-mass")
 SIDES = ("cpu", "gpu")
-REMEDY = "copy or download it again, or pack it anew with `pi-compile build`"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,8 +39,6 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.rungs import SIGNS
 
-PREDICTOR_ARRAYS = ("down", "up", "bias", "signs")
-"""Arrays `layers/N/predictor/…` that selectors store; each selector has some of them."""
 LAYOUTS = BY_NEURON, WHOLE = "neurons", "matrices"
 """How FFNs are stored: by neuron, so that neurons can be skipped, placed, and read one by one; or as the matrices that
 checkpoints have, which keeps the blocks of `down` and is only for models that compute every neuron."""
@@ -113,11 +111,6 @@ class FfnBytes:
     def rest(self) -> int:
         """Bytes of one neuron's rows of `rest`."""
         return self.first * (2 if self.d.ffn == "gated" else 1)
-
-    @property
-    def biases(self) -> int:
-        """Bytes of one neuron's biases."""
-        return 4 * (2 if self.d.ffn == "gated" else 1) if self.d.ffn_bias else 0
 
     def predictor(self, rank: int) -> int:
         """Bytes of the predictor of one expert's neurons: down, up and bias, or the signs."""

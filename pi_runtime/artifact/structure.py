@@ -33,7 +33,7 @@ from pi_runtime.artifact.records import (
     parse_directory,
     parse_end,
 )
-from pi_runtime.artifact.schema import REMEDY, Manifest
+from pi_runtime.artifact.schema import Manifest
 from pi_runtime.errors import ArtifactError
 
 _LARGEST_DIRECTORY = 16 << 20
@@ -54,7 +54,7 @@ class Structure:
 
 def damaged(path: Path, part: str, expected: object = None, found: object = None) -> ArtifactError:
     """The error for one damaged part of an artifact."""
-    return ArtifactError(f"{path}: damaged at {part}", expected=expected, found=found, remedy=REMEDY)
+    return ArtifactError(f"{path}: damaged at {part}", expected=expected, found=found)
 
 
 def read_structure(file: BinaryIO, path: Path) -> Structure:

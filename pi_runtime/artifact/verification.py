@@ -14,7 +14,6 @@ from pi_runtime.artifact.digest import CHUNK, combine, workers
 from pi_runtime.artifact.layout import DIGEST_NBYTES
 from pi_runtime.artifact.reader import open_file
 from pi_runtime.artifact.records import Entry
-from pi_runtime.artifact.schema import REMEDY
 from pi_runtime.artifact.structure import Structure, damaged, read_structure
 from pi_runtime.errors import ArtifactError
 
@@ -46,7 +45,7 @@ def verify(path: str | os.PathLike[str], progress: Callable[[int, int], None] | 
         # The structure has been compared byte by byte and each part hashed: what is left is the digest's own text.
         wrong = wrong or ["the digest in the end record"]
     if wrong:
-        raise ArtifactError(f"{path}: damaged in {len(wrong)} parts", found=_shortened(wrong), remedy=REMEDY)
+        raise ArtifactError(f"{path}: damaged in {len(wrong)} parts", found=_shortened(wrong))
     manifest = structure.manifest
     return VerifyReport(
         path=path, nbytes=structure.nbytes, digest=digest, arrays=len(manifest.arrays), files=len(manifest.files)

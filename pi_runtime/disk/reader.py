@@ -25,7 +25,7 @@ from pi_runtime.disk.kernels import reading, ring_reading
 from pi_runtime.disk.kernels.c_calls import c_address
 from pi_runtime.disk.kernels.reading import SEMAPHORE_NBYTES, Shared
 from pi_runtime.disk.ring import OpenRing
-from pi_runtime.errors import ArtifactError, Setting, UsageError
+from pi_runtime.errors import ArtifactError, Setting, UsageError, read_error
 from pi_runtime.kernels.codegen import progress
 from pi_runtime.kernels.data.matrix_view import Ints
 
@@ -296,4 +296,4 @@ def _opened(path: Path, direct: bool, align: int | None) -> tuple[int, bool, int
                     raise
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC), False, 1
     except OSError as error:
-        raise ArtifactError(f"{path}: cannot be read", found=error.strerror) from None
+        raise read_error(path, error, "see that you may read it, and its disk is sound", ArtifactError) from None

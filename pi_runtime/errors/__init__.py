@@ -98,6 +98,8 @@ class PiError(Exception):
     """
 
     exit_code = 1
+    usual_remedy: Text | None = None
+    """The remedy of errors that are given none."""
 
     def __init__(
         self,
@@ -111,7 +113,8 @@ class PiError(Exception):
         self.what: Text = what if setting is None else (setting, ": ", what) if what else setting
         self.reason = what
         """What is wrong, without the setting that stands before it."""
-        self.setting, self.expected, self.found, self.remedy = setting, expected, found, remedy
+        self.setting, self.expected, self.found = setting, expected, found
+        self.remedy = self.usual_remedy if remedy is None else remedy
         super().__init__(self.message())
 
     def message(self, spelling: Spelling = keyword) -> str:
@@ -138,7 +141,7 @@ class InputError(PiError):
 
 
 class ArtifactError(InputError):
-    pass
+    usual_remedy = "copy or download it again, or pack it anew with `pi-compile build`"
 
 
 class PromptError(InputError):

@@ -132,6 +132,7 @@ class GrammarCompiler:
                 "tokenizer.json: a grammar needs the bytes of each token, and this kind does not tell them",
                 expected="byte-level or byte-fallback tokens",
                 found=str(error)[:200],
+                remedy="ask without a grammar",
             ) from None
         self._stand_in = None if self._end_ids.size else ends[0]
         self._compiled = Kept[Grammar, Any](COMPILED_BYTES)
