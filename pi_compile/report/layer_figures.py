@@ -8,7 +8,7 @@ from pi_compile.cost_model import CPU, GPU
 from pi_compile.report.colours import LAYER_COLOURS
 from pi_compile.report.explanation import Explanation, Floats
 from pi_compile.report.quantities import duration, duration_unit, percent, span
-from pi_compile.report.svg import colour, figure, rectangles, svg
+from pi_compile.report.svg import colour, figure, rectangles
 from pi_compile.report.token_figures import Chart, colour_of, legend_of
 
 _GAPS = 48
@@ -50,9 +50,8 @@ def curve_figure(e: Explanation) -> Chart:
             "How unevenly neurons fire",
             f"The hottest fifth of a layer’s neurons has {share} of its activations.",
         )
-        text = svg(drawn, "curves", title, about)
-    legend = layer_legend(len(e.curves)) if len(first) > 1 else ()
-    return Chart(title=title, svg=text, about=about, legend=legend)
+        legend = layer_legend(len(e.curves)) if len(first) > 1 else ()
+        return Chart.of(drawn, "curves", title, about, legend)
 
 
 def cut_figure(e: Explanation) -> Chart | None:
@@ -82,10 +81,9 @@ def cut_figure(e: Explanation) -> Chart | None:
             f"Of a layer’s neurons {range_}; {percent(e.placement.activations_on_gpu)} of all activations; "
             f"attention of {attention} of {n} layers."
         )
-        text = svg(drawn, "cuts", title, about)
-    sides = [("gpu", "", "GPU"), *([("cpu", "", "CPU")] if attention < n else [])]
-    legend = (*sides, ("ink", "dot", "activations of the neurons on the GPU"))
-    return Chart(title=title, svg=text, about=about, legend=legend)
+        sides = [("gpu", "", "GPU"), *([("cpu", "", "CPU")] if attention < n else [])]
+        legend = (*sides, ("ink", "dot", "activations of the neurons on the GPU"))
+        return Chart.of(drawn, "cuts", title, about, legend)
 
 
 def layer_figure(e: Explanation) -> Chart:
@@ -113,8 +111,7 @@ def layer_figure(e: Explanation) -> Chart:
         low, high = min(layer.total for layer in layers), layers[slowest].total
         longest = f"; the slowest is layer {slowest}" if high > low else ""
         title, about = "Time of each layer", f"A layer takes {span(duration(low), duration(high))}{longest}."
-        text = svg(drawn, "layers", title, about)
-    return Chart(title=title, svg=text, about=about, legend=legend_of(part for part in parts if any(parts[part])))
+        return Chart.of(drawn, "layers", title, about, legend_of(part for part in parts if any(parts[part])))
 
 
 def balance_figure(e: Explanation) -> Chart | None:
@@ -141,8 +138,7 @@ def balance_figure(e: Explanation) -> Chart | None:
             f"In {both} of {len(layers)} layers both work; one waits for the other {duration(waits)} a token in all."
         )
         title = "The two sides of each FFN"
-        text = svg(drawn, "balance", title, about)
-    return Chart(title=title, svg=text, about=about, legend=(("gpu", "line", "GPU"), ("cpu", "line", "CPU")))
+        return Chart.of(drawn, "balance", title, about, (("gpu", "line", "GPU"), ("cpu", "line", "CPU")))
 
 
 def rank_figure(e: Explanation) -> Chart | None:
@@ -170,9 +166,8 @@ def rank_figure(e: Explanation) -> Chart | None:
         without = len(ranked) - len(points)
         about = f"Ranks {span(str(low), str(high))}" + (f"; {without} layers have no predictor." if without else ".")
         title = "Predictor rank against density"
-        text = svg(drawn, "ranks", title, about)
-    legend = layer_legend(len(ranked)) if len(points) > _NAMED else ()
-    return Chart(title=title, svg=text, about=about, legend=legend)
+        legend = layer_legend(len(ranked)) if len(points) > _NAMED else ()
+        return Chart.of(drawn, "ranks", title, about, legend)
 
 
 def layer_colours(layers: int) -> list[str]:

@@ -5,10 +5,12 @@ from a file is escaped, and is never part of a figure.
 """
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from pi_compile.cost_model import CPU
@@ -26,17 +28,10 @@ PAGE_MARK = '<meta name="generator" content="pi-compile report">'
 
 def report_page(e: Explanation) -> str:
     """The page as HTML."""
-    environment = Environment(
-        loader=PackageLoader("pi_compile.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        f.__name__: f for f in (digits, duration, duration_unit, memory, percent, tokens_per_s, word)
-    }
-    return environment.get_template("page.html.jinja").render(
+    return rendered(
+        "pi_compile.report",
+        "page.html.jinja",
+        (digits, duration, duration_unit, memory, percent, tokens_per_s, word),
         e=e,
         busy=busy(e.placement),
         CPU=CPU,
@@ -56,10 +51,21 @@ def report_page(e: Explanation) -> str:
         rungs=_rungs(e),
         parameters=parameters(e.spec.model.decoder),
         parts=PARTS_SHOWN,
-        colours=COLOURS,
         page_mark=Markup(PAGE_MARK),  # noqa: S704  a constant
-        version=version("pi-toolchain"),
     )
+
+
+def rendered(package: str, template: str, filters: Iterable[Callable[..., Any]], **values: Any) -> str:
+    """A page of a package, in the style of the report's."""
+    environment = Environment(
+        loader=ChoiceLoader([PackageLoader(package), PackageLoader("pi_compile.report")]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {f.__name__: f for f in filters}
+    return environment.get_template(template).render(colours=COLOURS, version=version("pi-toolchain"), **values)
 
 
 def answer_of(e: Explanation) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Self
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
@@ -31,8 +32,12 @@ class Chart:
     """What it shows, in a sentence."""
     legend: tuple[tuple[str, str, str], ...] = ()
     """Entries (colour, class of the mark in the style sheet, meaning); the first two may be empty."""
-    drawn: Figure | None = None
-    """What it was drawn as, where it is to be a picture of its own too."""
+    drawn: Figure
+
+    @classmethod
+    def of(cls, drawn: Figure, name: str, title: str, about: str, legend: Iterable[tuple[str, str, str]] = ()) -> Self:
+        """The chart of a figure that is drawn; `name` keeps its ids apart from those of others on the page."""
+        return cls(title=title, svg=svg(drawn, name, title, about), about=about, legend=tuple(legend), drawn=drawn)
 
 
 def word(part: str) -> str:
@@ -63,8 +68,7 @@ def token_figure(e: Explanation) -> Chart:
         axis.set_xlabel(unit)
         shown = ", ".join(f"{word(part)} {duration(ps)}" for part, ps in time.parts.items() if ps)
         title, about = "Where a token’s time goes", f"A token takes {duration(time.total)}: {shown}."
-        text = svg(drawn, "token", title, about)
-    return Chart(title=title, svg=text, about=about, legend=legend_of(part for part, ps in time.parts.items() if ps))
+        return Chart.of(drawn, "token", title, about, legend_of(part for part, ps in time.parts.items() if ps))
 
 
 def memory_figure(e: Explanation) -> Chart:
@@ -81,9 +85,8 @@ def memory_figure(e: Explanation) -> Chart:
             _rows(axis, [f"{name}\n{unit}"])
             axis.set_xlim(0, budget / scale * 1.005)
         title, about = "What memory is full of", f"Used: {used}."
-        text = svg(drawn, "memory", title, about)
-    legend = legend_of(part for part in PARTS_SHOWN if p.gpu_by_part[part] + p.ram_by_part[part])
-    return Chart(title=title, svg=text, about=about, legend=legend)
+        legend = legend_of(part for part in PARTS_SHOWN if p.gpu_by_part[part] + p.ram_by_part[part])
+        return Chart.of(drawn, "memory", title, about, legend)
 
 
 def budget_figure(e: Explanation) -> Chart | None:
@@ -115,11 +118,10 @@ def budget_figure(e: Explanation) -> Chart | None:
         axis.set_title(f"{time_unit} a token")
         axis.grid(axis="y")
         title, about = "What other budgets would give", _speeds(e)
-        text = svg(drawn, "budgets", title, about)
-    legend = [("accent", "line", "this placement"), ("predictor", "points", "PowerInfer’s rule")]
-    legend += [("muted", "dash", "whole layers, dense")]
-    legend += [("warn", "pale", "does not fit into memory")] if lost else []
-    return Chart(title=title, svg=text, about=about, legend=tuple(legend))
+        legend = [("accent", "line", "this placement"), ("predictor", "points", "PowerInfer’s rule")]
+        legend += [("muted", "dash", "whole layers, dense")]
+        legend += [("warn", "pale", "does not fit into memory")] if lost else []
+        return Chart.of(drawn, "budgets", title, about, legend)
 
 
 def ram_figure(e: Explanation) -> Chart | None:
@@ -140,9 +142,8 @@ def ram_figure(e: Explanation) -> Chart | None:
         axis.grid(axis="y")
         shown = (f"{digits(tokens_per_s(p))} tokens/s with {memory(p.ram)}" for p in e.ram_budgets)
         title, about = "What less RAM would give", f"{'; '.join(shown)}."
-        text = svg(drawn, "ram", title, about)
-    legend = (("accent", "line", "with rows on disk"), ("accent", "dot", "ring: all in memory"))
-    return Chart(title=title, svg=text, about=about, legend=legend)
+        legend = (("accent", "line", "with rows on disk"), ("accent", "dot", "ring: all in memory"))
+        return Chart.of(drawn, "ram", title, about, legend)
 
 
 def _speeds(e: Explanation) -> str:

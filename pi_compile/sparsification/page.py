@@ -1,20 +1,18 @@
 """The curves of a training on one HTML page that needs nothing else, in the style of the report page."""
 
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from matplotlib.axes import Axes
 
 from pi_compile.report.axes import count_axis, log_axis
-from pi_compile.report.colours import COLOURS
 from pi_compile.report.layer_figures import layer_colours, layer_legend
+from pi_compile.report.page import rendered
 from pi_compile.report.png import png
 from pi_compile.report.quantities import digits, percent
-from pi_compile.report.svg import colour, figure, svg
+from pi_compile.report.svg import colour, figure
 from pi_compile.report.token_figures import Chart
 from pi_compile.sparsification.recipe import SparsifyRecipe
 from pi_compile.sparsification.schedule import learning_rate
@@ -42,20 +40,12 @@ def curves_page(record: dict[str, Any], charts: dict[str, Chart], model: Sequenc
 
 def pictures(charts: dict[str, Chart]) -> dict[str, bytes]:
     """Charts as PNG, by name."""
-    return {name: png(chart.drawn, chart.legend) for name, chart in charts.items() if chart.drawn is not None}
+    return {name: png(chart.drawn, chart.legend) for name, chart in charts.items()}
 
 
 def render(template: str, **values: Any) -> str:
     """A page in the style of the report page."""
-    environment = Environment(
-        loader=ChoiceLoader([PackageLoader("pi_compile.sparsification"), PackageLoader("pi_compile.report")]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"digits": digits, "percent": percent}
-    return environment.get_template(template).render(colours=COLOURS, version=version("pi-toolchain"), **values)
+    return rendered("pi_compile.sparsification", template, (digits, percent), **values)
 
 
 def curves_charts(
@@ -92,8 +82,7 @@ def _perplexities(base: float, model: Sequence[Point], control: Sequence[Point])
         log_axis(axis, min(every), max(every), _MARGIN)
         axis.set_title("perplexity, on a logarithmic scale")
         title, about = "Perplexity", f"From {digits(base)} before the training to {digits(model[-1].perplexity)}."
-        text = svg(drawn, "perplexity", title, about)
-    return Chart(title=title, svg=text, drawn=drawn, about=about, legend=(*_arms(control), _BASE))
+        return Chart.of(drawn, "perplexity", title, about, (*_arms(control), _BASE))
 
 
 def _losses(model: Sequence[Point], control: Sequence[Point]) -> Chart:
@@ -101,8 +90,7 @@ def _losses(model: Sequence[Point], control: Sequence[Point]) -> Chart:
         _both(axis, model, control, lambda point: point.loss)
         axis.set_title("loss, nats a token")
         title, about = "Loss", f"From {digits(model[0].loss)} at the first evaluation to {digits(model[-1].loss)} nats."
-        text = svg(drawn, "loss", title, about)
-    return Chart(title=title, svg=text, drawn=drawn, about=about, legend=_arms(control))
+        return Chart.of(drawn, "loss", title, about, _arms(control))
 
 
 def _sparsities(model: Sequence[Point]) -> Chart:
@@ -119,10 +107,9 @@ def _sparsities(model: Sequence[Point]) -> Chart:
         axis.set_title("neurons that are 0, %")
         title, last = "Sparsity", percent(mean_P[-1] / 100)
         about = f"At the last evaluation {last} of the neurons are 0, mean over layers."
-        text = svg(drawn, "sparsity", title, about)
-    wanted = (("warn", "dash", "wanted"),) if steered else ()
-    legend = (("ink", "line", "mean"), *wanted, *layer_legend(layers))
-    return Chart(title=title, svg=text, drawn=drawn, about=about, legend=legend)
+        wanted = (("warn", "dash", "wanted"),) if steered else ()
+        legend = (("ink", "line", "mean"), *wanted, *layer_legend(layers))
+        return Chart.of(drawn, "sparsity", title, about, legend)
 
 
 def _schedule(recipe: SparsifyRecipe, scheduled: int, model: Sequence[Point]) -> Chart:
@@ -143,8 +130,7 @@ def _schedule(recipe: SparsifyRecipe, scheduled: int, model: Sequence[Point]) ->
             axis.grid()
         _tokens(axes[-1], model)
         title, about = "What was set", f"The learning rate rises to {max(rates):.3g} and falls to {rates[-1]:.3g}."
-        text = svg(drawn, "schedule", title, about)
-    return Chart(title=title, svg=text, drawn=drawn, about=about)
+        return Chart.of(drawn, "schedule", title, about)
 
 
 def _penalised(model: Sequence[Point]) -> bool:

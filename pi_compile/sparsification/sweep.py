@@ -9,7 +9,7 @@ from pi_compile.files import write_text
 from pi_compile.report.axes import log_axis
 from pi_compile.report.layer_figures import layer_colours
 from pi_compile.report.quantities import digits, percent
-from pi_compile.report.svg import colour, figure, svg
+from pi_compile.report.svg import colour, figure
 from pi_compile.report.token_figures import Chart
 from pi_compile.sparsification import export
 from pi_compile.sparsification.arm import read_arm
@@ -121,8 +121,7 @@ def _price(records: list[dict[str, Any]]) -> Chart:
         last = records[-1]
         title, at = "Price", percent(last["sparsity"])
         about = f"At {at} zeros perplexity is {100 * last['perplexity_increase']:+.2f} %."
-        text = svg(drawn, "price", title, about)
-    return Chart(title=title, svg=text, drawn=drawn, about=about)
+        return Chart.of(drawn, "price", title, about)
 
 
 def _perplexities(records: list[dict[str, Any]], points: list[list[Point]]) -> Chart:
@@ -137,8 +136,7 @@ def _perplexities(records: list[dict[str, Any]], points: list[list[Point]]) -> C
         axis.grid(visible=True)
         title = "Perplexity"
         about = f"At the last evaluation from {digits(min(found[-1].perplexity for found in points))} on."
-        text = svg(drawn, "perplexity", title, about)
-    legend = tuple(
-        (name, "line", percent(r["recipe"]["steer"]["sparsity"])) for name, r in zip(names, records, strict=True)
-    )
-    return Chart(title=title, svg=text, drawn=drawn, about=about, legend=legend)
+        legend = tuple(
+            (name, "line", percent(r["recipe"]["steer"]["sparsity"])) for name, r in zip(names, records, strict=True)
+        )
+        return Chart.of(drawn, "perplexity", title, about, legend)
