@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.sparsification.model import FAMILIES
+from pi_compile.sparsification.recipe import FAMILIES
 
 
 def steps_after_init(recipe: Path, checkpoint: Checkpoint) -> list[str]:

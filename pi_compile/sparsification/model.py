@@ -18,8 +18,7 @@ from pi_compile.checkpoint.tokenizer_files import TOKENIZER
 from pi_compile.errors import CheckpointError
 from pi_compile.recipe import ModelSection
 from pi_compile.sparsification.data import Packing
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral")
+from pi_compile.sparsification.recipe import FAMILIES
 
 
 def open_base(section: ModelSection, folder: Path) -> Checkpoint:

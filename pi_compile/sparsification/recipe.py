@@ -13,6 +13,8 @@ from pi_compile.errors import RecipeError
 from pi_compile.recipe import ModelSection, RecipeFile, Section, read_toml
 from pi_runtime.errors import Setting, UsageError
 
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral")
+"""Models whose FFNs can take another activation."""
 Curve = Literal["constant", "linear", "sine"]
 Activation = Literal["relu", "drelu", "relu2", "fatrelu"]
 Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]

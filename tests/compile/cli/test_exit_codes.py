@@ -70,7 +70,7 @@ def test_a_missing_extra(recipe: Path, model: Path, names: set[str], command: st
     assert (process.returncode, out) == (USAGE, ""), err
     assert_a_message(err)
     assert "is not installed, and this command needs it" in err
-    extra = "compile" if command == "init" else "pack"
+    extra = EXTRA_OF[err.removeprefix("error: ").partition(" ")[0]] if command == "init" else "pack"
     assert f"try: pip install 'pi-toolchain[{extra}]'" in err
 
 

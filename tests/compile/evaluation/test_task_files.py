@@ -118,4 +118,5 @@ def test_mistakes_on_the_command_line(fails: Fails, artifact: Path, tmp_path: Pa
     task = written(tmp_path, {"ctx": "It was a", "target": " " + "very " * 13 + "long word"})
     message = fails(INPUT, "eval", artifact, "--task", task)
     assert "line 1: the answer" in message
+    assert "try: mend this line" in message
     assert "1 to 64 of answer (the model's context)" in message
