@@ -17,18 +17,6 @@ from pathlib import Path
 
 from pi_runtime.errors import InputError, PiError
 
-__all__ = [
-    "CheckpointError",
-    "CorpusError",
-    "ProfileError",
-    "RecipeError",
-    "TaskError",
-    "TaskFailedError",
-    "TrainingError",
-    "nearest",
-    "shown",
-]
-
 _LONGEST = 80
 """Characters of a value that a message quotes."""
 

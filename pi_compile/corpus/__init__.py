@@ -15,17 +15,3 @@ from pi_compile.corpus.streams import (
     read_streams,
     source_files,
 )
-
-__all__ = [
-    "HELD_OUT",
-    "HUB",
-    "PASSAGE",
-    "PYTHON",
-    "TRAIN",
-    "CorpusSpec",
-    "Streams",
-    "check_disjoint",
-    "documents",
-    "read_streams",
-    "source_files",
-]

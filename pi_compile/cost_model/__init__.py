@@ -8,22 +8,3 @@ from pi_compile.cost_model.processors import CPU, GPU, PICO, Processor, intercon
 from pi_compile.cost_model.row_options import RowChoice, RowModel, RowOptions
 from pi_compile.cost_model.token_time import Costs, TokenTime, costs_of, token_time
 from pi_compile.cost_model.workload import Ints, Workload
-
-__all__ = [
-    "CPU",
-    "GPU",
-    "PICO",
-    "Costs",
-    "Ints",
-    "Processor",
-    "Reads",
-    "RowChoice",
-    "RowModel",
-    "RowOptions",
-    "TokenTime",
-    "Workload",
-    "costs_of",
-    "interconnect_of",
-    "processors_of",
-    "token_time",
-]

@@ -4,5 +4,3 @@ from pi_compile.evaluation.fidelity import evaluate
 from pi_compile.evaluation.load_options import LoadOptions
 from pi_compile.evaluation.task_accuracy import evaluate_tasks
 from pi_compile.evaluation.task_files import Task, read_task
-
-__all__ = ["LoadOptions", "Task", "evaluate", "evaluate_tasks", "read_task"]

@@ -5,20 +5,3 @@ from pi_compile.files.digests import file_digest, json_digest
 from pi_compile.files.npz import check_arrays, contents, read_arrays, write_array_stream, write_arrays
 from pi_compile.files.output import artifact_path, check_output, check_replaced, library_writes, write_text
 from pi_compile.files.toml import parse_toml
-
-__all__ = [
-    "artifact_path",
-    "bundled_folder",
-    "check_arrays",
-    "check_output",
-    "check_replaced",
-    "contents",
-    "file_digest",
-    "json_digest",
-    "library_writes",
-    "parse_toml",
-    "read_arrays",
-    "write_array_stream",
-    "write_arrays",
-    "write_text",
-]

@@ -4,5 +4,3 @@ Measuring needs the runtime's kernels, so `measurement` and `doctor` are importe
 """
 
 from pi_compile.machine.profile import Cpu, Disk, Gpu, Machine, Rates, find_machine, in_bytes, to_units
-
-__all__ = ["Cpu", "Disk", "Gpu", "Machine", "Rates", "find_machine", "in_bytes", "to_units"]

@@ -7,17 +7,3 @@ from pi_compile.placement.formulation import Assignment, Problem, all_cpu
 from pi_compile.placement.hot_mass import hottest_cuts
 from pi_compile.placement.placement import Placement
 from pi_compile.placement.stage import LADDER, SECONDS, SOLVERS, ladder, place, ram_ladder
-
-__all__ = [
-    "LADDER",
-    "SECONDS",
-    "SOLVERS",
-    "Assignment",
-    "Placement",
-    "Problem",
-    "all_cpu",
-    "hottest_cuts",
-    "ladder",
-    "place",
-    "ram_ladder",
-]

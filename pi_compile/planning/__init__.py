@@ -17,22 +17,3 @@ from pi_compile.planning.forecast import (
 from pi_compile.planning.model_config import PlannedModel, find_planned
 from pi_compile.planning.prefill_time import prefill_tokens_per_s
 from pi_compile.results.built import built_activations
-
-__all__ = [
-    "AROUND",
-    "GIB",
-    "Baselines",
-    "PlanSpec",
-    "PlannedModel",
-    "activation_profile",
-    "built_activations",
-    "compare",
-    "find_planned",
-    "on_usable_machine",
-    "plan",
-    "prefill_tokens_per_s",
-    "problem_of",
-    "profile_of_dense",
-    "published_profile",
-    "ram_budgets",
-]

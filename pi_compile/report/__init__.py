@@ -2,5 +2,3 @@
 
 from pi_compile.report.explanation import explain
 from pi_compile.report.page import PAGE_MARK, answer_of, report_page
-
-__all__ = ["PAGE_MARK", "answer_of", "explain", "report_page"]

@@ -18,23 +18,3 @@ from pi_compile.results.guess_weights import GuessWeights
 from pi_compile.results.neuron_order import order_neurons
 from pi_compile.results.predictor_set import LayerRow, Matrices, PredictorSet, PredictorsOnDisk
 from pi_compile.results.quantised_weights import QuantisedWeights, Stored, read_stored, stored_entries
-
-__all__ = [
-    "GROUP",
-    "MILLION",
-    "WINDOWS",
-    "ActivationProfile",
-    "Counts",
-    "Division",
-    "GuessWeights",
-    "LayerRow",
-    "LayerWork",
-    "Matrices",
-    "PredictorSet",
-    "PredictorsOnDisk",
-    "QuantisedWeights",
-    "Stored",
-    "order_neurons",
-    "read_stored",
-    "stored_entries",
-]

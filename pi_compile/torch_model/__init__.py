@@ -15,22 +15,3 @@ from pi_compile.torch_model.predictor import (
 from pi_compile.torch_model.resident_layers import ResidentLayers, computing_with
 from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
 from pi_compile.torch_model.throughput import PROCESS_BYTES, Estimate, flops_per_s, layer_parameters, values_per_s
-
-__all__ = [
-    "DENSE",
-    "PROCESS_BYTES",
-    "Estimate",
-    "Predictor",
-    "ResidentLayers",
-    "SparseFfn",
-    "WarmStarts",
-    "computing_with",
-    "energy",
-    "flops_per_s",
-    "initial_rank",
-    "layer_parameters",
-    "routed_neurons",
-    "second_moment",
-    "train",
-    "values_per_s",
-]

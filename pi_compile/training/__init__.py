@@ -3,5 +3,3 @@
 from pi_compile.training.spec import TrainSpec
 from pi_compile.training.stage import Texts, train_predictors, training_work
 from pi_compile.training.work_estimate import TrainingWork
-
-__all__ = ["Texts", "TrainSpec", "TrainingWork", "train_predictors", "training_work"]

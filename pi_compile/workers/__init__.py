@@ -7,18 +7,3 @@ users.
 from pi_compile.workers.rank import LONE, Rank, rank_of
 from pi_compile.workers.tasks import StageDoneError, WorkFolder, failures_in, work_folder
 from pi_compile.workers.worker import HEARTBEAT, PATIENCE, Worker, silence, workers_in
-
-__all__ = [
-    "HEARTBEAT",
-    "LONE",
-    "PATIENCE",
-    "Rank",
-    "StageDoneError",
-    "WorkFolder",
-    "Worker",
-    "failures_in",
-    "rank_of",
-    "silence",
-    "work_folder",
-    "workers_in",
-]

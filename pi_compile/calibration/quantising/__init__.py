@@ -14,20 +14,3 @@ from pi_compile.calibration.quantising.loss import (
 )
 from pi_compile.calibration.quantising.sensitivity import Sensitivity, sensitivities
 from pi_compile.calibration.quantising.stage import QuantiseSpec, coarse, estimate, memory_bytes, quantise_weights
-
-__all__ = [
-    "QuantiseSpec",
-    "RoundingLoss",
-    "Sensitivity",
-    "Values",
-    "coarse",
-    "estimate",
-    "memory_bytes",
-    "packed_values",
-    "quantise_weights",
-    "seconds_of_a_pass",
-    "sensitivities",
-    "source_values",
-    "text_losses",
-    "text_windows",
-]

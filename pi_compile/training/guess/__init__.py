@@ -2,5 +2,3 @@
 
 from pi_compile.training.guess.spec import GuessSpec, untrained
 from pi_compile.training.guess.stage import announce, train_guess_head
-
-__all__ = ["GuessSpec", "announce", "train_guess_head", "untrained"]
