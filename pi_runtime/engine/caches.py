@@ -2,6 +2,7 @@
 
 import math
 
+from pi_runtime.engine.core import Caches
 from pi_runtime.engine.memory import EngineMemory
 from pi_runtime.engine.session_state import SessionState
 from pi_runtime.engine.sessions.suspended import SuspendedSessions
@@ -12,18 +13,12 @@ MEASURED_TOKENS = 8
 """Least tokens of a step that says what a token of a prompt takes."""
 
 
-class EngineCaches:
+class EngineCaches(Caches):
     """Caches in the memory of an engine. Paused sessions give up theirs where that costs least."""
 
-    def __init__(
-        self,
-        memory: EngineMemory,
-        sessions: SuspendedSessions,
-        context: int,
-    ) -> None:
+    def __init__(self, memory: EngineMemory, sessions: SuspendedSessions, context: int) -> None:
+        super().__init__()
         self._memory, self._sessions, self._context = memory, sessions, context
-        self.held: dict[TokenSequence, KVCache] = {}
-        """The caches of the sequences that have joined."""
         self._full_until = -math.inf
         """The time of the sessions' clock until which the first of those that wait finds too little memory."""
 

@@ -6,7 +6,7 @@ An engine does so in a thread of its own, for many; `Model.generate` in the call
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.engine.prompt_pace import PromptPace
@@ -21,24 +21,29 @@ from pi_runtime.sequence.speculation import Speculation
 from pi_runtime.sequence.stats import DraftFigures
 
 
-class Caches(Protocol):
-    """What the core asks of whoever holds keys and values."""
+class Caches:
+    """What the core asks of whoever holds keys and values; the usual answers are those for a single sequence."""
 
-    held: dict[TokenSequence, KVCache]
-    """The caches of the sequences that have joined."""
+    def __init__(self) -> None:
+        self.held: dict[TokenSequence, KVCache] = {}
+        """The caches of the sequences that have joined."""
 
     @property
     def may_open(self) -> bool:
         """Whether it is worth while to ask for a further cache."""
+        return True
 
     def open(self, sequence: TokenSequence) -> KVCache | None:
         """A cache with room for a sequence's tokens, with what is stored of them; None where there is too little."""
+        raise NotImplementedError
 
     def grow(self, cache: KVCache, count: int) -> bool:
         """Make room for so many further tokens; False where there is too little."""
+        raise NotImplementedError
 
     def grow_freely(self, cache: KVCache, count: int) -> bool:
         """Make room for so many further tokens where nobody uses it; False where none is free."""
+        return self.grow(cache, count)
 
     def catch_up(self, sequence: TokenSequence) -> None:
         """Take what others have stored of a sequence's tokens meanwhile."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from pi_runtime.engine.core import Core
+from pi_runtime.engine.core import Caches, Core
 from pi_runtime.engine.prompt_pace import PromptPace
 from pi_runtime.engine.scheduler import PIECE, Scheduler
 from pi_runtime.engine.stream import AnswerIterator
@@ -46,14 +46,12 @@ def run_alone(
         core.step()
 
 
-class OneCache:
+class OneCache(Caches):
     """A cache of the caller's, for one sequence after another. What it holds stays in it."""
 
-    may_open = True
-
     def __init__(self, cache: KVCache) -> None:
+        super().__init__()
         self._cache = cache
-        self.held: dict[TokenSequence, KVCache] = {}
 
     def open(self, sequence: TokenSequence) -> KVCache | None:
         """The cache, with as much as it holds of the sequence's tokens."""
@@ -65,22 +63,3 @@ class OneCache:
         """Make room for so many further tokens; raises what the cache's pool raises where it cannot."""
         cache.reserve(count)
         return True
-
-    def grow_freely(self, cache: KVCache, count: int) -> bool:
-        """Make room for so many further tokens: nobody else uses it."""
-        return self.grow(cache, count)
-
-    def catch_up(self, sequence: TokenSequence) -> None:
-        """Do nothing: no other sequence stores tokens."""
-
-    def share(self, cache: KVCache) -> None:
-        """Do nothing: no other sequence stores tokens."""
-
-    def keep(self, cache: KVCache) -> None:
-        """Do nothing: the cache stays the caller's."""
-
-    def release(self, sequence: TokenSequence) -> TokenSequence | None:
-        """Do nothing: the cache stays the caller's."""
-
-    def count_step(self, tokens: int, seconds: float, *, decoding: bool) -> None:
-        """Do nothing: no session will have to be computed again."""
