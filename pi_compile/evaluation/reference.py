@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.errors import Setting
+from pi_runtime.errors import Setting, Text
 
 Logits = Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.float32]]
 """Token ids (T,) and the number of last positions wanted → logits (positions, vocabulary)."""
@@ -60,25 +60,32 @@ def reference_logits(checkpoint: Checkpoint) -> Logits:
 
 def _by_transformers(folder: Path) -> Logits:
     import torch  # noqa: PLC0415  only where a checkpoint is compared
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
-    from transformers.utils import logging  # noqa: PLC0415
 
-    logging.disable_progress_bar()
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            "transformers cannot load it",
-            setting=Setting("model", folder),
-            found=error,
-            remedy="see that its files are whole, and that transformers is new enough for the model",
-        ) from None
+    loaded = stock_model(folder, Setting("model", folder))
 
     def logits(ids_T: npt.NDArray[np.int64], last: int) -> npt.NDArray[np.float32]:
         with torch.inference_mode():
             return np.asarray(loaded(torch.from_numpy(ids_T)[None]).logits[0, -last:])
 
     return logits
+
+
+def stock_model(folder: Path, name: Text) -> Any:
+    """A checkpoint as transformers runs it, in float32. Raises CheckpointError, which has its `name`, if it cannot."""
+    import torch  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    from transformers.utils import logging  # noqa: PLC0415
+
+    logging.disable_progress_bar()
+    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False, "local_files_only": True}
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, **options)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            (name, ": transformers cannot load it"),
+            found=error,
+            remedy="see that its files are whole, and that transformers is new enough for the model",
+        ) from None
 
 
 def _by_decoder(checkpoint: Checkpoint) -> Logits:

@@ -9,13 +9,12 @@ from typing import Any
 import tokenizers
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.json_file import read_json
 from pi_compile.checkpoint.tokenizer_files import TOKENIZER
 from pi_compile.errors import CheckpointError
+from pi_compile.evaluation.reference import stock_model
 from pi_compile.recipe import ModelSection
 from pi_compile.sparsification.data import Packing
 from pi_compile.sparsification.recipe import FAMILIES
@@ -59,17 +58,7 @@ def check_base(checkpoint: Checkpoint) -> Checkpoint:
 
 def load_model(checkpoint: Checkpoint) -> Any:
     """The model in float32. Raises CheckpointError if transformers cannot load it."""
-    logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder, dtype=torch.float32, trust_remote_code=False, local_files_only=True
-        )
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{checkpoint.folder}: transformers cannot load it",
-            found=error,
-            remedy="see that its files are whole, and that transformers is new enough for the model",
-        ) from None
+    model = stock_model(checkpoint.folder, str(checkpoint.folder))
     # The stock forward pass of experts, whatever is quicker: the same sums everywhere.
     model.config._experts_implementation = "eager"
     return model

@@ -267,13 +267,7 @@ def _row_plan(plan: RowPlan, d: Decoder, cuts: Sequence[int] = ()) -> Iterator[s
             yield f"pinned, cached: {pinned} and {cached} rows of a layer with {rows}"
         if any(kept > d.d_ff - cut for kept, cut in zip(plan.pinned[own], cuts[own], strict=False)):
             yield f"pinned: {list(plan.pinned[own])} rows, of experts with {d.d_ff} behind cuts of {list(cuts[own])}"
-    if not 1 <= plan.context <= d.context_length:
-        yield f"context: {plan.context} is not in 1…{d.context_length}"
-    for name in ("ram_bytes", "slot_bytes", "read_bytes", "predicted_ns"):
-        if not 0 <= getattr(plan, name) < 2**63:
-            yield f"{name}: {getattr(plan, name)} is not a size"
-    if not _DIGEST.fullmatch(plan.digest):
-        yield "digest: not a digest"
+    yield from _facts(plan, d, "ram_bytes", "slot_bytes", "read_bytes", "predicted_ns")
 
 
 def _plan(plan: Plan, d: Decoder) -> Iterator[str]:
@@ -284,9 +278,14 @@ def _plan(plan: Plan, d: Decoder) -> Iterator[str]:
     for name, sides in (("attention", plan.attention), ("embedding", [plan.embedding]), ("head", [plan.head])):
         for side in sorted(set(sides) - set(SIDES)):
             yield f"{name}: {side!r} is none of {', '.join(SIDES)}"
+    yield from _facts(plan, d, "ram_bytes", "predicted_ns")
+
+
+def _facts(plan: Plan | RowPlan, d: Decoder, *sizes: str) -> Iterator[str]:
+    """The problems of what both kinds of plans say, some sizes among it."""
     if not 1 <= plan.context <= d.context_length:
         yield f"context: {plan.context} is not in 1…{d.context_length}"
-    for name in ("ram_bytes", "predicted_ns"):
+    for name in sizes:
         if not 0 <= getattr(plan, name) < 2**63:
             yield f"{name}: {getattr(plan, name)} is not a size"
     if not _DIGEST.fullmatch(plan.digest):

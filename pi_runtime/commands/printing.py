@@ -65,26 +65,20 @@ def stream(answer: Iterable[str], parts: list[str] | None = None) -> None:
     sys.stdout.write("\n")
 
 
+FIGURES = (
+    *("prompt_tokens", "prefill_tokens_per_s", "generated_tokens", "decode_tokens_per_s"),
+    *("rows_read_share", "active_share"),
+    *("guessed_tokens", "accepted_tokens", "acceptance", "accepted_length", "drafts_won_s"),
+    *("head_guessed_tokens", "head_accepted_tokens"),
+)
+"""Figures of an answer that are shown as they are."""
+
+
 def report(model: "Model", load_s: float, disk: "DiskStats | None", answer: "Generation") -> dict[str, Any]:
     """The figures of an answer; of the disk those since `disk`, what it had been before."""
     s = answer.stats
-    figures = {
-        "load_s": load_s,
-        "first_token_s": load_s + s.first_token_s,
-        "prompt_tokens": s.prompt_tokens,
-        "prefill_tokens_per_s": s.prefill_tokens_per_s,
-        "generated_tokens": s.generated_tokens,
-        "decode_tokens_per_s": s.decode_tokens_per_s,
-        "rows_read_share": s.rows_read_share,
-        "active_share": s.active_share,
-        "guessed_tokens": s.guessed_tokens,
-        "accepted_tokens": s.accepted_tokens,
-        "acceptance": s.acceptance,
-        "accepted_length": s.accepted_length,
-        "drafts_won_s": s.drafts_won_s,
-        "head_guessed_tokens": s.head_guessed_tokens,
-        "head_accepted_tokens": s.head_accepted_tokens,
-    }
+    figures: dict[str, Any] = {"load_s": load_s, "first_token_s": load_s + s.first_token_s}
+    figures |= {name: getattr(s, name) for name in FIGURES}
     if disk is not None and model.executor.disk is not None:
         figures |= (model.executor.disk - disk).figures()
     run = {"mode": model.mode, "rungs": model.manifest.rungs_in(model.mode), "seed": answer.seed}

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
 
+from pi_compile.torch_model.attention import rotate
 from pi_runtime.artifact.guess_head import GuessHead
 
 Tensor = torch.Tensor
@@ -37,7 +38,8 @@ class Unrolled:
         heads = F.linear(u, w["qkv"]).view(*u.shape[:2], -1, head.head_dim).transpose(1, 2)
         q, k, v = torch.split(heads, [head.n_heads, head.n_kv_heads, head.n_kv_heads], 1)
         group = head.n_heads // head.n_kv_heads
-        q, k = self._rotate(q), self._rotate(k).repeat_interleave(group, 1)
+        q, k = (rotate(x, self._cos, self._sin) for x in (q, k))
+        k = k.repeat_interleave(group, 1)
         self._past.append((k, v.repeat_interleave(group, 1)))
         a = g_BTD + F.linear(self._attend(q).transpose(1, 2).flatten(2), w["out"])
         x = self._norm("ffn_norm", a)
@@ -64,11 +66,6 @@ class Unrolled:
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], self._w[name], self._head.norm_eps)
-
-    def _rotate(self, x: Tensor) -> Tensor:
-        half = self._cos.shape[-1]
-        a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], -1)
-        return torch.cat([a * self._cos - b * self._sin, b * self._cos + a * self._sin, rest], -1)
 
 
 def shifted(x: Tensor, count: int) -> Tensor:

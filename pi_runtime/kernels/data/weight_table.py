@@ -200,46 +200,27 @@ def config_of(decoder: Decoder, formats: Mapping[str, str]) -> KernelConfig:
     """The numbers of one model, whose parts have these formats."""
     d = decoder
     code = {part: FORMATS[name].code for part, name in formats.items()}
-    return KernelConfig(
-        d_model=d.d_model,
-        d_embedding=d.d_embedding,
-        heads=d.n_heads,
-        kv_heads=d.n_kv_heads,
-        head_dim=d.head_dim,
-        latent_rank=d.latent_rank,
-        query_rank=d.query_rank,
-        value_dim=d.value_dim or d.head_dim,
-        mixed_width=d.mixed_width,
-        cached_width=d.cached_width,
-        score_scale=d.score_scale,
-        attention_format=code["attention"],
-        d_ff=d.d_ff,
-        experts=d.n_experts,
-        experts_per_token=d.experts_per_token,
-        router_normalised=int(d.router_normalised),
-        router_sigmoid=int(d.router_score == "sigmoid"),
-        router_early=int(d.router_early),
-        router_scale=d.router_scale,
-        router_groups=d.router_groups,
-        router_groups_taken=d.router_groups_taken,
-        router_group_top=d.router_group_top,
-        vocabulary=d.vocab_size,
-        rows_per_neuron=2 if d.ffn == "gated" else 1,
-        centred=int(d.norm == "layer"),
-        joint_qk_norm=int(d.joint_qk_norm),
-        block=BLOCKS.index(d.block),
-        position_offset=d.position_offset,
-        activation=ACTIVATIONS.index(d.activation),
-        threshold=d.threshold,
-        ffn_format=code["ffn"],
-        predictor_format=code["predictor"],
-        embedding_format=code["embedding"],
-        head_format=code["embedding" if d.tied_head else "head"],
-        embedding_scale=d.embedding_scale,
-        logit_scale=d.logit_scale,
-        logit_softcap=d.logit_softcap,
-        page_classes=len(layer_classes(d, "f32")),
-    )
+    same = {name: getattr(d, name) for name in KernelConfig._fields if hasattr(d, name)}
+    same |= {name: int(value) for name, value in same.items() if isinstance(value, bool)}
+    differing = {
+        "heads": d.n_heads,
+        "kv_heads": d.n_kv_heads,
+        "value_dim": d.value_dim or d.head_dim,
+        "attention_format": code["attention"],
+        "experts": d.n_experts,
+        "router_sigmoid": int(d.router_score == "sigmoid"),
+        "vocabulary": d.vocab_size,
+        "rows_per_neuron": 2 if d.ffn == "gated" else 1,
+        "centred": int(d.norm == "layer"),
+        "block": BLOCKS.index(d.block),
+        "activation": ACTIVATIONS.index(d.activation),
+        "ffn_format": code["ffn"],
+        "predictor_format": code["predictor"],
+        "embedding_format": code["embedding"],
+        "head_format": code["embedding" if d.tied_head else "head"],
+        "page_classes": len(layer_classes(d, "f32")),
+    }
+    return KernelConfig(**same | differing)
 
 
 class StoredArrays(Protocol):
