@@ -31,7 +31,6 @@ from pi_runtime.kernels.ffn.memory import KEPT, READ, every_token, ffn_of
 from pi_runtime.kernels.ffn.network import add_neurons
 from pi_runtime.kernels.ops.attention import LayerCache, attend
 from pi_runtime.kernels.ops.linear import ROWS_AT_ONCE, linear
-from pi_runtime.kernels.split_ffn import NeuronLists, cold_sum
 
 SLICES = 256
 COLUMNS = 4096
@@ -131,13 +130,6 @@ class _TimedFfn:
         add_neurons(self._ffn, batch, self._x_1D, False, self._tally_13, self._sum_1D)
         return int(self._tally_13[0, READ]), int(self._tally_13[0, KEPT])
 
-    def nothing(self) -> None:
-        """Compute the sum of no neurons."""
-        expert_11, weight_11, cut_1 = np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32), np.zeros(1, np.int64)
-        none, tally_13 = NeuronLists(np.zeros(1, np.int32), np.zeros((1, 0), np.int32)), self._tally_13
-        f, x_1D = self._ffn, self._x_1D
-        cold_sum(f, self._w_1, x_1D, expert_11, weight_11, cut_1, True, none, tally_13, self._sum_1D)
-
 
 def _gated(width: int, neurons: int) -> Decoder:
     """A decoder with a gated FFN; nothing else of it is used."""
@@ -233,15 +225,6 @@ def gather_bandwidth(w: TimedMatrix, threads: int, repeats: int = 5) -> float:
         found.append(some - _best(none, threads, 1))
     # On a busy machine a difference may be anything.
     return neurons * 3 * w.row_nbytes / PICKED / max(statistics.median(found), some / PICKED)
-
-
-def cold_seconds(w: TimedMatrix, threads: int, repeats: int = 5) -> float:
-    """Seconds that the CPU takes for its part of a layer beside a GPU when none of its neurons is named.
-
-    These are three parallel loops, the last of which adds up the threads' sums.
-    """
-    layer = _TimedFfn(w, w, rank=1, neurons=len(w) // 3)
-    return _best(layer.nothing, threads, repeats)
 
 
 def predictor_bandwidth(up: TimedMatrix, threads: int, repeats: int = 5) -> float:

@@ -23,13 +23,9 @@ from pi_runtime.cuda.kernels.compaction import NeuronList, compact
 from pi_runtime.cuda.kernels.gathered_sum import gathered_sums
 from pi_runtime.cuda.kernels.matrix import DTYPES, DeviceMatrix
 from pi_runtime.cuda.memory.devices import Device
-from pi_runtime.kernels.benchmarks import (
-    cold_seconds,
-    gather_bandwidth,
-    launch_seconds,
-    product_bandwidth,
-    timed_matrix,
-)
+from pi_runtime.kernels import benchmarks
+from pi_runtime.kernels.benchmarks import gather_bandwidth, launch_seconds, product_bandwidth, timed_matrix
+from pi_runtime.kernels.split_ffn import NeuronLists, cold_sum
 from support.gpu_bench.model import Curve, row_bytes
 
 KERNELS = {"attention": 7, "predictor": 3, "ffn": 5, "merge": 1, "head": 2}
@@ -228,3 +224,15 @@ def _rows_read(mode: str, neurons: int, firing: float, *, on_gpu: bool) -> tuple
     if mode == "dense":
         return 2 * neurons + firing if on_gpu else 3 * neurons, 0.0
     return (neurons, 2 * firing) if mode == "gate" else (0.0, 3 * firing)
+
+
+def cold_seconds(w: benchmarks.TimedMatrix, threads: int, repeats: int = 5) -> float:
+    """Seconds that the CPU takes for its part of a layer beside a GPU when none of its neurons is named.
+
+    These are three parallel loops, the last of which adds up the threads' sums.
+    """
+    layer = benchmarks._TimedFfn(w, w, rank=1, neurons=len(w) // 3)
+    expert_11, weight_11, cut_1 = np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32), np.zeros(1, np.int64)
+    none, call = NeuronLists(np.zeros(1, np.int32), np.zeros((1, 0), np.int32)), (expert_11, weight_11, cut_1)
+    f, w_1, x_1D, tally_13, sum_1D = layer._ffn, layer._w_1, layer._x_1D, layer._tally_13, layer._sum_1D
+    return benchmarks._best(lambda: cold_sum(f, w_1, x_1D, *call, True, none, tally_13, sum_1D), threads, repeats)
