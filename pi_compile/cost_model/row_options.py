@@ -186,14 +186,6 @@ class RowModel:
         away = neurons - choice.pinned - choice.cached
         return away * rest + ((0 if choice.first else neurons) if kind.needs_all_first else away) * first
 
-    def divided(self, layer: int, pinned: int, cached: int, first: bool) -> RowChoice:
-        """Bytes and times of any division of a layer's rows, without a GPU."""
-        curves = self._curves(layer, self._order(layer, gpu=False), np.array([0, pinned]))
-        none = np.zeros(1, np.int64)
-        division = _Division(none, none + pinned, none + cached)
-        needed, missed = (tuple(one.missed(n, none + rows) for one in curves) for n, rows in ((0, 0), (1, cached)))
-        return self._timed(layer, division, first, needed, missed).choice(0)
-
     def _curves(self, layer: int, order_N: Ints, prefixes: Ints) -> tuple[MissCurves, MissCurves]:
         """Misses of rows of `first` and of `rest` behind each of these numbers of neurons."""
         work, how = self.work, self.work.layers[layer]

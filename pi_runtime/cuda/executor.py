@@ -111,11 +111,6 @@ class CudaExecutor:
         self._logits_MV = self._pinned.logits_MV.numpy() if plan.head == GPU else self._host.workspace.logits_TV
 
     @property
-    def rows_on_device(self) -> Ints:
-        """(layers, 2): rows of `first` read and neurons kept on the GPU, for the last token that was decoded alone."""
-        return self._device_rows_ML2[0] + self._implied_L2
-
-    @property
     def disk(self) -> DiskStats | None:
         return None if self._cold is None else self._cold.disk
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from support.divided_rows import divided
 from support.row_traces import Trace, counts, persistence
 
 from disk_tier import CONTEXT
@@ -51,7 +52,7 @@ class Prediction:
         rows = self._problem.rows
         assert rows is not None
         chosen = tuple(
-            rows.divided(n, pinned, cached, first[n][0] == self._neurons) for n, (pinned, cached) in enumerate(rest)
+            divided(rows, n, pinned, cached, first[n][0] == self._neurons) for n, (pinned, cached) in enumerate(rest)
         )
         time = ThreeTiers(self._problem, rows, 0).time(all_cpu(len(chosen)), chosen)
         needed, missed = (sum(getattr(one, name) for one in chosen) for name in ("needed", "missed"))

@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from support.divided_rows import divided
 from support.placeable import MUCH, machine, random_machine, random_workload, workload
 
 from pi_compile.cost_model import CPU, GPU, Workload, row_options
@@ -70,7 +71,7 @@ def test_experts_that_are_there_are_computed_beside_reading_others(pinned: int) 
     work = whole_experts(np.random.default_rng(0), d_model=1024)
     work = replace(work, counts=np.full_like(work.counts, 600), routed=np.full((2, 3), 600))
     model, missed = RowModel(work=work, machine=alone()), (3 - pinned) / 3
-    found = model.divided(0, 300 * pinned, 0, first=False)
+    found = divided(model, 0, 300 * pinned, 0, first=False)
     disk = 0
     for row in model.row_nbytes:
         rows = min(300, PIECE_NBYTES // row)

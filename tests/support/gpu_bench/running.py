@@ -54,7 +54,10 @@ def measure(
             last = step(executor, [token], cache, select=True)
         decode = tokens / (time.perf_counter() - began)
         assert last.rows_L2 is not None
-        kept, on_device = int(last.rows_L2[:, 1].sum()), int(executor.rows_on_device[:, 1].sum())
+        kept, on_device = (
+            int(last.rows_L2[:, 1].sum()),
+            int((executor._device_rows_ML2[0] + executor._implied_L2)[:, 1].sum()),
+        )
         overlap, handover, gpu, cpu = _parts(executor)
         return Measurement(decode, prefill, overlap, handover, gpu, cpu, on_device / max(kept, 1), np.stack(logits))
     finally:
