@@ -229,10 +229,10 @@ def _signed_dot_bytes(b: Any, sums: Any, weights: Any, x: Any) -> Any:
 
 
 def dot_words(b: Any, sums: Any, weights: Any, x: Any) -> Any:
-    """sums_i + w_{2i} x_{2i} + w_{2i+1} x_{2i+1} in 32 bits, for signed 16-bit numbers in 256-bit vectors."""
+    """sums_i + w_{2i} x_{2i} + w_{2i+1} x_{2i+1} in 32 bits, for signed 16-bit numbers in whole registers."""
     if ISA.dot:
         parts = [sums, b.bitcast(weights, sums.type), b.bitcast(x, sums.type)]
-        return call(b, "llvm.x86.avx512.vpdpwssd.256", sums.type, parts)
+        return call(b, f"llvm.x86.avx512.vpdpwssd.{32 * sums.type.count}", sums.type, parts)
     words = vec(I16, 16)
     if ISA.name == "neon":
         pairs = [b.bitcast(weights, words), b.bitcast(x, words)]

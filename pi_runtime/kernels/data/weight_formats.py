@@ -94,11 +94,11 @@ class BlockFormat(ABC):
     def unpack(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
         """The integers k to k + n of each part, as a register of unsigned bytes, `zero` above what they mean."""
 
-    def words(self, b: Any, group: Run, line: Any, half: int) -> list[Any]:
-        """The lower or the upper half of a line of a group, as a register of 16-bit words; then, if there are upper
-        bits, a register with those of the same integers."""
+    def words(self, b: Any, group: Run, line: Any, half: int, halves: int = 1) -> list[Any]:
+        """The lower or the upper half of a line of a group, or both, as a register of 16-bit words; then, if there are
+        upper bits, a register with those of the same integers."""
         at = b.add(b.add(group.at, b.mul(line, v.offset(v.LINE))), v.offset(32 * half))
-        return [v.load(b, group.row, at, v.vec(v.I16, 16))]
+        return [v.load(b, group.row, at, v.vec(v.I16, 16 * halves))]
 
     @abstractmethod
     def pairs(self, b: Any, words: Sequence[Any], half: int) -> list[Any]:
@@ -188,8 +188,9 @@ class _Bytes(BlockFormat):
         return self.unpack(b, run, k, n) if self.unsigned else [self._stored(b, run, k, n)]
 
     def pairs(self, b: Any, words: Sequence[Any], half: int) -> list[Any]:
-        turned = b.xor(words[0], v.const(v.I16, 16, 0x8080 - 0x10000))
-        return [b.and_(turned, v.const(v.I16, 16, 255)), b.lshr(turned, v.const(v.I16, 16, 8))]
+        n = words[0].type.count
+        turned = b.xor(words[0], v.const(v.I16, n, 0x8080 - 0x10000))
+        return [b.and_(turned, v.const(v.I16, n, 255)), b.lshr(turned, v.const(v.I16, n, 8))]
 
     def integer(self, b: Any, row: Any, at: Any, inside: Any, count: Any) -> Any:
         return b.zext(b.xor(v.load(b, row, b.add(at, inside), v.I8), v.I8(-128)), v.I32)
@@ -229,24 +230,28 @@ class _HalfBytes(BlockFormat):
         moved = v.moved(b, eights, [(first + k) // nbytes * self._upper - 4 for k in range(0, n, 8)])
         return b.and_(b.bitcast(moved, stored.type), v.const(v.I8, n, (1 << self.bits) - 16))
 
-    def words(self, b: Any, group: Run, line: Any, half: int) -> list[Any]:
-        found = super().words(b, group, line, half)
+    def words(self, b: Any, group: Run, line: Any, half: int, halves: int = 1) -> list[Any]:
+        found = super().words(b, group, line, half, halves)
         if self._upper:
-            at = b.add(group.at, v.offset(GROUP_COLUMNS // 2 + 32 * half % self._upper_nbytes(group)))
+            stored = []
+            for each in range(half, half + halves):
+                at = b.add(group.at, v.offset(GROUP_COLUMNS // 2 + 32 * each % self._upper_nbytes(group)))
+                stored.append(v.load(b, group.row, at, v.vec(v.I16, 16)))
             # Two more bits of each byte belong to each line before.
-            passed = v.splat(b, b.trunc(b.mul(line, v.offset(2)), v.I16), 16)
-            found.append(b.lshr(v.load(b, group.row, at, v.vec(v.I16, 16)), passed))
+            passed = v.splat(b, b.trunc(b.mul(line, v.offset(2)), v.I16), 16 * halves)
+            found.append(b.lshr(v.join(b, stored), passed))
         return found
 
     def pairs(self, b: Any, words: Sequence[Any], half: int) -> list[Any]:
         lower, *upper = words
-        nibbles = [b.lshr(lower, v.const(v.I16, 16, bit)) for bit in (0, 8, 4, 12)]
-        found = [b.and_(each, v.const(v.I16, 16, 15)) for each in nibbles[:-1]] + nibbles[-1:]
+        n = lower.type.count
+        nibbles = [b.lshr(lower, v.const(v.I16, n, bit)) for bit in (0, 8, 4, 12)]
+        found = [b.and_(each, v.const(v.I16, n, 15)) for each in nibbles[:-1]] + nibbles[-1:]
         if not upper:
             return found
-        first = half // self._upper * self._upper
-        mask = v.const(v.I16, 16, (1 << self.bits) - 16)
-        raised = [b.and_(v.moved(b, upper[0], [first + bit - 4] * 16), mask) for bit in (0, 8, 4, 12)]
+        first = [(half + k // 16) // self._upper * self._upper for k in range(n)]
+        mask = v.const(v.I16, n, (1 << self.bits) - 16)
+        raised = [b.and_(v.moved(b, upper[0], [k + bit - 4 for k in first]), mask) for bit in (0, 8, 4, 12)]
         return [b.or_(*both) for both in zip(found, raised, strict=True)]
 
     def integer(self, b: Any, row: Any, at: Any, inside: Any, count: Any) -> Any:

@@ -53,8 +53,8 @@ WORDS = [_LOW, [lane + 4 for lane in _LOW]]
 """Lanes of the words of blocks 0, 1, 4, 5, and of blocks 2, 3, 6, 7."""
 OWNERS = [[0, 0, 1, 1, 4, 4, 5, 5], [2, 2, 3, 3, 6, 6, 7, 7]]
 """Block of each lane after that."""
-_FOURS = [[0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]]
-"""Lanes that bring even and odd columns together: of a vector's first and third block, and of its second and fourth."""
+_HALVES = 2 if ISA.lanes == 16 else 1
+"""Halves of a line that a register takes at once."""
 _HAS_VECTORS = ISA.lanes > 0
 _BLOCKS = STRIP // BLOCK
 TINY = 2.0**-126
@@ -243,9 +243,7 @@ def _quantise_factors(b: Any, fmt: Any, arguments: Any) -> Any:
     The tuple: values, stride, scales, scales' stride, offsets, slots, list, factors, count, known, scratch, blocks of
     the strip (padded to fours).
     """
-    values = cgutils.unpack_tuple(b, arguments)
-    blocks = values[-1]
-
+    blocks = (values := cgutils.unpack_tuple(b, arguments))[-1]
     with b.if_else(b.icmp_signed("==", blocks, v.offset(_BLOCKS))) as (strip, part):
         with strip:
             _Factors(b, _BLOCKS, fmt, values, v.offset(0)).emit()
@@ -254,30 +252,35 @@ def _quantise_factors(b: Any, fmt: Any, arguments: Any) -> Any:
 
 
 def _parts(f: BlockFormat, b: Any, groups: list[Run], line: Any, half: int, n: Any) -> Iterator[tuple[Any, Any]]:
-    """Half a line of two rows as vectors of pairs, each with the pairs of factors n for its lanes."""
-    two = list(zip(*[f.words(b, group, line, half) for group in groups], strict=True))
+    """Some halves of a line of two rows as vectors of pairs, each with the pairs of factors n for its lanes."""
+    two = list(zip(*[f.words(b, group, line, half, _HALVES) for group in groups], strict=True))
     for words, owners in zip(WORDS, OWNERS, strict=True):
-        factors = v.shuffle(b, n, n, owners)
-        for part in f.pairs(b, [v.shuffle(b, one, other, words) for one, other in two], half):
+        lanes = [16 * (k + lane // 16 * _HALVES) + lane % 16 for k in range(_HALVES) for lane in words]
+        factors = v.shuffle(b, n, n, owners * _HALVES)
+        for part in f.pairs(b, [v.shuffle(b, one, other, lanes) for one, other in two], half):
             yield part, factors
 
 
 def add_finished(f: BlockFormat, b: Any, sums: list[Any], scales: Any, minima: Any, y: Any, first: Any) -> None:
-    """Add the finished sums of one vector to y; the first block's first four begins at column `first`."""
+    """Add the finished sums of one vector to y; the first block's columns begin at `first`."""
     for k, half in itertools.product(range(2), range(f.per_byte)):
         even, odd = (b.load(sums[(k * f.per_byte + half) * 2 + part]) for part in range(2))
-        for which, lanes in enumerate(_FOURS):
+        lanes = even.type.count
+        for which in range(2):
             block = 2 * k + which  # in the lower lanes, and block + 4 in the upper ones
-            owners = [block] * 4 + [block + 4] * 4
+            owners = [block] * (lanes // 2) + [block + 4] * (lanes // 2)
             factors, minimum = v.shuffle(b, scales, scales, owners), v.shuffle(b, minima, minima, owners)
-            value = b.sitofp(v.shuffle(b, even, odd, lanes), scales.type)
+            # Even and odd columns are brought together: those of each half of a line are in its lanes of the sums.
+            twos = [8 * part + 4 * upper + 2 * which for upper in range(2) for part in range(lanes // 8)]
+            each = [column for two in twos for column in (two, lanes + two, two + 1, lanes + two + 1)]
+            value = b.sitofp(v.shuffle(b, even, odd, each), factors.type)
             for part in range(2):
                 column = b.add(first, v.offset((block + 4 * part) * BLOCK + BLOCK // f.per_byte * half))
-                at, four = b.mul(column, v.offset(4)), range(4 * part, 4 * part + 4)
-                sum_4, scale_4, minimum_4 = (v.shuffle(b, one, one, four) for one in (value, factors, minimum))
-                before = v.load(b, y, at, sum_4.type)
-                before = b.fadd(before, minimum_4) if f.offset == "minimum" else before
-                v.store(b, v.fma(b, sum_4, scale_4, before), y, at)
+                at, some = b.mul(column, v.offset(4)), range(lanes // 2 * part, lanes // 2 * (part + 1))
+                sum_J, scale_J, minimum_J = (v.shuffle(b, one, one, some) for one in (value, factors, minimum))
+                before = v.load(b, y, at, sum_J.type)
+                before = b.fadd(before, minimum_J) if f.offset == "minimum" else before
+                v.store(b, v.fma(b, sum_J, scale_J, before), y, at)
 
 
 class _Prefetch:
@@ -296,12 +299,11 @@ class _Prefetch:
         pointer = v.pointer(b, v.load(b, self._rows, b.mul(row, v.offset(8)), v.I64))
         inside = v.offset(GROUP_COLUMNS // f.per_byte // v.LINE)
         line = b.load(self._line)
-        group = f.group(b, pointer, b.udiv(line, inside))
-        for k in range(2):
-            at = b.mul(b.urem(b.add(line, v.offset(k)), inside), v.offset(v.LINE))
-            v.prefetch(b, pointer, b.add(group.at, at))
-        for at in range(GROUP_COLUMNS // f.per_byte, f.group_nbytes, v.LINE):
-            v.prefetch(b, pointer, b.add(group.at, v.offset(at)))
+        group = f.group(b, pointer, b.udiv(line, inside)).at
+        places = [b.add(group, v.offset(at)) for at in range(GROUP_COLUMNS // f.per_byte, f.group_nbytes, v.LINE)]
+        at = b.add(group, b.mul(b.urem(line, inside), v.offset(v.LINE)))  # both lines lie in one group
+        for place in (at, b.add(at, v.offset(v.LINE)), *places):
+            v.prefetch(b, pointer, place)
         line = b.add(line, v.offset(2))
         done = b.icmp_signed("==", line, self._lines)
         b.store(b.select(done, v.offset(0), line), self._line)
@@ -310,7 +312,7 @@ class _Prefetch:
 
 def _emit_sum(f: BlockFormat, b: Any, arguments: Any) -> None:
     """Emit the sum for one format; `arguments` as those of `_sum_groups` without the format."""
-    lines = GROUP_COLUMNS // f.per_byte // v.LINE
+    lines, halves = GROUP_COLUMNS // f.per_byte // v.LINE, range(0, 2, _HALVES)
     rows, n, g, starts_at, minima, y, later = (v.pointer(b, arguments[k]) for k in (0, 2, 3, 4, 5, 8, 9))
     pairs, blocks, groups, ints = arguments[1], arguments[6], arguments[7], v.vec(v.I32, 8)
     ahead = _Prefetch(f, b, later, b.mul(groups, v.offset(lines)))
@@ -318,8 +320,8 @@ def _emit_sum(f: BlockFormat, b: Any, arguments: Any) -> None:
         group, inside = b.udiv(loop.index, v.offset(lines)), b.urem(loop.index, v.offset(lines))
         eight = b.mul(group, v.offset(32))
         start = v.load(b, starts_at, eight, ints)
-        starts = [v.shuffle(b, start, start, owners) for owners in OWNERS for _ in range(2 * f.per_byte)]
-        found = [[cgutils.alloca_once_value(b, one) for one in starts] for _ in range(2)]
+        starts = [v.shuffle(b, start, start, owners * _HALVES) for owners in OWNERS for _ in range(2 * f.per_byte)]
+        found = [[cgutils.alloca_once_value(b, one) for one in starts] for _ in halves]
         for place, one in ((p, o) for vector in found for p, o in zip(vector, starts, strict=True)):
             b.store(one, place)
         with cgutils.for_range(b, pairs) as pair:
@@ -327,15 +329,14 @@ def _emit_sum(f: BlockFormat, b: Any, arguments: Any) -> None:
             at = [b.add(b.mul(pair.index, v.offset(16)), v.offset(8 * k)) for k in range(2)]
             two = [f.group(b, v.pointer(b, v.load(b, rows, place, v.I64)), group) for place in at]
             factors = v.load(b, n, b.add(b.mul(b.mul(pair.index, blocks), v.offset(4)), eight), ints)
-            for vector in range(2):
-                parts = _parts(f, b, two, inside, vector, factors)
-                for into, (part, owned) in zip(found[vector], parts, strict=True):
+            for half, places in zip(halves, found, strict=True):
+                for into, (part, owned) in zip(places, _parts(f, b, two, inside, half, factors), strict=True):
                     b.store(v.dot_words(b, b.load(into), part, owned), into)
         scales, added = (v.load(b, place, eight, v.vec(v.F32, 8)) for place in (g, minima))
-        for vector in range(2):
-            four = b.add(b.mul(inside, v.offset(2)), v.offset(vector))
-            first = b.add(b.mul(group, v.offset(GROUP_COLUMNS)), b.mul(four, v.offset(4)))
-            add_finished(f, b, found[vector], scales, added, y, first)
+        for half, places in zip(halves, found, strict=True):
+            four = b.add(b.mul(inside, v.offset(8)), v.offset(4 * half))
+            first = b.add(b.mul(group, v.offset(GROUP_COLUMNS)), four)
+            add_finished(f, b, places, scales, added, y, first)
 
 
 @emits(types.void(types.intp, types.UniTuple(types.intp, 10)))
