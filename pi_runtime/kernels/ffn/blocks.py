@@ -207,7 +207,7 @@ def add_block(f: Ffn, e: Batch, chunk: int, block: int, known: int, sums_NP: Flo
         if summed:
             add_whole(down_rows(f, e), own, list_K, begin, end, h_NK, sums_NP)
         else:
-            keep(list_K, begin, end, h_NK, kept_NK)
+            keep(begin, end, h_NK, kept_NK)
         return
     if f.gated:
         _list_products(f, e, up_rows(f, e), weights_of(e).up_bias, own, block, known)
@@ -220,12 +220,14 @@ def add_block(f: Ffn, e: Batch, chunk: int, block: int, known: int, sums_NP: Flo
         if summed:
             add_list(down_rows(f, e), own, start, behind - start, f.activation == DRELU, known, sums_NP[n])
         else:
-            place = begin
+            last = place = begin
             for k in range(start, behind):
-                h_NK[n, place], kept_NK[n, place] = own.h_K[k], own.list_K[k]
-                place += own.h_K[k] != 0
-            if place < end:
-                kept_NK[n, place] = END
+                while list_K[place] != own.list_K[k]:
+                    place += 1
+                h_NK[n, last], kept_NK[n, last] = own.h_K[k], place - begin
+                last += own.h_K[k] != 0
+            if last < end:
+                kept_NK[n, last] = END
 
 
 @device

@@ -5,7 +5,9 @@ Shape letters: N tokens, K places of the chunk's list or of the tokens' lists, P
 
 import numpy as np
 
-from pi_runtime.artifact.footprint import SUM_ROWS
+from pi_runtime.artifact.footprint import FEW_TOKENS, SUM_ROWS
+from pi_runtime.kernels.codegen.indirect_calls import by_address
+from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import device
 from pi_runtime.kernels.data.matrix_view import (
     Floats,
@@ -31,10 +33,27 @@ from pi_runtime.kernels.ffn.memory import (
     list_of,
     lists_of,
     spare_place,
+    weights_of,
 )
 from pi_runtime.kernels.ops.block_sums import add_block_rows
 from pi_runtime.kernels.ops.block_tiles import add_block_tile
+from pi_runtime.kernels.ops.list_sums import COLUMNS, list_sums
 from pi_runtime.kernels.ops.row_sums import row_sums
+
+_HAS_VECTORS = ISA.lanes > 0
+_list_sums = by_address(list_sums)
+
+
+@device
+def few_at_a_time(e: Batch) -> bool:
+    """Whether tokens go a few at a time, of which each chunk has sums: few ones, and those that all skip neurons.
+
+    Each of these takes few rows, of which a few tokens at a time share enough.
+    """
+    found, tokens = weights_of(e).dense == 0, e.token_N.shape[0]
+    for n in range(tokens):
+        found &= e.select_N[n] != 0
+    return found or tokens <= FEW_TOKENS
 
 
 @device
@@ -83,7 +102,7 @@ def add_whole(
 
 
 @device
-def keep(list_K: Ints, begin: int, end: int, h_NK: Floats, kept_NK: Places) -> None:
+def keep(begin: int, end: int, h_NK: Floats, kept_NK: Places) -> None:
     """Write which rows have factors at the places [begin, end): all, or where these are few those of each token."""
     if _mostly(h_NK, h_NK.shape[0], begin, end):
         kept_NK[:, begin] = WHOLE
@@ -92,7 +111,7 @@ def keep(list_K: Ints, begin: int, end: int, h_NK: Floats, kept_NK: Places) -> N
         last = begin
         for k in range(begin, end):
             h = h_NK[n, k]
-            h_NK[n, last], kept_NK[n, last] = h, list_K[k]
+            h_NK[n, last], kept_NK[n, last] = h, k - begin
             last += h != 0
         if last < end:
             kept_NK[n, last] = END
@@ -114,22 +133,32 @@ def add_tile(f: Ffn, e: Batch, chunk: int, part: int, low: int, columns: int, fi
         if kept_NK[0, begin] == WHOLE:
             add_whole(down, own, list_K, begin, end, h_NK, sums_NP)
         else:
-            _add_kept(down, own, begin, end, kept_NK, h_NK, sums_NP)
+            _add_kept(down, own, list_K, begin, end, kept_NK, h_NK, sums_NP)
         begin = end
 
 
 @device
 def _add_kept(
-    down: MatrixView, own: TokenLists, begin: int, end: int, kept_NK: Places, h_NK: Floats, y_NP: Floats
+    down: MatrixView, own: TokenLists, list_K: Ints, begin: int, end: int, kept_NK: Places, h_NK: Floats, y_NP: Floats
 ) -> None:
     """y ← y + the sums of the rows that each of a few tokens needs of the block at the places [begin, end)."""
+    tokens, width = y_NP.shape[0], kept_NK.shape[1]
+    for n in range(tokens):
+        last = begin
+        while last < end and kept_NK[n, last] != END:
+            last += 1
+        own.count_U[n] = last - begin
+    if _HAS_VECTORS and down.columns % COLUMNS == 0 and not is_quantised(down.fmt):
+        listed = listed_rows(address_of(list_K) + 8 * begin, end - begin, end - begin)
+        lists = address_of(kept_NK) + 4 * begin, address_of(h_NK) + 4 * begin, 4 * width, address_of(own.count_U)
+        _list_sums(down, listed, *lists, tokens, address_of(y_NP), 4 * y_NP.shape[1])
+        return
     start = spare_place(own)
-    for n in range(y_NP.shape[0]):
-        last, k = start, begin
-        while k < end and kept_NK[n, k] != END:
-            own.list_K[last], own.h_K[last] = kept_NK[n, k], h_NK[n, k]
-            last, k = last + 1, k + 1
-        add_list(down, own, start, last - start, False, last, y_NP[n])
+    for n in range(tokens):
+        count = own.count_U[n]
+        for k in range(count):
+            own.list_K[start + k], own.h_K[start + k] = list_K[begin + kept_NK[n, begin + k]], h_NK[n, begin + k]
+        add_list(down, own, start, count, False, start + count, y_NP[n])
 
 
 @device

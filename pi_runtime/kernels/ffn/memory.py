@@ -264,7 +264,8 @@ def ups_of(f: Ffn, chunk: int, tokens: int) -> Floats:
 
 @device
 def kept_of(f: Ffn, chunk: int, tokens: int) -> Places:
-    """The rows of `down` that each of many tokens needs, block by block; their factors are at the same places.
+    """The rows of `down` that each of many tokens needs, block by block, as places behind its first one; their factors
+    are where they are listed.
 
     They take the place of `ups_of`, which is needed no longer once a block has its factors.
     """

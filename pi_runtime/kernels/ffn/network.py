@@ -13,8 +13,8 @@ All of them take an `Ffn` and a `Batch` (see `memory`), and a range of the `CHUN
 chunk goes through its neurons block by block. A token's sum adds up its blocks in order, and then its chunks in order.
 So its bits depend neither on the number of threads nor on the tokens beside it, nor on the ranges.
 
-Up to `FEW_TOKENS` tokens go these steps; more tokens of answers do so some at a time. Those of prompts write their
-factors first (`factor_chunks`), and which rows these are of; then their sums are computed in tiles of columns and
+Up to `FEW_TOKENS` tokens go these steps; more tokens of answers that skip neurons do so some at a time. Others write
+their factors first (`factor_chunks`), and which rows these are of; then their sums are computed in tiles of columns and
 tokens, which stay in the first-level cache (`sum_tiles`). So weights are read from the memory once for all tokens.
 
 Shape letters: F neurons of the layer (with experts, of one expert) in stored order, of which [low, high) are computed;
@@ -38,7 +38,7 @@ from pi_runtime.kernels.ffn.blocks import (
     up_products,
     weigh_squares,
 )
-from pi_runtime.kernels.ffn.down import add_tile, add_whole
+from pi_runtime.kernels.ffn.down import add_tile, add_whole, few_at_a_time
 from pi_runtime.kernels.ffn.memory import (
     FIRES,
     KEPT,
@@ -96,7 +96,7 @@ def add_batch(
     elif e.token_N.shape[0] <= FEW_TOKENS and count_all:
         count_chunks(f, e, 0, CHUNKS)
         merge(f, e, y_TD)
-    elif e.token_N.shape[0] <= FEW_TOKENS or (not count_all and _all_select(e)):
+    elif not count_all and few_at_a_time(e):
         for first in range(0, e.token_N.shape[0], FEW_TOKENS):
             some = some_tokens(e, first, e.low, e.high)
             list_chunks(f, some, 0, CHUNKS)
@@ -149,15 +149,6 @@ def add_counts(f: Ffn, e: Batch, tally_T3: Ints) -> None:
         for n in range(tokens):
             for k in range(3):
                 tally_T3[e.token_N[n], k] += tally_N3[n, k]
-
-
-@device
-def _all_select(e: Batch) -> bool:
-    """Whether all tokens are those of answers: each takes few rows, of which a few tokens at a time share enough."""
-    found = True
-    for n in range(e.token_N.shape[0]):
-        found &= e.select_N[n] != 0
-    return found
 
 
 @device

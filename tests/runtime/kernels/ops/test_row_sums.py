@@ -12,6 +12,7 @@ from support.stored import StoredMatrix, store
 from pi_runtime.artifact.footprint import SUM_ROWS
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.data.matrix_view import RowList
+from pi_runtime.kernels.ops.list_sums import list_sums
 from pi_runtime.kernels.ops.row_sums import portable_row_sums, vector_row_sums
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
@@ -97,6 +98,28 @@ def test_a_sum_has_the_same_bits_alone_and_among_rows_of_others(
             np.testing.assert_array_equal(alone_1D[0], found_D)
         else:
             np.testing.assert_array_equal(before_D, found_D)
+
+
+@pytest.mark.skipif(not ISA.lanes, reason="for vector instructions alone")
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_lists_of_several_tokens_give_the_bits_of_each_list(fmt: str) -> None:
+    """Tokens share some rows, one needs none, and nobody reads the others."""
+    rng, (tokens, rows, columns) = np.random.default_rng(0), (5, 150, 192)
+    w, h_TK, before_TD = store(fmt, random(1, rows, columns)), random(2, tokens, rows), random(3, tokens, columns)
+    needed_TK = rng.random((tokens, rows)) < 0.2
+    needed_TK[2], needed_TK[:, :7] = False, False
+    w.stored.view(np.uint8)[~needed_TK.any(0)] = 0xFF
+    index_K, place_TK, counts_T = np.arange(rows), np.zeros((tokens, rows), np.int32), needed_TK.sum(1)
+    own_TK, found_TD = np.zeros_like(h_TK), before_TD.copy()
+    for t, needed_K in enumerate(needed_TK):
+        place_TK[t, : counts_T[t]], own_TK[t, : counts_T[t]] = np.flatnonzero(needed_K), h_TK[t, needed_K]
+    lists = place_TK.ctypes.data, own_TK.ctypes.data, 4 * rows, counts_T.ctypes.data
+    listed = RowList(0, index_K.ctypes.data, rows, rows)
+    list_sums(w.view, listed, *lists, tokens, found_TD.ctypes.data, 4 * columns)
+    for t, needed_K in enumerate(needed_TK):
+        own_K = np.flatnonzero(needed_K)
+        wanted = summed(w, own_K, h_TK[None, t, own_K], before_TD[None, t])[0] if len(own_K) else before_TD[t]
+        np.testing.assert_array_equal(found_TD[t], wanted)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
