@@ -25,22 +25,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = [
-    "ArtifactError",
-    "ContextError",
-    "DeviceError",
-    "DoesNotFitError",
-    "InputError",
-    "MissingExtraError",
-    "NotMetError",
-    "PiError",
-    "PromptError",
-    "Setting",
-    "TemplateError",
-    "UsageError",
-    "keyword",
-]
-
 NO_ROOM = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",

@@ -55,7 +55,8 @@ class Service:
         self._engine: Engine | None = None
         self._in_flight: dict[int, InFlight] = {}
         self._numbers = count()
-        self._open_requests = 0
+        self.open_requests = 0
+        """Requests that are being prepared or answered."""
         self.preparation = Preparation(settings.limits.prepare_s)
         self._tasks: list[asyncio.Task[None]] = []
         self._threads: set[threading.Thread] = set()
@@ -89,11 +90,6 @@ class Service:
     def in_flight(self) -> list[InFlight]:
         """What the engine works on, the oldest first."""
         return list(self._in_flight.values())
-
-    @property
-    def open_requests(self) -> int:
-        """Requests that are being prepared or answered."""
-        return self._open_requests
 
     def start(self) -> None:
         """Begin to open the engine, on the running loop."""
@@ -131,11 +127,11 @@ class Service:
         if self.phase == "draining":
             raise unavailable("the server is stopping", "draining")
         with self.admission.ticket(owner) as ticket:
-            self._open_requests += 1
+            self.open_requests += 1
             try:
                 yield ticket
             finally:
-                self._open_requests -= 1
+                self.open_requests -= 1
 
     @contextmanager
     def running(self, request: InFlight) -> Iterator[None]:
@@ -154,7 +150,7 @@ class Service:
         """Take on nothing more; let what runs go on for a while, then end it with an error."""
         if self.phase != "failed":
             self.phase = "draining"
-            self.on_event(f"stopping within {self.settings.drain_s:g} s; open requests: {self._open_requests}")
+            self.on_event(f"stopping within {self.settings.drain_s:g} s; open requests: {self.open_requests}")
         await self._until_idle(self.settings.drain_s if self.phase == "draining" else 0.0)
         said = "the server is stopping" if self.phase == "draining" else "the engine has failed"
         for request in self.in_flight:
@@ -163,7 +159,7 @@ class Service:
 
     async def _until_idle(self, seconds: float) -> None:
         ends = time.monotonic() + seconds
-        while self._open_requests and time.monotonic() < ends:
+        while self.open_requests and time.monotonic() < ends:
             await asyncio.sleep(0.02)
 
     async def close(self) -> None:
