@@ -15,12 +15,12 @@ from pi_runtime.kernels.codegen.jit import device, loop_body, parallel, public
 from pi_runtime.kernels.data.matrix_view import (
     Floats,
     Ints,
+    RowList,
     Vectors,
     address_of,
     is_quantised,
     matrix,
     pointer_of,
-    rows_in_turn,
     vector,
 )
 from pi_runtime.kernels.data.weight_table import LayerRecords
@@ -70,7 +70,7 @@ def _some_factors(f: Ffn, w_X: LayerRecords, begin: int, end: int, h_TF: Floats)
     """h ← the factors of the neurons [begin, end)."""
     w, tokens, columns = w_X[0], h_TF.shape[0], f.d_model
     up_TF = carray(pointer_of(f.up_CTK), h_TF.shape, np.float32)
-    x, rows = Vectors(f.inputs, input_nbytes(columns), 0, tokens), rows_in_turn(begin, end - begin)
+    x, rows = Vectors(f.inputs, input_nbytes(columns), 0, tokens), RowList(begin, 0, end - begin, f.d_ff - begin)
     first = matrix(w.first_format, w.first, w.first_scales, columns)
     row_products(first, rows, x, address_of(h_TF) + 4 * begin, 4 * f.d_ff)
     if f.gated:

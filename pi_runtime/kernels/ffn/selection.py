@@ -19,6 +19,7 @@ from pi_runtime.kernels.data.matrix_view import (
     F32,
     Floats,
     Ints,
+    RowList,
     Vectors,
     Words,
     address_of,
@@ -26,7 +27,6 @@ from pi_runtime.kernels.data.matrix_view import (
     integers,
     matrix,
     pointer_of,
-    rows_in_turn,
     vector,
 )
 from pi_runtime.kernels.data.quantised_input import prepare_input
@@ -102,7 +102,7 @@ def score(f: Ffn, e: Batch, token_N: Ints, threads: bool | None) -> None:
 def _reduce_part(f: Ffn, e: Batch, token_N: Ints, part: int, r_NR: Floats) -> None:
     w, first = weights_of(e), part * _RANKS_AT_ONCE
     down = matrix(f.predictor_format, w.predictor_down, w.predictor_down_scales, f.d_model)
-    rows = rows_in_turn(first, min(_RANKS_AT_ONCE, w.rank - first))
+    rows = RowList(first, 0, min(_RANKS_AT_ONCE, w.rank - first), w.rank - first)
     x = Vectors(f.inputs, input_nbytes(f.d_model), address_of(token_N), token_N.shape[0])
     row_products(down, rows, x, address_of(r_NR) + 4 * first, 4 * w.rank)
 
@@ -127,7 +127,7 @@ def _score_part(f: Ffn, e: Batch, tokens: int, part: int) -> None:
         return
     up = matrix(f.predictor_format, w.predictor_up, w.predictor_up_scales, w.rank)
     x = Vectors(f.low_rank_inputs, input_nbytes(w.rank), 0, tokens)
-    row_products(up, rows_in_turn(begin, end - begin), x, f.scores + 4 * begin, 4 * f.d_ff)
+    row_products(up, RowList(begin, 0, end - begin, e.high - begin), x, f.scores + 4 * begin, 4 * f.d_ff)
     bias_F = vector(w.predictor_bias, f.d_ff)
     for n in range(tokens):
         score_F = scores_of(f, n)

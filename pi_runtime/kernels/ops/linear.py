@@ -10,7 +10,7 @@ from numba import prange
 from pi_runtime.kernels.codegen.footprint import input_nbytes
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.jit import loop_body, parallel, public
-from pi_runtime.kernels.data.matrix_view import Floats, MatrixView, Vectors, address_of, rows_in_turn, vector
+from pi_runtime.kernels.data.matrix_view import Floats, MatrixView, RowList, Vectors, address_of, vector
 from pi_runtime.kernels.data.quantised_input import prepare_input
 from pi_runtime.kernels.ops.row_products import row_products
 from pi_runtime.kernels.ops.vector_sums import squares, total
@@ -50,11 +50,11 @@ def _prepare_inputs(fmt: int, x_TD: Floats, inputs_at: int) -> None:
 
 
 @loop_body
-def _some_rows(m: MatrixView, first: int, rows: int, bias: int, inputs_at: int, y_TN: Floats) -> None:
+def _some_rows(m: MatrixView, first: int, rows: int, known: int, bias: int, inputs_at: int, y_TN: Floats) -> None:
     tokens, width = y_TN.shape
     out = address_of(y_TN) + 4 * first
     x = Vectors(inputs_at, input_nbytes(m.columns), 0, tokens)
-    row_products(m, rows_in_turn(first, rows), x, out, 4 * width)
+    row_products(m, RowList(first, 0, rows, known), x, out, 4 * width)
     if bias != 0:
         bias_N = vector(bias, first + rows)
         for t in range(tokens):
@@ -67,7 +67,7 @@ def product(m: MatrixView, rows: int, bias: int, inputs_at: int, y_TN: Floats) -
     """y ← x Wᵀ + bias for inputs that are prepared."""
     for part in prange((rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE):
         first = part * ROWS_AT_ONCE
-        _some_rows(m, first, min(rows - first, ROWS_AT_ONCE), bias, inputs_at, y_TN)
+        _some_rows(m, first, min(rows - first, ROWS_AT_ONCE), rows - first, bias, inputs_at, y_TN)
 
 
 @public

@@ -107,16 +107,18 @@ class _ProductCall:
         last = self.b.sub(count, v.offset(1))
         return self.b.select(self.b.icmp_signed("<", n, last), n, last)
 
-    def _rows(self, n: Any, rows: int) -> Rows:
-        """Rows from the n-th on (past the end the last one again), and the rows that are prefetched meanwhile."""
+    def _rows(self, n: Any, rows: int, distances: int = 1) -> Rows:
+        """Rows from the n-th on (past the end the last one again), and the rows that are prefetched meanwhile: so far
+        ahead, and twice as far where two distances are."""
         b = self.b
         ahead = b.udiv(b.add(self.stride, v.offset(AHEAD_NBYTES - 1)), self.stride)
         now, later = [], []
         for k in range(rows):
             one = self._least(b.add(n, v.offset(k)), self.count)
             now.append(v.listed(b, self.index, one, b.add(self.first, one)))
-            one = b.add(b.add(n, ahead), v.offset(k))
-            later.append(v.listed(b, self.index, self._least(one, self.known), b.add(self.first, one)))
+            for times in range(1, distances + 1):
+                one = self._least(b.add(b.add(n, b.mul(ahead, v.offset(times))), v.offset(k)), self.known)
+                later.append(v.listed(b, self.index, one, b.add(self.first, one)))
 
         def pointers(numbers: list[Any], base: Any, stride: Any) -> list[Any]:
             return [v.pointer(b, b.add(base, b.mul(row, stride))) for row in numbers]
@@ -172,7 +174,7 @@ class _ProductCall:
         one = b.icmp_signed("==", self.token_count, v.offset(1))
         with b.if_else(b.and_(b.and_(long, one), self._in_turn())) as (alone, company):
             with alone, cgutils.for_range_slice(b, v.offset(0), self.count, v.offset(alone_rows)) as (row, _):
-                self._tile(tile, lanes, self._rows(row, alone_rows), row, v.offset(0), 1)
+                self._tile(tile, lanes, self._rows(row, alone_rows, 2), row, v.offset(0), 1)
             with company:
                 self._many(tile, lanes, sizes)
 
