@@ -15,7 +15,7 @@ from pi_runtime.execution.disk import DiskExecutor
 
 
 def from_disk(
-    path: Path, share: float, mode: str = "auto", *, threads: int = 2, context: int | None = None,
+    path: Path, share: float, mode: str = "auto", *, threads: int = 1, context: int | None = None,
     reader: dict[str, Any] | None = None, **plan_fields: Any,
 ) -> Model:  # fmt: skip
     """The model with memory for this share of what all rows take; of it a sixteenth is for staged rows.

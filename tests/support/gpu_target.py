@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -9,6 +10,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from pi_runtime.kernels.codegen.jit import cache_folder
 
 
 class Driver:
@@ -29,6 +32,14 @@ class Driver:
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
+
+
+def kept(name: str) -> Path:
+    """A folder for kernels that tests compile, beside the runtime's own, where later runs find them.
+
+    Triton names its files after all that they depend on: a kernel's sources, its settings, and Triton itself.
+    """
+    return cache_folder().parents[1] / "tests" / name
 
 
 def nvidia(arch: int) -> GPUTarget:

@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="session")
-def emulator(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator["Emulator"]:
+def emulator(pytestconfig: pytest.Config) -> Iterator["Emulator"]:
     """Launches run on the emulator; the test is skipped where they run on a GPU or under the interpreter."""
     if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("kernels are not compiled for the emulator: TRITON_INTERPRET=0 without a GPU")
     from support.gpu_faults import plant
+    from support.gpu_target import kept
     from support.ptx.launching import Emulator, emulating
     from support.ptx.machine import Schedule
 
     with pytest.MonkeyPatch.context() as patch:
         # Machine code is left out: these kernels are for nobody else.
-        compiled = os.environ.get("PI_TEST_COMPILED") or str(tmp_path_factory.mktemp("compiled"))
-        patch.setenv("TRITON_CACHE_DIR", compiled)
+        patch.setenv("TRITON_CACHE_DIR", os.environ.get("PI_TEST_COMPILED") or str(kept("emulated")))
         with emulating(Emulator(Schedule(pytestconfig.getoption("--seed") or 0), plant)) as emulator:
             yield emulator
 

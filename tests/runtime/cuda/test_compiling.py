@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.gpu_running import EXPERTS, NEURONS, model_with_plan
+from support.gpu_target import kept
 from support.paths import ROOT
 
 pytestmark = pytest.mark.slow
@@ -42,7 +43,7 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path, long: bool) -> None:
         paths.append(model_with_plan(tmp_path / f"{name}.pi", cuts, d_model=296, n_heads=2, head_dim=256, **shape))
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     roots = [str(ROOT / "tests"), str(ROOT), *filter(None, [env.get("PYTHONPATH")])]
-    env |= {"PYTHONPATH": os.pathsep.join(roots), "TRITON_CACHE_DIR": str(tmp_path)}
+    env |= {"PYTHONPATH": os.pathsep.join(roots), "TRITON_CACHE_DIR": str(kept("gpu"))}
     env |= {} if long else {"DISABLE_PTXAS_OPT": "1"}  # the last step is the quicker
     done = subprocess.run([sys.executable, str(SCRIPT), *paths], capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stderr

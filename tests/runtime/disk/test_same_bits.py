@@ -32,7 +32,7 @@ def artifact(folder: Path, fmt: str = "f16", matrices: dict[str, str] | None = N
 
 def outputs(model: Model) -> list[np.ndarray]:
     """Logits of a long prompt, of its tokens one by one, and of two sequences together; and what selection counted."""
-    found = [model.logits(PROMPT), *model.examine(PROMPT[:40])]
+    found = [model.logits(PROMPT), *model.examine(PROMPT[:12])]
     cache = model.new_cache()
     for token in PROMPT[:4]:
         found += model.decode(token, cache)
