@@ -58,7 +58,7 @@ from support.gpu_bench.placing import (
     nothing,
     whole_layers,
 )
-from support.gpu_bench.running import Measurement, measure, token_ids
+from support.gpu_bench.running import Measurement, compared, measure, token_ids
 from support.gpu_bench.targets import verdicts
 
 from pi_runtime.artifact.buffers import kv_bytes
@@ -98,7 +98,7 @@ def rows(
 ) -> Iterator[dict[str, Any]]:
     """Rows of our placement in each mode, and of a layer split, sparse and dense, where a layer has room."""
     manifest, d = artifact.manifest, artifact.manifest.decoder
-    position = 32 + s.tokens // 2
+    position = compared(s.prompt) + s.tokens // 2
     ours = attention_first(
         manifest, case.budget, s.context, lambda plan: predict(d, plan, curve, rank, position, r).token
     )
@@ -137,7 +137,7 @@ def attempted(
 def described(
     d: Any, plan: Plan, curve: Curve, rank: int, s: Setting, r: Rates, found: Measurement, mode: str
 ) -> dict[str, Any]:
-    p = predict(d, plan, curve, rank, 32 + s.tokens // 2, r, mode)
+    p = predict(d, plan, curve, rank, compared(s.prompt) + s.tokens // 2, r, mode)
     return {
         "attention": plan.attention.count("gpu"), "neurons": sum(plan.cuts) / (d.d_ff * d.n_layers),
         "active": found.active_on_gpu, "decode": found.decode, "predicted": 1 / p.token,
@@ -151,7 +151,7 @@ def described(
 def offloaded(
     artifact: MemoryArtifact, case: Case, s: Setting, other: baseline.Baseline, wanted: np.ndarray
 ) -> dict[str, Any]:
-    decode, resident, logits = baseline.measure(other, artifact, case.budget, s.device)
+    decode, resident, logits = baseline.measure(other, artifact, case.budget, s.device, compared(s.prompt))
     if other.checked:  # its residual stream is f16
         check(logits, wanted, 0.1)
     return {"attention": resident, "neurons": resident / artifact.manifest.decoder.n_layers, "decode": decode}
@@ -178,9 +178,9 @@ def definition(
     ids = token_ids(artifact.manifest.decoder.vocab_size)
     with s.device.stream():
         model = Offload(plain, 1 << 50, s.context, s.device.device)
-        logits = [model.step(int(token)).cpu().numpy() for token in ids[:36]][-4:]
+        logits = [model.step(int(token)).cpu().numpy() for token in ids[: compared(s.prompt) + 4]][-4:]
     check(exact.logits, np.stack(logits), error)
-    share = exact.decode * weights_read(artifact, curve, 32 + s.tokens) / r.gpu
+    share = exact.decode * weights_read(artifact, curve, compared(s.prompt) + s.tokens) / r.gpu
     return {
         "decode": exact.decode, "share": share, "picked": r.gpu_picked / r.gpu, "logits": skipping.logits,
     }  # fmt: skip

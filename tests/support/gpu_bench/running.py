@@ -46,11 +46,12 @@ def measure(
         ids = token_ids(d.vocab_size)
         prefill = _prefill(executor, ids[:prompt])
         cache = executor.new_cache()
-        for start in range(0, 32, 16):  # the same short prompt for every placement: its logits are compared
-            step(executor, ids[start : start + 16], cache, select=False)
-        logits = [step(executor, [token], cache, select=True).logits_TV[0] for token in ids[32:36]]
+        read = compared(prompt)
+        for start in range(0, read, 16):
+            step(executor, ids[start : min(start + 16, read)], cache, select=False)
+        logits = [step(executor, [token], cache, select=True).logits_TV[0] for token in ids[read : read + 4]]
         began = time.perf_counter()
-        for token in ids[36 : 36 + tokens]:
+        for token in ids[read + 4 : read + 4 + tokens]:
             last = step(executor, [token], cache, select=True)
         decode = tokens / (time.perf_counter() - began)
         assert last.rows_L2 is not None
@@ -67,6 +68,11 @@ def measure(
 def token_ids(vocabulary: int) -> np.ndarray:
     """Token ids that every placement reads."""
     return np.random.default_rng(0).integers(0, vocabulary, 1024)
+
+
+def compared(prompt: int) -> int:
+    """Tokens that every placement reads first, whose next four have logits that are compared; fewer in a short run."""
+    return min(32, prompt)
 
 
 def _prefill(executor: CudaExecutor, ids: np.ndarray) -> float:
