@@ -151,15 +151,11 @@ def test_gate_examines_with_the_bits_and_counts_of_dense(
     """So `evaluate` scores one of them for both."""
     ranks = [16 if predicted else None] * decoder.n_layers
     artifact = random_artifact(tmp_path / "a.pi", decoder, format=fmt, ranks=ranks)
-    for tokens in (2, 5, 24):
-        ids = np.random.default_rng(tokens).integers(0, decoder.vocab_size, tokens)
-        found = []
-        for mode in ("dense", "gate"):
-            with load(artifact, mode=mode) as opened:
-                found.append(opened.examine(ids))
-        (dense, of_dense), (gate, of_gate) = found
-        np.testing.assert_array_equal(dense, gate)
-        np.testing.assert_array_equal(of_dense, of_gate)
+    with load(artifact, mode="dense") as dense, load(artifact, mode="gate") as gate:
+        for tokens in (2, 5, 24):
+            ids = np.random.default_rng(tokens).integers(0, decoder.vocab_size, tokens)
+            for of_dense, of_gate in zip(dense.examine(ids), gate.examine(ids), strict=True):
+                np.testing.assert_array_equal(of_dense, of_gate)
 
 
 def test_a_sparse_model_is_scored_once_for_dense_and_gate(tmp_path: Path, model: torch.nn.Module) -> None:
