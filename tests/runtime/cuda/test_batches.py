@@ -135,7 +135,7 @@ def test_a_batch_is_as_large_as_its_memory(tmp_path: Path, gpu: Device) -> None:
 
 def test_caches_that_go_leave_their_pages_to_others(tmp_path: Path, gpu: Device) -> None:
     """Closed, truncated, forked and collected caches, in a GPU of three pages."""
-    with running(model(tmp_path / "a.pi"), ALL_ON_GPU, gpu, context=96) as executor:
+    with running(model(tmp_path / "a.pi", **FEW_HEADS), ALL_ON_GPU, gpu, context=96) as executor:
 
         def of(tokens: Sequence[int]) -> KVCache:
             cache = executor.new_cache()

@@ -13,7 +13,7 @@ from pi_runtime.cuda.memory.devices import Device
 def test_the_same_text_in_company(tmp_path: Path, gpu: Device) -> None:
     prompts = [[5, 6, 7, 8], [3], [5, 6, 7, 1]]
     settings = {"max_tokens": 2, "sampling": Sampling(temperature=1.0, seed=1)}
-    with running(model(tmp_path / "a.pi"), SPLIT, gpu) as executor:
+    with running(model(tmp_path / "a.pi", n_heads=2), SPLIT, gpu) as executor:
         assert executor._host.artifact is not None
         found = Model(executor._host.artifact, "auto", executor)
         wanted = ["".join(found.generate(prompt, **settings)) for prompt in prompts]

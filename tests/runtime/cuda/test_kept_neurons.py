@@ -18,7 +18,7 @@ from pi_runtime.execution.executor import SequenceResult, SequenceStep
 def test_sequences_on_a_gpu(tmp_path: Path, gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequences, "LEAD", 2)
     monkeypatch.setattr(sequences, "STEPS", 2)
-    path = model(tmp_path / "a.pi")
+    path = model(tmp_path / "a.pi", n_heads=2)
     with running(path, SPLIT, gpu) as executor:
         assert executor._host.artifact is not None
         found = Model(executor._host.artifact, "auto", executor)
