@@ -180,7 +180,7 @@ def test_a_file_that_changes(tmp_path: Path) -> None:
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match="cannot be read"):
+    with pytest.raises(ArtifactError, match="no such file"):
         Reader(tmp_path / "none", 1)
 
 
