@@ -136,7 +136,10 @@ class Format:
         cut = stored[..., :columns]
         if self.name == "bf16":
             return (cut.astype(np.uint32) << 16).view(np.float32)
-        return cut.astype(np.float32, copy=False) if self.stored.kind == "f" else cut
+        if self.stored.kind != "f":
+            return cut
+        with np.errstate(invalid="ignore"):  # arm64 reports NaNs that signal
+            return cut.astype(np.float32, copy=False)
 
     def overflows(self, values: Array) -> bool:
         """Whether a finite value, or the scale it needs, would become infinite in this format."""

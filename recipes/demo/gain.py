@@ -56,7 +56,7 @@ MODES = ("dense", "gate", "predicted")
 ROUNDS, TOKENS = 7, 9
 READ_BYTES = 1 << 29
 """RAM that is read to measure its bandwidth: far more than a cache holds."""
-BUSY_SHARE = 0.6
+BUSY_SHARE = 0.5
 """Share of the bandwidth that dense decoding has at least where nothing else runs."""
 MEMORY_FACTOR = 4
 """Memory that making and running the model takes, as a multiple of the file."""

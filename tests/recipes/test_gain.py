@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 from sparse_model import Spec
 
+from pi_runtime.artifact import ArraySpec
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 
 TOKENIZER = (Path(gain.__file__).parent / "tokenizer.json").read_bytes()
@@ -40,6 +41,10 @@ def test_modes_are_measured_and_the_file_is_deleted(small: Spec, tmp_path: Path,
     bandwidth, (dense, gate, predicted) = gain.measure(small, tmp_path, TOKENIZER, rounds=2)
     assert bandwidth > 0
     assert dense.bytes_per_token > gate.bytes_per_token > predicted.bytes_per_token > 0
+    # Dense reads all rows of `up`, and of `down` those whose factor is not 0, as gate does.
+    up = ArraySpec(small.formats["ffn"], (small.decoder.n_layers * small.decoder.d_ff, small.decoder.d_model))
+    more = dense.bytes_per_token - gate.bytes_per_token
+    assert more == pytest.approx((1 - small.density) * up.nbytes_with_scales, rel=0.05)
     assert all(speed.tokens_per_s > 0 and speed.share > 0 for speed in (dense, gate, predicted))
     assert list(tmp_path.iterdir()) == []
 

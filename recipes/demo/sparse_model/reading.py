@@ -10,6 +10,7 @@ import numpy as np
 from pi_runtime import Model
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.artifact.sizes import FfnBytes
+from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 
 
@@ -21,7 +22,7 @@ class Decoding:
     read: float
     """Share of the rows of `first` that were read."""
     density: float
-    """Share of the neurons whose `rest` was read."""
+    """Share of the neurons whose `rest` was read; of `down` alone it may be less, see `_added`."""
     bytes_per_token: float
     """Without keys and values."""
 
@@ -37,16 +38,39 @@ def decode(model: Model, cache: KVCache, tokens: Sequence[int]) -> Decoding:
             rows_2 += rows_L2.sum(0)
     d = model.manifest.decoder
     read, kept = (rows_2 / (len(seconds) * d.n_layers * d.d_ff)).tolist()
+    added = None
     if model.mode == "dense":
         read = kept = 1.0
-    nbytes = bytes_per_token(model.manifest, read, kept, with_predictor=model.mode == "predicted")
+        added = _added(model, cache, tokens[0])
+    nbytes = bytes_per_token(model.manifest, read, kept, added, with_predictor=model.mode == "predicted")
     return Decoding(seconds=tuple(seconds), read=read, density=kept, bytes_per_token=nbytes)
 
 
-def bytes_per_token(m: Manifest, read: float = 1.0, kept: float = 1.0, *, with_predictor: bool = False) -> float:
-    """Attention, norms, head; the shares of `first` and `rest` that are read; the predictors."""
+def _added(model: Model, cache: KVCache, token: int) -> float:
+    """Share of the rows of `down` that a token reads when all neurons are computed: those whose factor is 0 are not.
+
+    Where most of a chunk's factors are not 0, all its rows are read.
+    """
+    cache.truncate(cache.length - 1)
+    cache.reserve(1)
+    step = SequenceStep(cache=cache, tokens=np.array([token]), select=True, count=True, logits="all")
+    (found,) = model.executor.step([step])
+    assert found.counts_L3 is not None
+    fired = float(found.counts_L3[:, 0].mean() / model.manifest.decoder.d_ff)
+    return fired if fired < 0.5 else 1.0
+
+
+def bytes_per_token(
+    m: Manifest, read: float = 1.0, kept: float = 1.0, added: float | None = None, *, with_predictor: bool = False
+) -> float:
+    """Attention, norms, head; the shares of `first`, `rest` and its `down` that are read; the predictors.
+
+    `added` is `down`'s share where that is not `kept`.
+    """
     d, neuron = m.decoder, FfnBytes.of(m.decoder, m.formats)
     total = d.n_layers * d.d_ff * (read * neuron.first + kept * neuron.rest)
+    if added is not None:
+        total -= d.n_layers * d.d_ff * (kept - added) * neuron.first  # a row of `down` is as long
     for name, entry in m.arrays.items():
         if not re.search(r"^embedding|^positions|/predictor/|/ffn/(first|rest|order|counts)(_scales)?$", name):
             total += entry.nbytes

@@ -143,7 +143,7 @@ def test_one_compilation_serves_all_models_later_processes_and_other_copies(tmp_
             [sys.executable, "-c", script, *paths],
             capture_output=True,
             text=True,
-            env={**ENVIRONMENT, "NUMBA_DEBUG_CACHE": "1", "PYTHONPATH": str(packages)},
+            env={**ENVIRONMENT, "NUMBA_DEBUG_CACHE": "1", "PYTHONPATH": os.pathsep.join([str(packages), *sys.path])},
             cwd=packages,
             check=True,
         )
