@@ -43,9 +43,6 @@ def test_just_the_picked_neurons_are_read(fmt: str) -> None:
     assert layer.run("dense", layer.all_F) == (100, 100)
     assert layer.run("predicted", layer.none_F) == (0, 0)
     assert layer.run("predicted", layer.only(np.array([3, 50, 99]))) == (3, 3)
-    layer._sum_1D[:] = 1
-    layer.nothing()
-    assert not layer._sum_1D.any()
 
 
 def test_slices_add_up_to_the_whole() -> None:
