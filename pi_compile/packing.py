@@ -11,10 +11,11 @@ import numpy.typing as npt
 
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, part_of
+from pi_compile.checkpoint.eagle3 import PublishedHead
 from pi_compile.checkpoint.part_formats import KEEP, resolve_formats
 from pi_compile.errors import CheckpointError, ProfileError
 from pi_compile.files import file_digest
-from pi_compile.results import ActivationProfile, GuessWeights, PredictorSet, QuantisedWeights, Stored
+from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights, Stored
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.guess_head import PREFIX
@@ -37,7 +38,7 @@ class PackSpec:
     formats: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(PARTS, KEEP))
     """Number format of each of embedding, attention, ffn, head and predictor (`WEIGHT_FORMATS`), or `keep`; and of
     matrices that have fewer bytes."""
-    guess: GuessWeights | None = None
+    guess: PublishedHead | None = None
     """A head that drafts tokens, to be stored beside the model."""
 
 
@@ -191,7 +192,7 @@ class _ArrayValues:
     predictor_set: PredictorSet | None
     quantised: QuantisedWeights | None
     specs: Mapping[str, ArraySpec] | Mapping[str, ArrayEntry]
-    guess: GuessWeights | None
+    guess: PublishedHead | None
 
     def rounded(self, name: str) -> Stored | None:
         """The stored form of a matrix that is rounded already, in the order of the artifact's rows."""

@@ -42,7 +42,6 @@ FLAGS = {
     },
     "profile": {*BUILD, "--export"},
     "train": {*BUILD, "--export"},
-    "guess": {*BUILD},
     "place": {*BUILD, "--lock", "--locked", "--solver", "--time-limit"},
     "pack": {*BUILD, "-o", "--output", "--plain", "--layout"},
     "build": {*BUILD, "-o", "--output"},
