@@ -38,7 +38,7 @@ FLAGS = {
         "--force",
     },
     "sparsify": {
-        *("[RECIPE]", "-o", "--output", "--device", "--resume", "--steps", "--sparsity", "--track", "--push"),
+        *("[RECIPE]", "-o", "--output", "--device", "--resume", "--steps", "--track", "--push"),
     },
     "profile": {*BUILD, "--export"},
     "train": {*BUILD, "--export"},
