@@ -20,8 +20,7 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.guess_head import PREFIX
 from pi_runtime.artifact.layout import manifest_specs, place_arrays
-from pi_runtime.artifact.quantisation import dequantise
-from pi_runtime.artifact.rounding_error import RoundingError
+from pi_runtime.artifact.quantisation import RoundingError, dequantise
 from pi_runtime.artifact.rungs import exact_rung
 from pi_runtime.artifact.schema import ArrayEntry, Layer, Manifest, Plan, RowPlan
 from pi_runtime.artifact.sizes import PARTS, ArraySpec, is_scales

@@ -44,7 +44,7 @@ class Assignment:
     sides: tuple[int, ...]
     """Side of each layer's attention, cache, norms and predictor."""
     cuts: tuple[int, ...]
-    """Neurons of each layer on the GPU; see `layer_groups` for their order."""
+    """Neurons of each layer on the GPU; see `workload` for their order."""
     embedding: int
     head: int
 

@@ -18,7 +18,7 @@ from pi_runtime.artifact.decoder import (
 )
 from pi_runtime.artifact.features import feature_problems
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
-from pi_runtime.artifact.guess_layer import guess_layer_problems
+from pi_runtime.artifact.guess_head import guess_layer_problems
 from pi_runtime.artifact.layout import manifest_specs
 from pi_runtime.artifact.rungs import DENSE, RUNGS, Rung
 from pi_runtime.artifact.schema import OBJECTIVES, SIDES, Layer, Manifest, Plan, RowPlan

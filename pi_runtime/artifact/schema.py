@@ -160,7 +160,7 @@ class Manifest:
     guess: GuessHead | None = field(default=None, metadata=UNLESS_DEFAULT)
     """What drafts tokens; the key is left out where there is none."""
     guess_layers: int = field(default=0, metadata=UNLESS_DEFAULT)
-    """1 where a layer behind the last one drafts tokens (see `guess_layer`), in place of a head of another form."""
+    """1 where a layer behind the last one drafts tokens (see `guess_head`), in place of a head of another form."""
     text: Text
     generation: Mapping[str, Any]
     """The checkpoint's generation defaults: temperature, top_k, top_p, min_p, repetition_penalty, do_sample."""

@@ -35,9 +35,8 @@ from pi_runtime.artifact.layout import (
     trailer,
 )
 from pi_runtime.artifact.manifest_file import read_manifest
-from pi_runtime.artifact.quantisation import dequantise, quantise
+from pi_runtime.artifact.quantisation import RoundingError, dequantise, quantise
 from pi_runtime.artifact.records import LOCAL_CRC_OFFSET, EndRecord, Entry, central_record, local_header
-from pi_runtime.artifact.rounding_error import RoundingError
 from pi_runtime.artifact.schema import ArrayEntry, FileEntry, Manifest
 from pi_runtime.artifact.sizes import ArraySpec, scales_name
 from pi_runtime.errors import NO_ROOM, DoesNotFitError, InputError, UsageError, write_error

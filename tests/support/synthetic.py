@@ -10,8 +10,7 @@ import numpy as np
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import Array
-from pi_runtime.artifact.guess_head import GuessHead
-from pi_runtime.artifact.guess_layer import guess_layer_arrays
+from pi_runtime.artifact.guess_head import GuessHead, guess_layer_arrays
 from pi_runtime.artifact.schema import Layer, Manifest, Plan, Text
 from pi_runtime.artifact.sizes import BY_NEURON, PARTS, ArraySpec, array_specs, is_scales, with_scales
 from pi_runtime.artifact.writer import ArtifactWriter

@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from pi_runtime.artifact.formats import BLOCK, FORMATS, RUN, WEIGHT_FORMATS
 from pi_runtime.kernels.codegen import float16
-from pi_runtime.kernels.codegen.emits import emits
+from pi_runtime.kernels.codegen.intrinsics import emits
 from pi_runtime.kernels.codegen.jit import device, public
 
 Floats = npt.NDArray[np.float32]
