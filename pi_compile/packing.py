@@ -218,8 +218,6 @@ class _ArrayValues:
         if name.startswith(PREFIX) and self.guess is not None:
             return [self.guess.arrays[name.removeprefix(PREFIX)]]
         layer, _, local = name.removeprefix("layers/").partition("/")
-        if local == "predictor/signs":
-            return self._signs(int(layer))
         if local.startswith("predictor/"):
             return [self._predictor(int(layer), local.removeprefix("predictor/"))]
         if self.profile is not None and local == "ffn/order":
@@ -227,22 +225,6 @@ class _ArrayValues:
         if self.profile is not None and local == "ffn/counts":
             return [self.profile.ordered_counts()[int(layer)].astype(np.uint64)]
         return _representable(self.checkpoint, name, spec, self.checkpoint.blocks(name, self._order(name)))
-
-    def _signs(self, layer: int) -> Iterator[Array]:
-        """Blocks of (rows, ⌈D / 64⌉) words: bit j is set where column j of `first`, as it is stored, is below 0."""
-        name = f"layers/{layer}/ffn/first"
-        for block in self._as_stored(name):
-            negative = block < 0
-            padded = np.zeros((len(block), -(-block.shape[1] // 64) * 64), bool)
-            padded[:, : block.shape[1]] = negative
-            yield np.packbits(padded, axis=1, bitorder="little").view("<u8")
-
-    def _as_stored(self, name: str) -> Iterable[Array]:
-        """The values of a matrix of the FFN as they are stored."""
-        rounded, fmt = self.rounded(name), self.specs[name].format
-        if rounded is not None:
-            return [dequantise(FORMATS[fmt], *rounded, self.checkpoint.array_shapes[name][-1])]
-        return self.checkpoint.as_stored(name, fmt, self._order(name))
 
     def _predictor(self, layer: int, part: str) -> Array:
         assert self.predictor_set is not None

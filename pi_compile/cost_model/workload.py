@@ -115,7 +115,7 @@ class Workload:
     @cached_property
     def predictor_bytes(self) -> tuple[int, ...]:
         """Stored bytes of each layer's predictor."""
-        ranks = [layer.predictor for layer in self.layers]
+        ranks = [layer.rank for layer in self.layers]
         specs = {rank: array_specs(self.decoder, self.formats, [rank], profiled=False) for rank in set(ranks)}
         return tuple(predictor_bytes(specs[rank], 0) for rank in ranks)
 

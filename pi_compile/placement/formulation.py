@@ -175,7 +175,7 @@ def _gpu_workspace(work: Workload, rank: int, model: int) -> int:
     """
 
     decoder = work.decoder
-    specs = array_specs(decoder, work.formats, [how.predictor for how in work.layers], profiled=False)
+    specs = array_specs(decoder, work.formats, [how.rank for how in work.layers], profiled=False)
 
     def needs(batch: int, tokens: int) -> int:
         return gpu_workspace_bytes(decoder, rank, work.context, batch, tokens)

@@ -1,10 +1,9 @@
 """Candidates for one layer: ways to run its FFN, with what each reads and loses on the tune text.
 
     threshold   activations up to a quantile of their magnitudes over the fit text count as 0 (CATS, TEAL)
-    sign        neurons whose signs agree with the input's in more columns than a margin are computed (SparseInfer)
     predicted   predictors of a few ranks, warm start and trained, in each number format, with a few thresholds
 
-`SEARCHES` has one entry a rung; exact rungs need no search. Thresholds of scores and margins follow from what may be
+`SEARCHES` has one entry a rung; exact rungs need no search. Thresholds of scores follow from what may be
 lost: the neurons left out hold at most a given fraction of the layer's energy. Histograms over the scores give, in one
 pass, what each threshold reads and loses. Ranks start around the one that sparsity and skewness suggest; if the best
 rank is at an end of the range, the next one out is tried.
@@ -101,7 +100,7 @@ def _edge(bin_index: int) -> float:
 
 
 LOST_ENERGY = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-"""Fractions of the neurons' energy that a threshold or margin may lose."""
+"""Fractions of the neurons' energy that a threshold may lose."""
 KEPT_ACTIVATIONS = (0.98, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Fractions of the activations that a threshold on their magnitude keeps."""
 RANK_FACTORS = (0.5, 1.0, 1.5)
@@ -149,14 +148,9 @@ class Candidate:
 
     def limited(self, limit: float) -> Self:
         """The candidate that computes the neurons whose scores are above a limit."""
-        match RUNGS[self.layer.rung].parameter:
-            case "rank":
-                return replace(self, score_threshold=limit)
-            case "margin":
-                # Agreements are integers: above a number is above the integer below it.
-                return replace(self, layer=replace(self.layer, margin=math.floor(limit)))
-            case _:
-                return replace(self, layer=replace(self.layer, threshold=limit))
+        if RUNGS[self.layer.rung].picks:
+            return replace(self, score_threshold=limit)
+        return replace(self, layer=replace(self.layer, threshold=limit))
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
@@ -243,11 +237,6 @@ class Ladder:
                 histogram.add(scores[scores > 0])
             kept = [] if histogram.empty else [histogram.threshold(1 - fraction) for fraction in KEPT_ACTIVATIONS]
             self.found.extend(self._measured([candidate], kept))
-
-    def find_margins(self) -> None:
-        """Candidates on the rung `sign`."""
-        with torch.inference_mode():
-            self.found.extend(self._measured([_unmeasured("sign")]))
 
     def find_predictors(self) -> None:
         """Candidates on the rung `predicted`, at a few ranks and at those beyond them that the best one suggests."""
@@ -356,7 +345,6 @@ class Search:
 
 SEARCHES: Mapping[str, Search] = {
     "threshold": Search(find=Ladder.find_thresholds, needs_zeros=False),
-    "sign": Search(find=Ladder.find_margins, needs_zeros=True),
     "predicted": Search(find=Ladder.find_predictors, needs_zeros=True, trains=True),
 }
 """The search of each rung, in the order in which they run; exact rungs have none."""

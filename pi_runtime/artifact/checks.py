@@ -214,13 +214,8 @@ def _layer(layer: Layer, rung: Rung, d: Decoder) -> Iterator[str]:
         yield f": rung {rung.name} without a predictor"
     if layer.rank is not None and not 1 <= layer.rank <= d.d_model:
         yield f".rank: {layer.rank} is not in 1…{d.d_model}"
-    # A rung without a selector may keep a predictor for later; another selector's arrays stand in its place.
-    if layer.rank is not None and rung.picks and rung.parameter != "rank":
-        yield f".rank: {layer.rank} on the rung {rung.name}"
     if not layer.threshold >= 0 or (layer.threshold > 0 and rung.parameter != "threshold"):
         yield f".threshold: {layer.threshold} on the rung {rung.name}"
-    if not -d.d_model <= layer.margin <= d.d_model or (layer.margin and rung.parameter != "margin"):
-        yield f".margin: {layer.margin} on the rung {rung.name}"
 
 
 def _guess(m: Manifest) -> Iterator[str]:

@@ -51,18 +51,11 @@ class Layer:
     """Rank of the predictor, None where there is none."""
     threshold: float = 0.0
     """On the rung `threshold`: magnitudes of the activation up to here count as 0 (CATS)."""
-    margin: int = 0
-    """On the rung `sign` (SparseInfer); an input of 0 counts as above 0."""
 
     @property
     def kind(self) -> Rung:
         """What the registry says of the rung."""
         return RUNGS[self.rung]
-
-    @property
-    def predictor(self) -> int | None:
-        """Rank of the predictor that is stored, `SIGNS`, or None."""
-        return self.kind.stored_predictor(self.rank)
 
 
 @dataclass(frozen=True, kw_only=True)

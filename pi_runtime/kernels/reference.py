@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pi_runtime.artifact.decoder import CLAMP, SWIGLU_SLOPE, Decoder
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.rungs import DENSE, RUNGS, Selector
+from pi_runtime.artifact.rungs import DENSE, RUNGS
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.kernels.reference_attention import F32, WeightSource, attention, rms
 
@@ -144,23 +144,8 @@ def activate(decoder: Decoder, z: F32, threshold: float = 0.0) -> F32:
 
 
 def selected(w: WeightSource, layer: Layer, x_TD: F32) -> Bools | None:
-    """(T, X·F): whether the rung's selector names a neuron, so that its `first` is read; None for all."""
-    selector = RUNGS[layer.rung].selector
-    return None if selector is None else _SELECTORS[selector](w, layer, x_TD)
-
-
-def _selected_by_scores(w: WeightSource, _layer: Layer, x_TD: F32) -> Bools:
-    return scores(w, x_TD) > 0
-
-
-def _selected_by_signs(w: WeightSource, layer: Layer, x_TD: F32) -> Bools:
-    return agreement(w["predictor/signs"], x_TD) > layer.margin
-
-
-_SELECTORS: Mapping[Selector, Callable[[WeightSource, Layer, F32], Bools]] = {
-    "low-rank": _selected_by_scores,
-    "signs": _selected_by_signs,
-}
+    """(T, X·F): whether the layer's predictor names a neuron, so that its `first` is read; None for all."""
+    return scores(w, x_TD) > 0 if RUNGS[layer.rung].picks else None
 
 
 def scores(w: WeightSource, x_TD: F32) -> F32:
@@ -169,12 +154,6 @@ def scores(w: WeightSource, x_TD: F32) -> F32:
     found = [w.product("predictor/up", r) for r in np.split(r_TR, r_TR.shape[1] // up.shape[1], axis=1)]
     own = np.split(np.arange(len(up)), len(found))
     return np.concatenate([s[:, rows] for s, rows in zip(found, own, strict=True)], axis=1) + w["predictor/bias"]
-
-
-def agreement(signs_FW: npt.NDArray[np.uint64], x_TD: F32) -> npt.NDArray[np.int64]:
-    """(T, F): columns in which weight and input have the same sign, minus those in which they differ."""
-    negative_FD = np.unpackbits(signs_FW.view(np.uint8), axis=1, bitorder="little")[:, : x_TD.shape[1]]
-    return (1 - 2 * (x_TD < 0).astype(np.int64)) @ (1 - 2 * negative_FD.astype(np.int64)).T
 
 
 def sigmoid(z: F32) -> F32:

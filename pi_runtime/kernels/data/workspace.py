@@ -15,7 +15,7 @@ from pi_runtime.artifact.buffers import cpu_workspace
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.sizes import BY_NEURON
-from pi_runtime.kernels.data.matrix_view import Floats, Ints, Words
+from pi_runtime.kernels.data.matrix_view import Floats, Ints
 
 
 class Workspace(NamedTuple):
@@ -59,8 +59,6 @@ class Workspace(NamedTuple):
     """The same for the second matrix of a predictor."""
     score_TF: Floats
     """Scores of the selector."""
-    signs_TW: Words
-    """Signs of the inputs, packed."""
     list_CK: Ints
     """Neurons of each chunk, in ascending order."""
     count_C: Ints

@@ -47,7 +47,7 @@ def test_on_arm64_they_are_instructions_with_an_order(kind: ir.IntType, register
 
 @pytest.mark.parametrize("kind", [WORD, HALF])
 def test_on_x86_they_are_plain_moves(kind: ir.IntType) -> None:
-    for emit in (intrinsics.emit_load_acquire, atomics.emit_store_release):
+    for emit in (intrinsics.emit_load_acquire, intrinsics.emit_store_release):
         found = emitted(X86, emit, kind)
         assert "mov" in found
         assert not re.search(r"\t(lock|xchg|mfence)", found)
@@ -60,7 +60,7 @@ def exchanged(address: int, number: int) -> tuple[int, int, int, bool]:
     intrinsics.store_release_32(address + 8, number)
     before = intrinsics.atomic_add(address, 1)
     was = intrinsics.atomic_replace(address, number, 0)
-    return before, intrinsics.load_acquire(address), atomics.load_acquire_32(address + 8), was
+    return before, intrinsics.load_acquire(address), intrinsics.load_acquire_32(address + 8), was
 
 
 def test_they_keep_their_numbers() -> None:
