@@ -237,8 +237,6 @@ def random_values(name: str, spec: ArraySpec, rng: np.random.Generator, scale: f
         return np.sort(rng.integers(0, 1000, spec.shape))[::-1]
     if name.endswith("ids"):
         return np.arange(spec.shape[0]) * 2
-    if name.endswith("signs"):
-        return rng.integers(0, 2**64, spec.shape, np.uint64)
     values = rng.standard_normal(spec.shape, np.float32) * np.float32(scale / np.sqrt(spec.shape[-1]))
     return values + np.float32(1) if name.endswith(("norm/weight", "_norm", "guess/norm")) else values
 

@@ -1,6 +1,6 @@
 """Memory that one call of the forward pass works in, allocated once; `buffers.cpu_workspace` has its sizes.
 
-Shape letters: T up to `BLOCK_TOKENS` tokens, D model width, W embedding width (in `signs_TW` words of signs), Q numbers
+Shape letters: T up to `BLOCK_TOKENS` tokens, D model width, W embedding width, Q numbers
 of a token's queries, keys and values (in `mixed_TQ` of its queries), X experts (in `expert_TK` K of them a token), F
 neurons of one expert, C chunks, K places for a chunk's neurons, P padded columns, B positions of a page, E head width,
 L layers, V vocabulary. An array is `flat` where its shape varies.
