@@ -96,7 +96,7 @@ def _position_problems(d: Decoder) -> Iterator[str]:
 
 
 def _later_problems(d: Decoder) -> Iterator[str]:
-    """Problems of the facts that format 4 added: a file has them only where they differ from their defaults."""
+    """Problems of the facts that few decoders have."""
     if d.joint_qk_norm and not d.qk_norm:
         yield "decoder.joint_qk_norm: true without qk_norm"
     if d.inner_norms and (d.norm != "rms" or d.n_experts > 1 or not d.sparse):

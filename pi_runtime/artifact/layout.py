@@ -17,7 +17,7 @@ from pi_runtime.artifact.decoding import canonical_json
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.guess_head import guess_layer_arrays
 from pi_runtime.artifact.records import Entry, local_header, place
-from pi_runtime.artifact.schema import FEATURE_VERSION, FORMAT_NAME, FORMAT_VERSION, Manifest
+from pi_runtime.artifact.schema import FORMAT_NAME, FORMAT_VERSION, Manifest
 from pi_runtime.artifact.sizes import ArraySpec, array_specs, with_scales
 
 DOCUMENT = "zarr.json"
@@ -68,9 +68,8 @@ def _array(spec: ArraySpec) -> dict[str, Any]:
 
 MANIFEST = "manifest.json"
 ALIGN, ALIGN_LARGE, LARGE_FROM = 64, 4096, 1 << 16
-COMMENTS = {v: f"{FORMAT_NAME}/{v} sha256-4MiB ".encode() for v in (FORMAT_VERSION, FEATURE_VERSION)}
-"""Version → the ZIP's comment up to the 64 hexadecimal digits of the digest. Both have the same length."""
-COMMENT_NBYTES = len(COMMENTS[FORMAT_VERSION])
+COMMENT = f"{FORMAT_NAME}/{FORMAT_VERSION} sha256-4MiB ".encode()
+"""The ZIP's comment up to the 64 hexadecimal digits of the digest."""
 DIGEST_NBYTES = 64
 
 
@@ -120,7 +119,7 @@ def stored_files(contents: Iterable[tuple[str, bytes]], offset: int) -> tuple[li
     return entries, b"".join(parts)
 
 
-def trailer(specs: Mapping[str, ArraySpec], version: int, manifest: bytes, offset: int) -> tuple[list[Entry], bytes]:
+def trailer(specs: Mapping[str, ArraySpec], manifest: bytes, offset: int) -> tuple[list[Entry], bytes]:
     """The generated entries from `offset` to the central directory, and their bytes, headers included."""
-    attributes = {"format": FORMAT_NAME, "version": version, "manifest": MANIFEST}
+    attributes = {"format": FORMAT_NAME, "version": FORMAT_VERSION, "manifest": MANIFEST}
     return stored_files([*documents(specs, attributes), (MANIFEST, manifest)], offset)

@@ -92,8 +92,8 @@ def test_nesting_has_an_end(manifest: Manifest) -> None:
         lambda text: text + b"\n",
         lambda text: text.replace(b'"family":"llama"', b'"family":"l\\u006cama"'),
         lambda text: text.replace(b'"n_heads":3', b'"n_heads":3,"n_heads":3'),
-        lambda text: text.replace(b'"rotary_scale":1.0', b'"rotary_scale":1e0'),
-        lambda text: text.replace(b'"rank":null,"rung":"gate"', b'"rung":"gate"'),
+        lambda text: text.replace(b'"temperature":1.0', b'"temperature":1e0'),
+        lambda text: text.replace(b'"rung":"gate"', b'"rank":null,"rung":"gate"'),
         lambda text: text.replace(b'"recipe":{}', b'"recipe":{"a":"\\ud800"}'),
     ],
 )
@@ -207,7 +207,10 @@ LIES: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: m["arrays"]["head"].update(format="bf16"), "arrays.head: bf16 (257, 72)"),
     (lambda m: m["arrays"]["head"].update(nbytes=1), "arrays.head: f16 (257, 72) in 1 bytes"),
     (lambda m: m["arrays"].pop("layers/0/ffn/first_scales"), "arrays.layers/0/ffn/first_scales: missing"),
-    (lambda m: m["formats"].update(ffn="f16"), "arrays.layers/0/ffn/first_scales: not an array of this decoder"),
+    (
+        lambda m: (m["formats"].update(ffn="f16"), m["features"].remove("formats.q4")),
+        "arrays.layers/0/ffn/first_scales: not an array of this decoder",
+    ),
     (lambda m: m["formats"].update(ffn="scale"), "formats: each of embedding"),
     (lambda m: m["arrays"]["head"].update(sha256="A" * 64), "arrays.head.sha256: not a digest"),
     (lambda m: m["files"].pop("tokenizer.json"), "files.tokenizer.json: missing"),
