@@ -65,7 +65,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def tests_more(session: nox.Session) -> None:
-    """The rest of the suite: other instruction sets, the GPU tier, a browser where there is one, kills, slow variants."""
+    """The rest of the suite: other instruction sets, the GPU tier, a browser where there is one, kills, variants."""
     run_tests(session, "-m", "more")
 
 
