@@ -10,7 +10,7 @@ from pathlib import Path
 
 import nox
 
-nox.options.sessions = ["tests", "lint", "types", "runtime_only", "planning_only"]
+nox.options.sessions = ["tests", "tests_more", "lint", "types", "runtime_only", "planning_only"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = False
 
@@ -49,12 +49,24 @@ def demo(session: nox.Session) -> None:
     session.run("python", "recipes/demo/demo.py", *session.posargs)
 
 
-@nox.session
-def tests(session: nox.Session) -> None:
-    """The whole test suite. Tests of the chat page need a Chromium, and are skipped where there is none."""
+def run_tests(session: nox.Session, *chosen: str) -> None:
     install_all(session)
     session.install(*BROWSER_TOOLS)
-    session.run(*PYTEST, *session.posargs)
+    # Kernels are compiled once, by both processors, and all workers read them from the cache.
+    session.run("pi-run", "tests/runtime/artifact/golden.pi", "--prompt", "warm", "--max-tokens", "2", silent=True)
+    session.run(*PYTEST, *(session.posargs or chosen))
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Tests of every room, in some minutes. With arguments, what they choose of the whole suite."""
+    run_tests(session, "-m", "not more")
+
+
+@nox.session
+def tests_more(session: nox.Session) -> None:
+    """The rest of the suite: other instruction sets, the GPU tier, a browser where there is one, kills, variants."""
+    run_tests(session, "-m", "more")
 
 
 @nox.session

@@ -11,16 +11,16 @@ import numpy.typing as npt
 
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, part_of
+from pi_compile.checkpoint.eagle3 import PublishedHead
 from pi_compile.checkpoint.part_formats import KEEP, resolve_formats
 from pi_compile.errors import CheckpointError, ProfileError
 from pi_compile.files import file_digest
-from pi_compile.results import ActivationProfile, GuessWeights, PredictorSet, QuantisedWeights, Stored
+from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights, Stored
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.guess_head import PREFIX
 from pi_runtime.artifact.layout import manifest_specs, place_arrays
-from pi_runtime.artifact.quantisation import dequantise
-from pi_runtime.artifact.rounding_error import RoundingError
+from pi_runtime.artifact.quantisation import RoundingError, dequantise
 from pi_runtime.artifact.rungs import exact_rung
 from pi_runtime.artifact.schema import ArrayEntry, Layer, Manifest, Plan, RowPlan
 from pi_runtime.artifact.sizes import PARTS, ArraySpec, is_scales
@@ -37,7 +37,7 @@ class PackSpec:
     formats: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(PARTS, KEEP))
     """Number format of each of embedding, attention, ffn, head and predictor (`WEIGHT_FORMATS`), or `keep`; and of
     matrices that have fewer bytes."""
-    guess: GuessWeights | None = None
+    guess: PublishedHead | None = None
     """A head that drafts tokens, to be stored beside the model."""
 
 
@@ -191,7 +191,7 @@ class _ArrayValues:
     predictor_set: PredictorSet | None
     quantised: QuantisedWeights | None
     specs: Mapping[str, ArraySpec] | Mapping[str, ArrayEntry]
-    guess: GuessWeights | None
+    guess: PublishedHead | None
 
     def rounded(self, name: str) -> Stored | None:
         """The stored form of a matrix that is rounded already, in the order of the artifact's rows."""
@@ -218,8 +218,6 @@ class _ArrayValues:
         if name.startswith(PREFIX) and self.guess is not None:
             return [self.guess.arrays[name.removeprefix(PREFIX)]]
         layer, _, local = name.removeprefix("layers/").partition("/")
-        if local == "predictor/signs":
-            return self._signs(int(layer))
         if local.startswith("predictor/"):
             return [self._predictor(int(layer), local.removeprefix("predictor/"))]
         if self.profile is not None and local == "ffn/order":
@@ -227,22 +225,6 @@ class _ArrayValues:
         if self.profile is not None and local == "ffn/counts":
             return [self.profile.ordered_counts()[int(layer)].astype(np.uint64)]
         return _representable(self.checkpoint, name, spec, self.checkpoint.blocks(name, self._order(name)))
-
-    def _signs(self, layer: int) -> Iterator[Array]:
-        """Blocks of (rows, ⌈D / 64⌉) words: bit j is set where column j of `first`, as it is stored, is below 0."""
-        name = f"layers/{layer}/ffn/first"
-        for block in self._as_stored(name):
-            negative = block < 0
-            padded = np.zeros((len(block), -(-block.shape[1] // 64) * 64), bool)
-            padded[:, : block.shape[1]] = negative
-            yield np.packbits(padded, axis=1, bitorder="little").view("<u8")
-
-    def _as_stored(self, name: str) -> Iterable[Array]:
-        """The values of a matrix of the FFN as they are stored."""
-        rounded, fmt = self.rounded(name), self.specs[name].format
-        if rounded is not None:
-            return [dequantise(FORMATS[fmt], *rounded, self.checkpoint.array_shapes[name][-1])]
-        return self.checkpoint.as_stored(name, fmt, self._order(name))
 
     def _predictor(self, layer: int, part: str) -> Array:
         assert self.predictor_set is not None

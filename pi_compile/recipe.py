@@ -203,17 +203,10 @@ OWN_HEAD = "own"
 
 
 class GuessSection(Section):
-    """How a guess head is trained. It may be missing, and is then not written."""
+    """The guess head of an artifact. It may be missing, and is then not written."""
 
-    tokens: Annotated[int, Field(ge=0)]
-    """Tokens of the model's own answers, prompts included, that it is trained on; 0: none is trained."""
-    head: str = ""
-    """Folder of a published EAGLE-3 head for the model, or `OWN_HEAD`, instead of training one. It may be missing."""
-    steps: Annotated[int, Field(ge=1)] = 2000
-    """Optimiser steps, each on eight answers."""
-    shortlist: Annotated[int, Field(ge=1)] = 8192
-    """Tokens that it can draft: the most frequent ones of the answers."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    head: str
+    """Folder of a published EAGLE-3 head for the model, or `OWN_HEAD`; empty for none."""
 
 
 class Recipe(RecipeFile):
@@ -228,7 +221,7 @@ class Recipe(RecipeFile):
     pack: PackSection
     bits: BitsSection = BitsSection(tokens=0)
     quantise: QuantiseSection = QuantiseSection(tokens=0)
-    guess: GuessSection = GuessSection(tokens=0)
+    guess: GuessSection = GuessSection(head="")
 
     @model_serializer(mode="wrap")
     def _without_default(self, serialised: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -236,7 +229,7 @@ class Recipe(RecipeFile):
         return {
             key: value
             for key, value in fields.items()
-            if key not in ("bits", "quantise", "guess") or value["tokens"] or value.get("head")
+            if key not in ("bits", "quantise", "guess") or value.get("tokens") or value.get("head")
         }
 
 

@@ -45,10 +45,29 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("long" if config.getoption("--long") else "short")
 
 
+MORE = (
+    "runtime/cuda",  # Triton's interpreter, and the emulator of a GPU's instructions
+    "runtime/kernels/codegen/test_isa.py",  # the kernels on other instruction sets
+    "runtime/server/test_page.py",  # a browser
+    "runtime/server/test_page_served.py",
+    "fuzz",
+    "benchmarks",
+    "compile/pipeline/test_many_workers.py",  # kills
+    "compile/workers/test_ray.py",
+    "runtime/disk/test_faults.py",
+    "compile/sparsification/test_resume.py",
+)
+"""Files and folders of the second tier, `nox -s tests_more`; single tests are marked `more`."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests come first, so that no process is left with one at the end. The long form's may be left."""
-    for item in [] if config.getoption("--long") else items:
-        if item.get_closest_marker("long"):
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(here).as_posix().startswith(MORE):
+            item.add_marker(pytest.mark.more)
+        if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="--long"))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)

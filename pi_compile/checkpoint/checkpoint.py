@@ -22,7 +22,7 @@ from pi_compile.checkpoint.tensors import Array, Index, RowReader, StoredRows, T
 from pi_compile.errors import CheckpointError
 from pi_compile.files import file_digest, json_digest
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS, Format
-from pi_runtime.artifact.guess_layer import guess_layer_arrays
+from pi_runtime.artifact.guess_head import guess_layer_arrays
 from pi_runtime.artifact.quantisation import as_stored, dequantise, pack_rows, quantise
 from pi_runtime.artifact.sizes import BY_NEURON, LAYOUTS, PARTS, array_specs
 from pi_runtime.errors import Setting, UsageError

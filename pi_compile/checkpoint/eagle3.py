@@ -9,6 +9,8 @@ the model's. A head reads what enters layers 2, L / 2 and L − 3 of a model wit
 (`eagle_config.eagle_aux_hidden_state_layer_ids`).
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +46,25 @@ _TENSORS = {
 _LEFT_OUT = ("t2d", "embed_tokens.weight")
 
 
-def read_head(folder: Path, d: Decoder, fmt: str) -> tuple[GuessHead, dict[str, Array], str]:
-    """A published head for a model: shape, weights in float32, and the digest of its files.
+HEAD_FORMAT = "q8"
+"""Number format of a head's matrices in an artifact."""
 
-    `fmt` is the number format that its matrices are to have. Raises CheckpointError for a head of another kind, or of
-    another model.
+
+@dataclass(frozen=True, eq=False)
+class PublishedHead:
+    """A head that others trained, with its weights in float32."""
+
+    head: GuessHead
+    arrays: Mapping[str, Array]
+    """By their names in the artifact, without `guess/`."""
+    digest: str
+    """Digest of its files."""
+
+
+def read_head(folder: Path, d: Decoder) -> PublishedHead:
+    """A published head for a model.
+
+    Raises CheckpointError for a head of another kind, or of another model.
     """
     config, source = Config(folder / CONFIG_FILE, read_json(folder / CONFIG_FILE)), FolderTensors(folder)
     names = {name.removeprefix("model.").replace("layers.0.", "midlayer."): name for name in source.names}
@@ -69,13 +85,13 @@ def read_head(folder: Path, d: Decoder, fmt: str) -> tuple[GuessHead, dict[str, 
         ids = ids + np.asarray(source.tensor(names["d2t"])).astype(np.int64)
     order = np.argsort(ids, kind="stable")
     arrays["head"], arrays["ids"] = arrays["head"][order], ids[order]
-    head = _shape(config, d, len(ids), fmt)
+    head = _shape(config, d, len(ids))
     _check(folder, head, d, arrays)
     digest = json_digest([file_digest(folder / name) for name in (CONFIG_FILE, *source.files)])
-    return head, arrays, digest
+    return PublishedHead(head, arrays, digest)
 
 
-def _shape(config: Config, d: Decoder, shortlist: int, fmt: str) -> GuessHead:
+def _shape(config: Config, d: Decoder, shortlist: int) -> GuessHead:
     for key in ("norm_before_residual", "attention_bias", "mlp_bias"):
         if config.get(key):
             raise config.error(key, config.get(key), expected="false")
@@ -86,7 +102,7 @@ def _shape(config: Config, d: Decoder, shortlist: int, fmt: str) -> GuessHead:
     angles = rotary(config, width)
     return GuessHead(
         states=tuple(named or (2, d.n_layers // 2, d.n_layers - 3)),
-        format=fmt,
+        format=HEAD_FORMAT,
         shortlist=shortlist,
         n_heads=heads,
         n_kv_heads=config.size("num_key_value_heads", heads),

@@ -22,7 +22,7 @@ from pi_compile.checkpoint.tensors import FORMATS, FolderTensors, RowReader, Ten
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
-from pi_runtime.artifact.guess_layer import guess_layer_arrays
+from pi_runtime.artifact.guess_head import guess_layer_arrays
 from pi_runtime.artifact.sizes import BY_NEURON, PARTS, ArraySpec, array_specs
 
 _COMPARED_ROWS = 4096

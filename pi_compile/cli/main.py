@@ -144,23 +144,6 @@ def train(options: BuildOptions, export: Export = None, as_json: Json = False, d
 
 @app.command()
 @console.takes(BuildOptions)
-def guess(options: BuildOptions, as_json: Json = False, debug: Debug = False) -> None:
-    """Train a head that drafts tokens, on the model's own answers."""
-    from pi_compile.pipeline import summary
-    from pi_compile.recipe import OWN_HEAD, read_recipe
-
-    section = read_recipe(options.recipe).guess
-    if not section.tokens and section.head in ("", OWN_HEAD):
-        remedy = "add a table to the recipe: [guess] tokens = 200000"
-        raise UsageError(f"{options.recipe}: the recipe trains no guess head", remedy=remedy)
-    with _pipeline(options, "guess") as pipeline:
-        found = pipeline.guess
-    if pipeline.rank.leads and found is not None:
-        show(summary.guess_report(found), pipeline.ran, as_json)
-
-
-@app.command()
-@console.takes(BuildOptions)
 def place(
     options: BuildOptions,
     lock: Annotated[bool, typer.Option("--lock", help="Write the placements to the recipe's .lock.")] = False,

@@ -19,8 +19,8 @@ def steps_after_init(recipe: Path, checkpoint: Checkpoint) -> list[str]:
     lines = [
         f"{recipe}: written; next: pi-compile pack --plain {shlex.quote(str(recipe))} -o {shlex.quote(artifact)}",
         f"with {d.activation} no neuron is ever exactly zero: nothing can be skipped, and it runs as fast as dense",
-        "what gains all the same: fewer bits ([pack]), drafts (--speculate, on by itself) and a guess head, or another "
-        "model: a mixture of experts reads only the experts that a token takes",
+        "what gains all the same: fewer bits ([pack]), drafts (--speculate, on by itself), a published guess head, or "
+        "another model: a mixture of experts reads only the experts that a token takes",
     ]
     return [*lines, _sparsify(checkpoint)] if d.family in FAMILIES else lines
 

@@ -266,19 +266,3 @@ def sparsify_text(record: Mapping[str, Any]) -> str:
     pairs = zip(record["sparsity_by_layer"], record["dead_by_layer"], strict=True)
     layers = [{"layer": n, "sparsity": f"{s:.1%}", "never_fired": f"{d:.1%}"} for n, (s, d) in enumerate(pairs)]
     return text_of(facts(rows), table(layers))
-
-
-def sweep_text(record: Mapping[str, Any]) -> str:
-    """A row for each sparsity of a sweep."""
-    rows = [
-        {
-            "wanted": f"{run['recipe']['steer']['sparsity']:.0%}",
-            "sparsity": f"{run['sparsity']:.1%}",
-            "never_fired": f"{run['dead']:.1%}",
-            "perplexity": shown(run["perplexity"]["model"]),
-            "increase": f"{run['perplexity_increase']:+.2%}",
-            "interval": "{:+.2%} to {:+.2%}".format(*run["interval"]) if run["interval"] else "",
-        }
-        for run in record["runs"]
-    ]
-    return text_of(facts([("folder", record["folder"])]), table(rows))

@@ -1,4 +1,4 @@
-"""The command `sparsify`: one run, a run that goes on, or a sweep over sparsities."""
+"""The command `sparsify`: one run, or a run that goes on."""
 
 import os
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from pi_compile.cli.options import Debug, Json, torch_device
-from pi_compile.cli.rendering import emit, sparsify_text, sweep_text
+from pi_compile.cli.rendering import emit, sparsify_text
 from pi_runtime import console
 from pi_runtime.errors import UsageError
 
@@ -30,12 +30,6 @@ class SparsifyOptions:
         ),
     ] = None
     steps: Annotated[int | None, typer.Option(min=1, help="Further steps, with --resume.", show_default=False)] = None
-    sparsity: Annotated[
-        list[float] | None,
-        typer.Option(
-            help="A wanted share of zeros in place of the recipe's; given again: a sweep.", show_default=False
-        ),
-    ] = None
     track: Annotated[
         list[str] | None,
         typer.Option(help="wandb, trackio or another tracker of accelerate; may be given again.", show_default=False),
@@ -60,7 +54,7 @@ def sparsify(options: SparsifyOptions, as_json: Json = False, debug: Debug = Fal
     if leads:
         if options.push:
             console.say(f"{hub.push(options.output, options.push)}: uploaded")
-        emit(record, as_json, sweep_text if options.sparsity else sparsify_text)
+        emit(record, as_json, sparsify_text)
 
 
 def _check(options: SparsifyOptions) -> None:
@@ -68,20 +62,13 @@ def _check(options: SparsifyOptions) -> None:
         raise UsageError("one of a recipe and --resume FOLDER is needed")
     if (options.steps is None) != (options.resume is None):
         raise UsageError("--resume and --steps belong together: how many steps more")
-    if options.sparsity and (options.resume is not None or options.push):
-        raise UsageError(
-            "--sparsity is of a recipe, and writes several folders", remedy="--push one of them by hf upload"
-        )
 
 
 def _trained(options: SparsifyOptions, watch: Any) -> Mapping[str, Any]:
     from pi_compile.sparsification.run import resume, sparsify
-    from pi_compile.sparsification.sweep import sweep
 
     how = (options.output, torch_device(options.device), watch, options.track or ())
     if options.resume is not None and options.steps is not None:
         return resume(options.resume, options.steps, *how)
     assert options.recipe is not None
-    if options.sparsity:
-        return sweep(options.recipe, options.sparsity, *how)
     return sparsify(options.recipe, *how)

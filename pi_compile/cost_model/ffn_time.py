@@ -28,7 +28,7 @@ class Reads:
 
         The shares are of the neurons of all experts; a predictor is read for a token's experts only.
         """
-        kind, predictor = layer.kind, layer.predictor
+        kind, predictor = layer.kind, layer.rank
         neurons, experts = neuron.d.neurons, neuron.d.experts_per_token
         return cls(
             predictor=0 if predictor is None else experts * neuron.predictor(predictor),
@@ -48,7 +48,7 @@ class Reads:
         ps += _ps(self.rest, processor.rate(fmt, "neurons" if kind.dense else "gather"))
         if kind.picks:
             ps += PREDICTOR_LAUNCHES * processor.launch_ps
-            ps += _ps(self.predictor, processor.predictor_rate(kind, neuron.predictor_format))
+            ps += _ps(self.predictor, processor.rate(neuron.predictor_format, "predictor"))
         return ps
 
 

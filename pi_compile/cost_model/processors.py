@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from pi_compile.machine import Cpu, Gpu, Machine, Rates, to_units
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
-from pi_runtime.artifact.rungs import Rung
 from pi_runtime.artifact.schema import SIDES
 
 ATTENTION_LAUNCHES, PREDICTOR_LAUNCHES, FFN_LAUNCHES = 3, 2, 2
@@ -39,10 +38,6 @@ class Processor:
     def ps(self, nbytes: int, fmt: str = "") -> int:
         """Picoseconds to read so many bytes, rounded up."""
         return -(-nbytes * PICO // self.rate(fmt))
-
-    def predictor_rate(self, rung: Rung, fmt: str) -> int:
-        """Bytes a second of a rung's predictor: matrices are read at their format's rate, signs at the memory's."""
-        return self.rate(fmt, "predictor") if rung.formatted else self.rate("")
 
     def cache_ps(self, nbytes: int, queries: int) -> int:
         """Picoseconds of attention over `nbytes` of keys and values that `queries` queries share."""

@@ -17,10 +17,9 @@ residual stream is, let a cut give the first neurons to the GPU, and let N token
 
 The rows read follow from the counts (`workload.rows_read`); with experts they are those of a token's experts. A matrix
 is read at its format's rate. A predictor, all neurons of a layer, and gathered neurons have rates of their own in each
-format where the machine profile has them: rungs that pick gather `first`, and all but the dense rung gather `rest`. A
-predictor of signs has no format and is read at the memory's rate. Every term is rounded up. Left out because small: the
-list of active rows in a hand-over, sampling, norms, and sums that stay in a cache. D is the model's width, V the size
-of its vocabulary.
+format where the machine profile has them: rungs that pick gather `first`, and all but the dense rung gather
+`rest`. Every term is rounded up. Left out because small: the list of active rows in a hand-over, sampling, norms, and
+sums that stay in a cache. D is the model's width, V the size of its vocabulary.
 """
 
 from collections.abc import Sequence
@@ -168,8 +167,7 @@ def _layer(work: Workload, processors: Sequence[Processor], layer: int, parts: P
     if how.kind.picks:
         nbytes = work.of_routed_experts(work.predictor_bytes[layer])
         predictor = tuple(
-            PREDICTOR_LAUNCHES * p.launch_ps
-            + -(-nbytes * PICO // p.predictor_rate(how.kind, work.formats["predictor"]))
+            PREDICTOR_LAUNCHES * p.launch_ps + -(-nbytes * PICO // p.rate(work.formats["predictor"], "predictor"))
             for p in processors
         )
     first, rest = rows_read(work, layer)

@@ -1,20 +1,28 @@
-"""The work of running a model, on any machine: sizes, number formats, activation counts, and each layer's rung."""
+"""The work of running a model, on any machine: sizes, number formats, activation counts, and each layer's rung.
+
+The order in which a layer's groups of neurons go to the GPU, and the places where a layer can be cut.
+
+A cut of a layer gives the GPU so many of its groups, the hottest of all experts first. So a layer has one number to
+choose, with experts as without, and each expert gets the share of the GPU that its activations are worth. Shapes:
+
+    X  experts      F  neurons of one expert      G = ⌈F / 64⌉  groups of one expert
+"""
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from pi_compile.cost_model import layer_groups
-from pi_compile.cost_model.default_rungs import untrained_layers
-from pi_compile.results import MILLION, ActivationProfile, LayerWork
+from pi_compile.results import GROUP, MILLION, ActivationProfile, LayerWork
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import PartBytes, predictor_bytes
-from pi_runtime.artifact.sizes import PARTS, array_specs
+from pi_runtime.artifact.rungs import DENSE, PREDICTED
+from pi_runtime.artifact.sizes import PARTS, array_specs, parameters
 
 Ints = npt.NDArray[np.int64]
 
@@ -59,13 +67,13 @@ class Workload:
 
     @cached_property
     def cuts(self) -> Ints:
-        """The possible cuts of a layer, as neurons on the GPU; see `layer_groups`."""
-        return layer_groups.cuts(self.decoder.d_ff, self.decoder.n_experts)
+        """The possible cuts of a layer, as neurons on the GPU."""
+        return cuts(self.decoder.d_ff, self.decoder.n_experts)
 
     @cached_property
     def group_orders(self) -> tuple[Ints, ...]:
         """The order in which the groups of each layer go to the GPU."""
-        return tuple(layer_groups.group_order(counts, self.decoder.n_experts) for counts in self.counts)
+        return tuple(group_order(counts, self.decoder.n_experts) for counts in self.counts)
 
     @cached_property
     def activations_before(self) -> tuple[Ints, ...]:
@@ -79,11 +87,11 @@ class Workload:
 
     def expert_cuts(self, layer: int, cut: int) -> tuple[int, ...]:
         """The cut of each expert in a layer with `cut` neurons on the GPU."""
-        return layer_groups.expert_cuts(self.group_orders[layer], cut, self.decoder.d_ff, self.decoder.n_experts)
+        return expert_cuts(self.group_orders[layer], cut, self.decoder.d_ff, self.decoder.n_experts)
 
     def sums_before(self, layer: int, values: Ints) -> Ints:
         """(cuts,) sum over the neurons before each cut, from one value a neuron in stored order."""
-        sums = layer_groups.group_sums(values, self.decoder.n_experts).ravel()[self.group_orders[layer]]
+        sums = group_sums(values, self.decoder.n_experts).ravel()[self.group_orders[layer]]
         return np.concatenate([[0], np.cumsum(sums)])
 
     def activations_on_gpu(self, cuts: Sequence[int]) -> float:
@@ -107,7 +115,7 @@ class Workload:
     @cached_property
     def predictor_bytes(self) -> tuple[int, ...]:
         """Stored bytes of each layer's predictor."""
-        ranks = [layer.predictor for layer in self.layers]
+        ranks = [layer.rank for layer in self.layers]
         specs = {rank: array_specs(self.decoder, self.formats, [rank], profiled=False) for rank in set(ranks)}
         return tuple(predictor_bytes(specs[rank], 0) for rank in ranks)
 
@@ -133,3 +141,56 @@ def rows_read(work: Workload, layer: int) -> tuple[Ints, Ints]:
         picked = -(-work.counts[layer] * how.read_ppm // MILLION)
         first = work.sums_before(layer, np.minimum(work.routed_tokens(layer), picked))
     return first, rest
+
+
+PREDICTOR_SHARE = Fraction(709, 10_000)
+"""Weights of all predictors ÷ weights of the model: the mean of PowerInfer's table 6 (SOSP'24)."""
+RANK_STEP = 32
+
+
+def untrained_layers(decoder: Decoder) -> tuple[LayerWork, ...]:
+    """Rung and rank of each layer by rule.
+
+    Without zeros in the activation every layer is dense. With zeros every layer has a low-rank predictor and reads as
+    many rows as fire. All ranks are equal: the largest multiple of `RANK_STEP` with which the predictors are at most
+    `PREDICTOR_SHARE` of the model's weights, but at least `RANK_STEP`.
+    """
+    if not decoder.sparse:
+        return (LayerWork(rung=DENSE),) * decoder.n_layers
+    per_rank = decoder.n_layers * decoder.n_experts * (decoder.d_model + decoder.d_ff)
+    rank = parameters(decoder) * PREDICTOR_SHARE // per_rank // RANK_STEP * RANK_STEP
+    return (LayerWork(rung=PREDICTED, rank=max(int(rank), RANK_STEP)),) * decoder.n_layers
+
+
+def cuts(d_ff: int, experts: int) -> Ints:
+    """(X·G + 1,) neurons of a layer before each possible cut: 0, and every whole number of groups."""
+    short = d_ff % GROUP
+    sizes = [GROUP] * (experts * (d_ff // GROUP)) + ([short] * experts if short else [])
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+
+
+def group_order(counts: Ints, experts: int) -> Ints:
+    """(X·F,) counts in stored order → (X·G,) expert · G + group, in the order in which groups go to the GPU.
+
+    Groups are sorted by falling sums of counts, ties by group, then by expert, so that equal experts get equal shares.
+    Within an expert the stored order stays: a group that is hotter than the one before it counts as hot as that one.
+    The short group at the end of each expert follows all full ones, so that every layer has the same cuts.
+    """
+    sums_XG = group_sums(counts, experts)
+    expert_XG, group_XG = np.indices(sums_XG.shape)
+    heat_XG = np.minimum.accumulate(sums_XG, axis=1)
+    short_XG = (group_XG + 1) * GROUP > counts.size // experts
+    return np.lexsort([key.ravel() for key in (expert_XG, group_XG, -heat_XG, short_XG)])
+
+
+def group_sums(values: Ints, experts: int) -> Ints:
+    """(X·F,) values of neurons in stored order → (X, G) sums of groups."""
+    values_XF = values.astype(np.int64).reshape(experts, values.size // experts)
+    return np.add.reduceat(values_XF, np.arange(0, values_XF.shape[1], GROUP), axis=1)
+
+
+def expert_cuts(order: Ints, cut: int, d_ff: int, experts: int) -> tuple[int, ...]:
+    """The cut of each expert in a layer with this order of groups and `cut` neurons on the GPU."""
+    on_gpu = order[: int(np.searchsorted(cuts(d_ff, experts), cut))]
+    groups_X = np.bincount(on_gpu // (len(order) // experts), minlength=experts)
+    return tuple(int(n) for n in np.minimum(groups_X * GROUP, d_ff))

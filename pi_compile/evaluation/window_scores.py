@@ -48,7 +48,7 @@ class Score:
         neuron, experts = FfnBytes.of(m.decoder, m.formats), m.decoder.experts_per_token
         _, read, both = self.counts_L3.T / self.tokens
         kept = np.full_like(both, experts * m.decoder.d_ff) if mode == "dense" else both
-        selectors = [layer.predictor if mode == "predicted" else None for layer in m.layers]
+        selectors = [layer.rank if mode == "predicted" else None for layer in m.layers]
         predictors = [0 if rank is None else experts * neuron.predictor(rank) for rank in selectors]
         return [float(r * neuron.first + k * neuron.rest) + p for r, k, p in zip(read, kept, predictors, strict=True)]
 

@@ -76,9 +76,9 @@ def _kernels() -> list[Finding]:
         return []
     from llvmlite import binding  # noqa: PLC0415  slow to load, and may be missing
 
+    from pi_runtime.kernels.codegen.isa import refusal  # noqa: PLC0415
     from pi_runtime.kernels.codegen.jit import cache_folder, is_cold  # noqa: PLC0415
     from pi_runtime.kernels.codegen.threads import threading_layer  # noqa: PLC0415
-    from pi_runtime.kernels.codegen.tile_permission import refusal  # noqa: PLC0415
 
     features, name = binding.get_host_cpu_features(), binding.get_host_cpu_name()
     refused = refusal({feature for feature, there in features.items() if there}, name)

@@ -69,7 +69,7 @@ def proposed_recipe(
     formats = {"formats": again} if again else {}
     found = make(name, revision=checkpoint.revision or "", **declared, **formats, **settings)
     own = isinstance(found, Recipe) and checkpoint.can_draft
-    return found.model_copy(update={"guess": GuessSection(tokens=0, head=OWN_HEAD)}) if own else found
+    return found.model_copy(update={"guess": GuessSection(head=OWN_HEAD)}) if own else found
 
 
 def _quantised_again(checkpoint: Checkpoint, text: TextFiles, notice: Callable[[str], None]) -> dict[str, str]:

@@ -30,7 +30,7 @@ class Build:
 
     recipe: Path
     until: str
-    """The last stage: profile, train, place, guess or pack."""
+    """The last stage: profile, train, place or pack."""
     output: Path | None = None
     """Where the artifact goes."""
     device: str = "cpu"
@@ -70,8 +70,6 @@ def help_build(build: Build, rank: Rank) -> None:
                     pass
                 case "train" | "place":
                     _ = pipeline.trained
-                case "guess":
-                    _ = pipeline.guess
                 case _:
                     assert build.output is not None
                     pipeline.pack(build.output)

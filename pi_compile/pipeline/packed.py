@@ -132,8 +132,6 @@ def _packed(
         notice(line)
     if recipe.quantise.tokens:
         notice("without profiling weights are rounded to nearest: [quantise] has no effect")
-    if recipe.guess.tokens:
-        notice("without the other stages no guess head is trained: [guess] has no effect")
     return pack_report(result) | loss
 
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from pi_compile.checkpoint import Checkpoint
+from pi_compile.checkpoint.eagle3 import PublishedHead, read_head
 from pi_compile.checkpoint.tokenizer_files import TOKENIZER
 from pi_compile.corpus import Streams, source_files
 from pi_compile.files import file_digest
 from pi_compile.machine import Machine, find_machine
 from pi_compile.pipeline import stages
-from pi_compile.pipeline.model_parts import GuessStage, ModelParts, published_head
 from pi_compile.pipeline.packed import PackRecord
 from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
 from pi_compile.pipeline.rounding_check import RoundingCheck
@@ -32,8 +32,8 @@ from pi_compile.pipeline.summary import pack_report
 from pi_compile.pipeline.worker_memory import train_settings, worker_memory
 from pi_compile.placement import SECONDS, Placement
 from pi_compile.planning import profile_of_dense
-from pi_compile.recipe import Recipe, read_recipe
-from pi_compile.results import ActivationProfile, GuessWeights, PredictorSet, QuantisedWeights
+from pi_compile.recipe import OWN_HEAD, Recipe, read_recipe
+from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights
 from pi_compile.results.built import store_folder
 from pi_compile.training import TrainSpec
 from pi_compile.training.candidates import searches_for
@@ -200,13 +200,10 @@ class Pipeline:
         return self._stages.get("quantise", key, QuantisedWeights, shown)
 
     @cached_property
-    def guess(self) -> GuessWeights | None:
-        """A head that drafts tokens; None where the recipe wants none."""
-        if self.recipe.guess.head or not self.recipe.guess.tokens:
-            return published_head(self.checkpoint, self.recipe.guess.head, self.folder)
-        stage = GuessStage(self._parts, self.streams, self.rank.world)
-        shown = self._stages.shown("training a guess head", "tasks", stage, stage.key)
-        return self._stages.get("guess", stage.key, GuessWeights, shown)
+    def guess(self) -> PublishedHead | None:
+        """The published head that the recipe names; None without one, and for the checkpoint's own layer."""
+        head = self.recipe.guess.head
+        return None if head in ("", OWN_HEAD) else read_head(self.folder / head, self.checkpoint.decoder)
 
     @property
     def memory_bytes(self) -> int:
@@ -260,18 +257,16 @@ class Pipeline:
         """The placements as an artifact stores them."""
         return tuple(placement.plan for placement in self.placements)
 
-    @property
-    def _parts(self) -> ModelParts:
-        """What the artifact is made of, plans and guess head apart."""
-        profile, trained = (None, None) if self.only_dense else (self.profile, self.trained)
-        return ModelParts(self.checkpoint, self.recipe, profile, trained, self.quantised, self.formats)
-
     def pack(self, output: Path) -> dict[str, Any]:
         """Write the artifact, unless the file is up to date, and report on it."""
-        recipe = self.recipe.model_dump()
+        profile, trained = (None, None) if self.only_dense else (self.profile, self.trained)
+        recipe, quantised, guess = self.recipe.model_dump(), self.quantised, self.guess
         key = key_of(
-            **self._parts.inputs,
-            **({} if self.guess is None else {"guess": self.guess.inputs}),
+            checkpoint=self.checkpoint.digest(),
+            profile=profile and profile.digest(),
+            trained=trained and trained.digest(),
+            quantised=None if quantised is None else quantised.inputs,
+            guess=guess and guess.digest,
             plans=[asdict(p) for p in self.plans],
             formats=dict(self.formats),
             recipe=recipe,
@@ -284,9 +279,20 @@ class Pipeline:
 
         def write() -> None:
             check = RoundingCheck(self.checkpoint, self.recipe, self.formats, self.notice, self.progress)
-            loss = check.report(lambda: self.streams.report, self.quantised)
+            loss = check.report(lambda: self.streams.report, quantised)
             with self.progress("packing") as progress:
-                result = self._parts.write(output, placements=self.placements, guess=self.guess, progress=progress)
+                result = stages.pack(
+                    self.checkpoint,
+                    output,
+                    profile=profile,
+                    predictors=trained,
+                    quantised=quantised,
+                    guess=guess,
+                    placements=self.placements,
+                    formats=self.formats,
+                    recipe=recipe,
+                    progress=progress,
+                )
             for line in result.notices:
                 self.notice(line)
             record.write(pack_report(result) | loss)

@@ -38,6 +38,6 @@ def with_own_head(checkpoint: Checkpoint, recipe: Recipe) -> Checkpoint:
             f"{checkpoint.location}: no layer that drafts tokens is read",
             expected=f'with [guess] head = "{OWN_HEAD}" a layer for multi-token prediction behind the last one',
             found="; ".join(line for line in checkpoint.notices if "draft" in line) or "none",
-            remedy="take [guess] head out of the recipe, or train one: [guess] tokens = 200000",
+            remedy="take [guess] out of the recipe, or name the folder of a published EAGLE-3 head",
         )
     return replace(checkpoint, drafts=True)

@@ -18,6 +18,7 @@ from pi_compile.calibration import profiling, quantising
 from pi_compile.calibration.profiling import ProfileSpec
 from pi_compile.calibration.quantising import QuantiseSpec
 from pi_compile.checkpoint import Checkpoint
+from pi_compile.checkpoint.eagle3 import PublishedHead
 from pi_compile.checkpoint.part_formats import AUTO, KEEP, PREDICTOR_FORMATS
 from pi_compile.checkpoint.tokenizer_files import TOKENIZER
 from pi_compile.corpus import CorpusSpec, Streams, read_streams
@@ -27,7 +28,7 @@ from pi_compile.packing import PackResult, PackSpec, part_formats
 from pi_compile.pipeline.recipe_placement import place_budgets
 from pi_compile.placement import SECONDS, Placement
 from pi_compile.recipe import check_settings
-from pi_compile.results import ActivationProfile, GuessWeights, PredictorSet, QuantisedWeights
+from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights
 from pi_compile.training import Texts, TrainSpec
 from pi_compile.workers import WorkFolder, work_folder
 from pi_runtime.artifact.sizes import PARTS
@@ -291,7 +292,7 @@ def pack(
     predictors: PredictorSet | None = None,
     placements: Sequence[Placement] = (),
     quantised: QuantisedWeights | None = None,
-    guess: GuessWeights | None = None,
+    guess: PublishedHead | None = None,
     formats: Mapping[str, str] = KEPT,
     recipe: Mapping[str, Any] | None = None,
     progress: Progress = lambda _done, _total: None,

@@ -9,7 +9,7 @@ from pi_compile.recipe import read_recipe
 from pi_compile.results.built import store_folder
 from pi_compile.workers import HEARTBEAT, PATIENCE, failures_in, silence, workers_in
 
-STAGES = ("corpus", "profile", "train", "divide", "quantise", "guess", "pack")
+STAGES = ("corpus", "profile", "train", "divide", "quantise", "pack")
 SLACK = 5.0
 """Seconds by which a file's time may be late on a network."""
 _SHOWN = ("name", "host", "pid", "rank", "launcher", "stage", "task", "task_seconds")
@@ -21,7 +21,7 @@ def build_status(recipe: Path) -> dict[str, Any]:
     A stage is `begun` while it has unfinished work, also after a build was killed. Raises RecipeError.
     """
     read = read_recipe(recipe)
-    tokens = {"divide": read.bits.tokens, "quantise": read.quantise.tokens, "guess": read.guess.tokens}
+    tokens = {"divide": read.bits.tokens, "quantise": read.quantise.tokens}
     stages = [stage for stage in STAGES if tokens.get(stage, 1)]
     folder = store_folder(recipe)
     begun = {path.name.partition("-")[0]: path for path in sorted(folder.glob("*.work"))}

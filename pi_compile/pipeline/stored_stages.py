@@ -13,11 +13,11 @@ from pi_compile.pipeline.division import Tokens, divide
 from pi_compile.pipeline.packed import divide_settings
 from pi_compile.pipeline.store import Store, code_digest, key_of, token_digest
 from pi_compile.recipe import Recipe
-from pi_compile.results import ActivationProfile, Division, GuessWeights, PredictorSet, QuantisedWeights
+from pi_compile.results import ActivationProfile, Division, PredictorSet, QuantisedWeights
 from pi_compile.workers import Worker, WorkFolder
 from pi_runtime.console import Progress
 
-Result = TypeVar("Result", Streams, ActivationProfile, PredictorSet, Division, QuantisedWeights, GuessWeights)
+Result = TypeVar("Result", Streams, ActivationProfile, PredictorSet, Division, QuantisedWeights)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pi_compile.placement import Placement
-from pi_compile.results import WINDOWS, ActivationProfile, GuessWeights, PredictorSet
+from pi_compile.results import WINDOWS, ActivationProfile, PredictorSet
 from pi_runtime.artifact.inspection import other_bytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import PARTS, FfnBytes
@@ -109,13 +109,6 @@ def _placement(p: Placement) -> dict[str, Any]:
         "ram_bytes_by_part": p.ram_by_part,
         "digest": digest,
     }
-
-
-def guess_report(found: GuessWeights) -> dict[str, Any]:
-    """Shape of a guess head, and how often its tokens were right on answers that it was not trained on."""
-    head = found.head
-    shape = {"states": list(head.states), "format": head.format, "shortlist": head.shortlist}
-    return {**shape, "right": list(found.right)}
 
 
 def pack_report(result: "PackResult") -> dict[str, Any]:

@@ -5,7 +5,6 @@ from typing import Any
 from pi_compile.calibration import profiling, quantising
 from pi_compile.recipe import Recipe
 from pi_compile.training import TrainingWork, TrainSpec
-from pi_compile.training.guess import GuessSpec
 from pi_runtime.artifact.decoder import Decoder
 
 
@@ -18,17 +17,6 @@ def train_settings(recipe: Recipe) -> dict[str, Any]:
         "threads": recipe.profile.threads,
         "formats": recipe.pack.model_dump(),
     }
-
-
-def guess_spec(recipe: Recipe, d: Decoder) -> GuessSpec:
-    """How a recipe trains a guess head."""
-    length = min(GuessSpec.length, d.context_length)
-    return GuessSpec(
-        **recipe.guess.model_dump(exclude={"head"}),
-        threads=recipe.profile.threads,
-        length=length,
-        prompt=min(GuessSpec.prompt, length // 4),
-    )
 
 
 def worker_memory(recipe: Recipe, d: Decoder, spec: TrainSpec) -> int:

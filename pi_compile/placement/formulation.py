@@ -44,7 +44,7 @@ class Assignment:
     sides: tuple[int, ...]
     """Side of each layer's attention, cache, norms and predictor."""
     cuts: tuple[int, ...]
-    """Neurons of each layer on the GPU; see `layer_groups` for their order."""
+    """Neurons of each layer on the GPU; see `workload` for their order."""
     embedding: int
     head: int
 
@@ -175,7 +175,7 @@ def _gpu_workspace(work: Workload, rank: int, model: int) -> int:
     """
 
     decoder = work.decoder
-    specs = array_specs(decoder, work.formats, [how.predictor for how in work.layers], profiled=False)
+    specs = array_specs(decoder, work.formats, [how.rank for how in work.layers], profiled=False)
 
     def needs(batch: int, tokens: int) -> int:
         return gpu_workspace_bytes(decoder, rank, work.context, batch, tokens)

@@ -1,12 +1,12 @@
 """What a machine would do with a model that is known by its config alone: what fits, where it goes, and how fast."""
 
 from pi_compile.planning.baselines import Baselines
-from pi_compile.planning.comparison import compare
 from pi_compile.planning.forecast import (
     AROUND,
     GIB,
     PlanSpec,
     activation_profile,
+    compare,
     on_usable_machine,
     plan,
     problem_of,

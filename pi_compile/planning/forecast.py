@@ -1,6 +1,6 @@
 """Plan: how a machine would run a model, from the model's config alone. No weights, no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
@@ -235,3 +235,20 @@ def _placed(problem: Problem, placement: Placement) -> dict[str, Any]:
         "milliseconds": {part: ps / 1e9 for part, ps in time.parts.items()},
         **(_from_disk(problem, placement) if placement.rows else {}),
     }
+
+
+def compare(specs: Sequence[PlanSpec]) -> dict[str, Any]:
+    """The plan of each machine; where the model does not fit, the budget and the reason.
+
+    Raises what `plan` does, DoesNotFitError only where the model fits no machine.
+    """
+    found: list[dict[str, Any]] = []
+    for spec in specs:
+        try:
+            found.append({"fits": True, **plan(spec)})
+        except DoesNotFitError as error:
+            if spec is specs[-1] and not any(one["fits"] for one in found):
+                raise
+            budgets = {"vram_bytes": spec.vram, "ram_bytes": spec.ram}
+            found.append({"machine": spec.machine.name, "fits": False, **budgets, "why": error.what})
+    return {"machines": found}

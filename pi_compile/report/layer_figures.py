@@ -5,10 +5,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from pi_compile.cost_model import CPU, GPU
-from pi_compile.report.colours import LAYER_COLOURS
+from pi_compile.report.drawing import LAYER_COLOURS, colour, figure, rectangles
 from pi_compile.report.explanation import Explanation, Floats
 from pi_compile.report.quantities import duration, duration_unit, percent, span
-from pi_compile.report.svg import colour, figure, rectangles
 from pi_compile.report.token_figures import Chart, colour_of, legend_of
 
 _GAPS = 48

@@ -14,7 +14,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from pi_compile.cost_model import CPU
-from pi_compile.report.colours import COLOURS
+from pi_compile.report.drawing import COLOURS
 from pi_compile.report.explanation import Budget, Explanation, busy, tokens_per_s
 from pi_compile.report.layer_figures import balance_figure, curve_figure, cut_figure, layer_figure, rank_figure
 from pi_compile.report.quantities import NBSP, digits, duration, duration_unit, memory, percent, span

@@ -9,10 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pi_compile.cost_model import PICO
-from pi_compile.report.axes import log_axis
+from pi_compile.report.drawing import colour, figure, log_axis, rectangles, svg
 from pi_compile.report.explanation import Explanation, busy, tokens_per_s
 from pi_compile.report.quantities import bytes_unit, digits, duration, duration_unit, memory
-from pi_compile.report.svg import colour, figure, rectangles, svg
 
 _COLOURS = {"hand-over": "handover", "embedding and head": "head"}
 """Colours of parts that are not named like the part."""

@@ -1,8 +1,7 @@
 """What stages hand to each other: records that are saved whole and loaded with their digests.
 
 The activation profile of `profile`, the order of the neurons that follows from it, the predictors of `train`, the
-formats that `divide` chose, the matrices that
-`quantise` has rounded, and the head that `guess` has trained.
+formats that `divide` chose, and the matrices that `quantise` has rounded.
 """
 
 from pi_compile.results.activation_profile import (
@@ -14,7 +13,6 @@ from pi_compile.results.activation_profile import (
     LayerWork,
 )
 from pi_compile.results.division import Division
-from pi_compile.results.guess_weights import GuessWeights
 from pi_compile.results.neuron_order import order_neurons
 from pi_compile.results.predictor_set import LayerRow, Matrices, PredictorSet, PredictorsOnDisk
 from pi_compile.results.quantised_weights import QuantisedWeights, Stored, read_stored, stored_entries

@@ -64,7 +64,7 @@ class LayerRow(Layer):
     @property
     def layer(self) -> Layer:
         """The rung alone, as an artifact stores it."""
-        return Layer(rung=self.rung, rank=self.rank, threshold=self.threshold, margin=self.margin)
+        return Layer(rung=self.rung, rank=self.rank, threshold=self.threshold)
 
     @property
     def work(self) -> LayerWork:

@@ -7,12 +7,10 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from pi_compile.report.axes import count_axis, log_axis
+from pi_compile.report.drawing import colour, count_axis, figure, log_axis, png
 from pi_compile.report.layer_figures import layer_colours, layer_legend
 from pi_compile.report.page import rendered
-from pi_compile.report.png import png
 from pi_compile.report.quantities import digits, percent
-from pi_compile.report.svg import colour, figure
 from pi_compile.report.token_figures import Chart
 from pi_compile.sparsification.recipe import SparsifyRecipe
 from pi_compile.sparsification.schedule import learning_rate

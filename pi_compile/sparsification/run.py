@@ -75,12 +75,8 @@ def carry_out(
     track: Sequence[str],
     *,
     start: Start | None = None,
-    control_of: Path | None = None,
 ) -> dict[str, Any]:
-    """Carry out a recipe whose paths are relative to `folder`.
-
-    `control_of`: the folder of a finished run whose control is the same, unless it had another number of steps.
-    """
+    """Carry out a recipe whose paths are relative to `folder`."""
     export.check_folder(output)
     if device.startswith("cuda:") and "LOCAL_RANK" not in os.environ:  # a launcher gives each process its own
         if device == "cuda:all":
@@ -95,7 +91,7 @@ def carry_out(
     _check_shares(recipe, accelerator.num_processes)
     if not accelerator.is_main_process:
         watch = Watch()
-    run = _Sparsification(recipe, folder, output, accelerator, watch, start, control_of)
+    run = _Sparsification(recipe, folder, output, accelerator, watch, start)
     with run.held():
         return run.carry_out()
 
@@ -119,7 +115,6 @@ class _Sparsification:
     accelerator: Accelerator
     watch: Watch
     start: Start | None = None
-    control_of: Path | None = None
 
     @property
     def work(self) -> Path:
@@ -307,13 +302,6 @@ class _Sparsification:
 
     def _train_control(self, steps: int) -> Arm:
         """Train the model with its own activation on the same text."""
-        if self.control_of is not None:
-            kept = kept_of(self.control_of)
-            arm = read_arm(kept / f"{CONTROL}.json")
-            if arm.trained.steps == steps:
-                last = Checkpoints(kept / CONTROL, self.accelerator).path(steps)
-                Checkpoints(self.work / CONTROL, self.accelerator).begin_with(last)
-                return arm
         training = self._training(CONTROL, load_model(self.base), None)
         trained = training.run(steps)
         found = training.evaluate(tune=False)

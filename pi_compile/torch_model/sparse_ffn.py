@@ -27,13 +27,6 @@ def magnitudes(d: Decoder, w: td.NamedTensors, x: Tensor) -> Tensor:
     return found if routed is None else found.mul_(routed)
 
 
-def sign_agreement(w: td.NamedTensors, x: Tensor) -> Tensor:
-    """(…, D) → (…, F) columns in which weight and input have the same sign, minus those in which they differ."""
-    first = w["ffn/first"]
-    weights, inputs = (1.0 - 2.0 * (t < 0) for t in (first, x[..., : first.shape[1]]))
-    return inputs @ weights.T
-
-
 @dataclass(frozen=True, eq=False)
 class SparseFfn:
     """One layer's rung with the tensors it needs."""
@@ -54,8 +47,7 @@ class SparseFfn:
         rung = self.layer.kind
         if rung.exact:
             return None, h
-        # At most one of the two is not 0: no rung has both.
-        selected = self.scores(d, w, x) > self.layer.threshold + self.layer.margin
+        selected = self.scores(d, w, x) > self.layer.threshold
         routed = routed_neurons(d, w, x)
         if routed is not None:
             selected &= routed
@@ -70,7 +62,6 @@ def _predicted(ffn: SparseFfn, _d: Decoder, _w: td.NamedTensors, x: Tensor) -> T
 SCORES: Mapping[str, Callable[[SparseFfn, Decoder, td.NamedTensors, Tensor], Tensor]] = {
     "threshold": lambda _, d, w, x: magnitudes(d, w, x),
     "predicted": _predicted,
-    "sign": lambda _, _d, w, x: sign_agreement(w, x),
 }
 """How each rung that leaves neurons out scores them."""
 

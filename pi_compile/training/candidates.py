@@ -1,10 +1,9 @@
 """Candidates for one layer: ways to run its FFN, with what each reads and loses on the tune text.
 
     threshold   activations up to a quantile of their magnitudes over the fit text count as 0 (CATS, TEAL)
-    sign        neurons whose signs agree with the input's in more columns than a margin are computed (SparseInfer)
     predicted   predictors of a few ranks, warm start and trained, in each number format, with a few thresholds
 
-`SEARCHES` has one entry a rung; exact rungs need no search. Thresholds of scores and margins follow from what may be
+`SEARCHES` has one entry a rung; exact rungs need no search. Thresholds of scores follow from what may be
 lost: the neurons left out hold at most a given fraction of the layer's energy. Histograms over the scores give, in one
 pass, what each threshold reads and loses. Ranks start around the one that sparsity and skewness suggest; if the best
 rank is at an end of the range, the next one out is tried.
@@ -32,7 +31,6 @@ from pi_compile.torch_model import (
     train,
 )
 from pi_compile.torch_model import decoder as td
-from pi_compile.training.histogram import ValueHistogram
 from pi_compile.training.samples import NEURON_VALUES, Samples
 from pi_compile.training.spec import TrainSpec
 from pi_runtime.artifact.decoder import Decoder
@@ -41,8 +39,68 @@ from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
 
+Tensor = torch.Tensor
+_HALF = 1 << 15
+_BINS = 2 * _HALF
+
+
+class ValueHistogram:
+    """Weights of float32 values, summed in bins; a bin is all values with the same upper 16 bits.
+
+    Bins are ordered by value. Relative to its values, the widest is 2⁻⁷ wide.
+    """
+
+    def __init__(self) -> None:
+        self._weights = torch.zeros(_BINS, dtype=torch.float64)
+
+    @property
+    def empty(self) -> bool:
+        """Whether the total weight is 0."""
+        return not float(self._weights.sum()) > 0
+
+    def add(self, values: Tensor, weights: Tensor | None = None) -> None:
+        """Add float32 values of any shape, with weights of the same shape, or of 1 each."""
+        found = torch.bincount(
+            _bins(values.flatten()), None if weights is None else weights.flatten().double(), minlength=_BINS
+        )
+        self._weights += found.double().cpu()
+
+    @property
+    def total(self) -> float:
+        """The total weight."""
+        return float(self._weights.sum())
+
+    def above(self, threshold: float) -> float:
+        """The weight of the values above a number that `threshold` returned."""
+        first = int(_bins(torch.nextafter(torch.tensor([threshold]), torch.tensor([torch.inf]))))
+        return float(self._weights[first:].sum())
+
+    def threshold(self, fraction: float) -> float:
+        """The highest edge of a bin such that at most this fraction of the weight is at or below it."""
+        assert not self.empty
+        below = self._weights.cumsum(0)
+        first = int(torch.searchsorted(below, fraction * below[-1], right=True))
+        return _edge(min(first, _BINS - 1) - _HALF)
+
+
+def _bins(values: Tensor) -> Tensor:
+    """The bin of each float32 value."""
+    bits = values.view(torch.int32) >> 16
+    # A negative number's bits grow with its magnitude.
+    return torch.where(bits < 0, -1 - (bits + _HALF), bits) + _HALF
+
+
+def _edge(bin_index: int) -> float:
+    """The float32 number just below the values of a bin; bins of positive values count from 0, others from −1 down."""
+    if bin_index < 0:
+        # The values of the bin run from that number, which is excluded, towards 0.
+        return float(torch.tensor((-1 - bin_index + 1) << 16, dtype=torch.int32).view(torch.float32).neg())
+    lower = torch.tensor(bin_index << 16, dtype=torch.int32).view(torch.float32)
+    return float(torch.nextafter(lower, torch.tensor(-torch.inf)))
+
+
 LOST_ENERGY = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-"""Fractions of the neurons' energy that a threshold or margin may lose."""
+"""Fractions of the neurons' energy that a threshold may lose."""
 KEPT_ACTIVATIONS = (0.98, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Fractions of the activations that a threshold on their magnitude keeps."""
 RANK_FACTORS = (0.5, 1.0, 1.5)
@@ -90,14 +148,9 @@ class Candidate:
 
     def limited(self, limit: float) -> Self:
         """The candidate that computes the neurons whose scores are above a limit."""
-        match RUNGS[self.layer.rung].parameter:
-            case "rank":
-                return replace(self, score_threshold=limit)
-            case "margin":
-                # Agreements are integers: above a number is above the integer below it.
-                return replace(self, layer=replace(self.layer, margin=math.floor(limit)))
-            case _:
-                return replace(self, layer=replace(self.layer, threshold=limit))
+        if RUNGS[self.layer.rung].picks:
+            return replace(self, score_threshold=limit)
+        return replace(self, layer=replace(self.layer, threshold=limit))
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
@@ -184,11 +237,6 @@ class Ladder:
                 histogram.add(scores[scores > 0])
             kept = [] if histogram.empty else [histogram.threshold(1 - fraction) for fraction in KEPT_ACTIVATIONS]
             self.found.extend(self._measured([candidate], kept))
-
-    def find_margins(self) -> None:
-        """Candidates on the rung `sign`."""
-        with torch.inference_mode():
-            self.found.extend(self._measured([_unmeasured("sign")]))
 
     def find_predictors(self) -> None:
         """Candidates on the rung `predicted`, at a few ranks and at those beyond them that the best one suggests."""
@@ -297,7 +345,6 @@ class Search:
 
 SEARCHES: Mapping[str, Search] = {
     "threshold": Search(find=Ladder.find_thresholds, needs_zeros=False),
-    "sign": Search(find=Ladder.find_margins, needs_zeros=True),
     "predicted": Search(find=Ladder.find_predictors, needs_zeros=True, trains=True),
 }
 """The search of each rung, in the order in which they run; exact rungs have none."""

@@ -26,7 +26,6 @@ from pi_runtime.artifact.footprint import (
     ffn_floats,
     input_nbytes,
     padded_width,
-    sign_words,
 )
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.sizes import BY_NEURON
@@ -154,7 +153,6 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "inputs": Buffer((t * input_nbytes(widest),), "uint8"),
         "low_rank_inputs": Buffer((t * input_nbytes(rank),), "uint8"),
         "score_TF": Buffer((t, d.d_ff)),
-        "signs_TW": Buffer((t, sign_words(d.d_model)), "uint64"),
         "list_CK": Buffer((CHUNKS, places), "int64"),
         "count_C": Buffer((CHUNKS,), "int64"),
         "h_CTK": Buffer((CHUNKS, t, places)),

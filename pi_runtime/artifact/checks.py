@@ -18,7 +18,7 @@ from pi_runtime.artifact.decoder import (
 )
 from pi_runtime.artifact.features import feature_problems
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
-from pi_runtime.artifact.guess_layer import guess_layer_problems
+from pi_runtime.artifact.guess_head import guess_layer_problems
 from pi_runtime.artifact.layout import manifest_specs
 from pi_runtime.artifact.rungs import DENSE, RUNGS, Rung
 from pi_runtime.artifact.schema import OBJECTIVES, SIDES, Layer, Manifest, Plan, RowPlan
@@ -96,7 +96,7 @@ def _position_problems(d: Decoder) -> Iterator[str]:
 
 
 def _later_problems(d: Decoder) -> Iterator[str]:
-    """Problems of the facts that format 4 added: a file has them only where they differ from their defaults."""
+    """Problems of the facts that few decoders have."""
     if d.joint_qk_norm and not d.qk_norm:
         yield "decoder.joint_qk_norm: true without qk_norm"
     if d.inner_norms and (d.norm != "rms" or d.n_experts > 1 or not d.sparse):
@@ -214,13 +214,8 @@ def _layer(layer: Layer, rung: Rung, d: Decoder) -> Iterator[str]:
         yield f": rung {rung.name} without a predictor"
     if layer.rank is not None and not 1 <= layer.rank <= d.d_model:
         yield f".rank: {layer.rank} is not in 1…{d.d_model}"
-    # A rung without a selector may keep a predictor for later; another selector's arrays stand in its place.
-    if layer.rank is not None and rung.picks and rung.parameter != "rank":
-        yield f".rank: {layer.rank} on the rung {rung.name}"
     if not layer.threshold >= 0 or (layer.threshold > 0 and rung.parameter != "threshold"):
         yield f".threshold: {layer.threshold} on the rung {rung.name}"
-    if not -d.d_model <= layer.margin <= d.d_model or (layer.margin and rung.parameter != "margin"):
-        yield f".margin: {layer.margin} on the rung {rung.name}"
 
 
 def _guess(m: Manifest) -> Iterator[str]:

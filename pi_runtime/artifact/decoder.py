@@ -18,13 +18,11 @@ these values over those experts, or over all; or  p_e = s(router_e · x), with s
 their sum. The router reads what the FFN reads, or x as it enters the block. Experts that every token takes, p_e = 1,
 stand behind those of the router; a dense layer is made of such experts alone.
 
-Fields that are `UNLESS_DEFAULT` came later: a file says only those that differ, and each is a feature (`features`).
+A file says only what differs from the defaults here, and each such fact is a feature (`features`).
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
-
-from pi_runtime.artifact.decoding import UNLESS_DEFAULT
 
 NORMS = ("rms", "layer")
 POSITIONS = ("rope", "learned")
@@ -64,36 +62,36 @@ class Decoder:
     n_experts: int = 1
     experts_per_token: int = 1
     """Experts that the router takes for a token. A single expert has no router."""
-    router_normalised: bool = field(default=True, metadata=UNLESS_DEFAULT)
+    router_normalised: bool = True
     """Whether the weights of a token's experts are a softmax over these; else over all experts."""
-    router_score: str = field(default="softmax", metadata=UNLESS_DEFAULT)
+    router_score: str = "softmax"
     """What makes a router's values the weights of a token's experts."""
-    router_scale: float = field(default=1.0, metadata=UNLESS_DEFAULT)
+    router_scale: float = 1.0
     """Factor of the weights of the experts that the router takes."""
-    router_bias: bool = field(default=False, metadata=UNLESS_DEFAULT)
+    router_bias: bool = False
     """Whether the router's values have a bias."""
-    router_choice_bias: bool = field(default=False, metadata=UNLESS_DEFAULT)
+    router_choice_bias: bool = False
     """Whether experts are chosen by their sigmoid plus a bias of each expert, which does not change the weights."""
-    router_groups: int = field(default=1, metadata=UNLESS_DEFAULT)
+    router_groups: int = 1
     """Groups of equally many experts; a group's value is the sum of its largest ones."""
-    router_group_top: int = field(default=2, metadata=UNLESS_DEFAULT)
+    router_group_top: int = 2
     """How many of its largest values make a group's, 2 with `router_choice_bias`, or 1."""
-    router_groups_taken: int = field(default=1, metadata=UNLESS_DEFAULT)
+    router_groups_taken: int = 1
     """Groups, those with the largest values, from which a token's experts are taken."""
-    router_early: bool = field(default=False, metadata=UNLESS_DEFAULT)
+    router_early: bool = False
     """Whether the router reads x as it enters the block, without a norm, and not what the FFN reads."""
-    experts_shared: int = field(default=0, metadata=UNLESS_DEFAULT)
+    experts_shared: int = 0
     """So many experts, the last ones, are taken by every token and not by the router; they count in both numbers."""
-    dense_layers: tuple[int, ...] = field(default=(), metadata=UNLESS_DEFAULT)
+    dense_layers: tuple[int, ...] = ()
     """Layers, in order, whose FFN is dense. It is cut into experts, the last ones, which every token takes; what is
     left of these, and all experts before them, are zeros."""
-    dense_ff: int = field(default=0, metadata=UNLESS_DEFAULT)
+    dense_ff: int = 0
     """Neurons of a dense layer's FFN."""
     context_length: int
     """Positions the model was made for."""
-    embedding_scale: float = field(default=1.0, metadata=UNLESS_DEFAULT)
+    embedding_scale: float = 1.0
     """Factor of the embedding, before learned positions are added."""
-    embedding_norm: bool = field(default=False, metadata=UNLESS_DEFAULT)
+    embedding_norm: bool = False
     """Whether the first block reads a norm of the embedding."""
     block: str = "sequential"
     shared_norm: bool = False
@@ -104,9 +102,9 @@ class Decoder:
     final_norm: bool = True
     qk_norm: bool = False
     """Whether each head of queries and keys goes through an `rms` norm before its rotation."""
-    joint_qk_norm: bool = field(default=False, metadata=UNLESS_DEFAULT)
+    joint_qk_norm: bool = False
     """Whether this norm is taken over all heads of a token's queries together, and over all of its keys."""
-    inner_norms: bool = field(default=False, metadata=UNLESS_DEFAULT)
+    inner_norms: bool = False
     """Whether what attention's last matrix reads, and the h of a sparse FFN, go through an `rms` norm before it. Its
     mean is over all of them: those that a rung leaves out count as 0."""
     positions: str
@@ -117,13 +115,13 @@ class Decoder:
     are above 0, or all below where the model turns the other way."""
     rotary_scale: float = 1.0
     """Factor of cosine and sine (YaRN's attention factor)."""
-    unrotated_layers: tuple[int, ...] = field(default=(), metadata=UNLESS_DEFAULT)
+    unrotated_layers: tuple[int, ...] = ()
     """Layers, in order, whose queries and keys are not rotated (NoPE); with rope."""
-    window: int = field(default=0, metadata=UNLESS_DEFAULT)
+    window: int = 0
     """Positions that a token sees in the layers with a window, its own included; 0 where no layer has one."""
-    windowed_layers: tuple[int, ...] = field(default=(), metadata=UNLESS_DEFAULT)
+    windowed_layers: tuple[int, ...] = ()
     """Layers, in order, that have this window; in the others a token sees all positions up to its own."""
-    windowed_frequencies: tuple[float, ...] = field(default=(), metadata=UNLESS_DEFAULT)
+    windowed_frequencies: tuple[float, ...] = ()
     """The angles of layers with a window, where they have others: as many as `rotary_frequencies`."""
     position_offset: int = 0
     """Row of position 0 in the learned table; 0 with rope."""
@@ -134,27 +132,27 @@ class Decoder:
     tied_head: bool
     """Whether the output head is the embedding table."""
     head_bias: bool = False
-    logit_scale: float = field(default=1.0, metadata=UNLESS_DEFAULT)
+    logit_scale: float = 1.0
     """Factor of the logits."""
-    logit_softcap: float = field(default=0.0, metadata=UNLESS_DEFAULT)
+    logit_softcap: float = 0.0
     """c, by which a logit z, scaled, becomes c tanh(z / c); 0 for none."""
     qkv_bias: bool
     out_bias: bool
     ffn_bias: bool
-    expert_bias: bool = field(default=False, metadata=UNLESS_DEFAULT)
+    expert_bias: bool = False
     """Whether the FFN's last bias is one of each expert, weighed as its result is; with `ffn_bias`."""
-    attention_sinks: bool = field(default=False, metadata=UNLESS_DEFAULT)
+    attention_sinks: bool = False
     """Whether each head has a number whose exponential is added to the sum that a softmax of scores divides by."""
 
-    latent_rank: int = field(default=0, metadata=UNLESS_DEFAULT)
+    latent_rank: int = 0
     """R, where keys and values of all heads are products with one latent of R numbers (MLA); 0 for none. A head of
     queries then has `head_dim` numbers, of which the last 2J are rotated, as are 2J more that all heads share as the
     rest of their keys."""
-    query_rank: int = field(default=0, metadata=UNLESS_DEFAULT)
+    query_rank: int = 0
     """Numbers of a latent from which the queries are made; 0 where they are made of x. With `latent_rank`."""
-    value_dim: int = field(default=0, metadata=UNLESS_DEFAULT)
+    value_dim: int = 0
     """Numbers of a head's values, with `latent_rank`; 0 for `head_dim`."""
-    score_scale: float = field(default=1.0, metadata=UNLESS_DEFAULT)
+    score_scale: float = 1.0
     """Factor of scores beside 1 / √head_dim (YaRN's mscale, squared), with `latent_rank`."""
 
     def of_layer(self, layer: int) -> Self:

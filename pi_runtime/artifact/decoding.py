@@ -10,18 +10,16 @@ import reprlib
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from typing import Any, NoReturn
 
 MAX_DEPTH = 32
 MOST_PROBLEMS = 1000
 """Problems that are kept: a hostile file may have one in every other byte."""
-UNLESS_DEFAULT = {"unless_default": True}
-"""Metadata of a dataclass's field that is left out of its JSON where it has its default, and must not be given then.
-
-So what is added later leaves the bytes of files without it as they were.
-"""
+ALWAYS = {"always": True}
+"""Metadata of a dataclass's field that its JSON has even where it has its default. All others are left out then, so
+that a fact that is added later leaves the bytes of files without it as they were."""
 
 
 def canonical_json(value: Any) -> bytes:
@@ -35,12 +33,14 @@ def canonical_json(value: Any) -> bytes:
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that its JSON has."""
-    found = dict(vars(value))
-    for f in fields(value):
-        if f.metadata == UNLESS_DEFAULT and found[f.name] == f.default:
-            del found[f.name]
-    return found
+    """The fields of a dataclass that its JSON has: those that differ from their defaults."""
+    found = {f.name: getattr(value, f.name) for f in fields(value)}
+    return {f.name: found[f.name] for f in fields(value) if f.metadata == ALWAYS or found[f.name] != default_of(f)}
+
+
+def default_of(f: "Field[Any]") -> Any:
+    """The default of a dataclass's field; `MISSING` where it must be given."""
+    return f.default if f.default_factory is MISSING else f.default_factory()
 
 
 def parse_json(data: bytes) -> Any:
@@ -117,4 +117,4 @@ def _decode_dataclass(kind: Any, value: Any, path: str, problems: list[str]) -> 
 def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
     """Fields of a dataclass: name → (type, whether it must be given)."""
     hints = typing.get_type_hints(kind)
-    return {f.name: (hints[f.name], f.default is MISSING and f.default_factory is MISSING) for f in fields(kind)}
+    return {f.name: (hints[f.name], f.metadata == ALWAYS or default_of(f) is MISSING) for f in fields(kind)}

@@ -1,18 +1,18 @@
-"""What a file may use beyond format version 3, by name: a reader says which of them it lacks.
+"""What a file uses, by name: a reader says which of it it lacks.
 
-A file that uses none is of version 3, one that uses some is of version 4 and lists them. A further weight format is a
-feature by itself; a kind of cache or guess head is one more entry here, and no further version.
+Every fact of a decoder that differs from its default is a feature, and so is every weight format. A kind of cache or
+guess head is one more entry here.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from functools import partial
 from typing import Any
 
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.decoding import UNLESS_DEFAULT
+from pi_runtime.artifact.decoding import default_of
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
-from pi_runtime.artifact.schema import FEATURE_VERSION, FORMAT_VERSION, Manifest
+from pi_runtime.artifact.schema import Manifest
 from pi_runtime.artifact.sizes import BY_NEURON, PARTS
 
 
@@ -28,14 +28,11 @@ def _has_format(m: Manifest, name: str) -> bool:
     return name in m.formats.values() or (m.guess is not None and m.guess.format == name)
 
 
-_FIRST_FORMATS = ("f32", "f16", "bf16", "q8", "q4")
-"""The weight formats of version 3."""
-
 _OF_DECODER: dict[str, Callable[[Decoder], bool]] = {
     **{
         f"decoder.{f.name}": partial(_differs, name=f.name, default=f.default)
         for f in fields(Decoder)
-        if f.metadata == UNLESS_DEFAULT
+        if default_of(f) is not MISSING
     },
     "decoder.block.reordered": lambda d: d.block == "reordered",
     "decoder.activation.clamped_swiglu": lambda d: d.activation == "clamped_swiglu",
@@ -46,7 +43,7 @@ FEATURES: dict[str, Callable[[Manifest], bool]] = {
     **{name: partial(_of_decoder, uses=uses) for name, uses in _OF_DECODER.items()},
     "ffn_layout": lambda m: m.ffn_layout != BY_NEURON,
     "formats.matrices": lambda m: len(m.formats) > len(PARTS),
-    **{f"formats.{name}": partial(_has_format, name=name) for name in WEIGHT_FORMATS[len(_FIRST_FORMATS) :]},
+    **{f"formats.{name}": partial(_has_format, name=name) for name in WEIGHT_FORMATS},
     "guess_head": lambda m: m.guess is not None or m.guess_layers > 0,
     "plans.rows": lambda m: any(plan.rows is not None for plan in m.plans),
 }
@@ -70,14 +67,7 @@ def used(m: Manifest) -> tuple[str, ...]:
     return tuple(sorted(name for name, uses in FEATURES.items() if uses(m)))
 
 
-def version_for(features: tuple[str, ...]) -> int:
-    """The format version of a file that uses some features."""
-    return FEATURE_VERSION if features else FORMAT_VERSION
-
-
 def feature_problems(m: Manifest) -> Iterator[str]:
     """Yield the problems of a manifest's features: what it lists is what it uses."""
     if m.features != used(m):
         yield f"features: {list(m.features)}, used are {list(used(m))}"
-    if m.version != version_for(m.features):
-        yield f"version: {m.version} with features {list(m.features)}"

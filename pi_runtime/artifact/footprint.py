@@ -190,11 +190,6 @@ def ffn_floats(neurons: int) -> int:
     return chunk_layout(neurons).end // 4
 
 
-def sign_words(columns: int) -> int:
-    """64-bit words that hold a sign for each column."""
-    return -(-columns // 64)
-
-
 def dense_rows(tokens: int) -> int:
     """Rows of block formats that a GPU unpacks at once for a dense product with so many tokens."""
     return min(GEMM_NEURONS, 16 * tokens)

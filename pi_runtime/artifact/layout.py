@@ -2,22 +2,74 @@
 
 arrays, in the order of `array_specs`   tokenizer.json …, by name   zarr.json …   manifest.json
 central directory   end record   comment with the digest
+
+The Zarr v3 hierarchy around the arrays: one `zarr.json` a node, generated, so that any Zarr reader opens the file.
+
+Source: Zarr core specification 3.1. Every array is one chunk under the codec `bytes`. Shapes are the stored ones;
+the logical shape and the number format stand in the array's attributes.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 from zlib import crc32
 
-from pi_runtime.artifact.guess_layer import guess_layer_arrays
-from pi_runtime.artifact.hierarchy import chunk_name, documents
+from pi_runtime.artifact.decoding import canonical_json
+from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.guess_head import guess_layer_arrays
 from pi_runtime.artifact.records import Entry, local_header, place
-from pi_runtime.artifact.schema import FEATURE_VERSION, FORMAT_NAME, FORMAT_VERSION, Manifest
+from pi_runtime.artifact.schema import FORMAT_NAME, FORMAT_VERSION, Manifest
 from pi_runtime.artifact.sizes import ArraySpec, array_specs, with_scales
+
+DOCUMENT = "zarr.json"
+
+
+def chunk_name(array: str, spec: ArraySpec) -> str:
+    """Name of the entry that holds an array's only chunk: `layers/0/ffn/first` → `layers/0/ffn/first/c/0/0`."""
+    return f"{array}/c" + "/0" * len(spec.shape)
+
+
+def documents(specs: Mapping[str, ArraySpec], root_attributes: Mapping[str, Any]) -> list[tuple[str, bytes]]:
+    """Every `zarr.json` as (entry name, content): the root's first, then those of the other nodes by name."""
+    group = canonical_json(_group({}))
+    arrays: dict[ArraySpec, bytes] = {}
+    nodes = dict.fromkeys((parent for name in specs for parent in _parents(name)), group)
+    for name, spec in specs.items():
+        if spec not in arrays:
+            arrays[spec] = canonical_json(_array(spec))
+        nodes[name] = arrays[spec]
+    root = (DOCUMENT, canonical_json(_group(root_attributes)))
+    return [root, *((f"{name}/{DOCUMENT}", nodes[name]) for name in sorted(nodes))]
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split("/")
+    return ["/".join(parts[:n]) for n in range(1, len(parts))]
+
+
+def _group(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+
+
+def _array(spec: ArraySpec) -> dict[str, Any]:
+    fmt = FORMATS[spec.format]
+    shape = fmt.stored_shape(spec.shape)
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": shape,
+        "data_type": fmt.stored.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shape}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": 0.0 if fmt.stored.kind == "f" else 0,
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        "attributes": {"format": spec.format, "shape": spec.shape},
+    }
+
 
 MANIFEST = "manifest.json"
 ALIGN, ALIGN_LARGE, LARGE_FROM = 64, 4096, 1 << 16
-COMMENTS = {v: f"{FORMAT_NAME}/{v} sha256-4MiB ".encode() for v in (FORMAT_VERSION, FEATURE_VERSION)}
-"""Version → the ZIP's comment up to the 64 hexadecimal digits of the digest. Both have the same length."""
-COMMENT_NBYTES = len(COMMENTS[FORMAT_VERSION])
+COMMENT = f"{FORMAT_NAME}/{FORMAT_VERSION} sha256-4MiB ".encode()
+"""The ZIP's comment up to the 64 hexadecimal digits of the digest."""
 DIGEST_NBYTES = 64
 
 
@@ -47,7 +99,7 @@ def place_files(sizes: Iterable[tuple[str, int]], offset: int) -> tuple[dict[str
 
 def manifest_specs(manifest: Manifest) -> dict[str, ArraySpec]:
     """The arrays an artifact with this manifest holds."""
-    ranks = [layer.predictor for layer in manifest.layers]
+    ranks = [layer.rank for layer in manifest.layers]
     specs = array_specs(manifest.decoder, manifest.formats, ranks, manifest.profiled_tokens > 0, manifest.ffn_layout)
     if manifest.guess is not None:
         specs |= with_scales(manifest.guess.arrays(manifest.decoder))
@@ -67,7 +119,7 @@ def stored_files(contents: Iterable[tuple[str, bytes]], offset: int) -> tuple[li
     return entries, b"".join(parts)
 
 
-def trailer(specs: Mapping[str, ArraySpec], version: int, manifest: bytes, offset: int) -> tuple[list[Entry], bytes]:
+def trailer(specs: Mapping[str, ArraySpec], manifest: bytes, offset: int) -> tuple[list[Entry], bytes]:
     """The generated entries from `offset` to the central directory, and their bytes, headers included."""
-    attributes = {"format": FORMAT_NAME, "version": version, "manifest": MANIFEST}
+    attributes = {"format": FORMAT_NAME, "version": FORMAT_VERSION, "manifest": MANIFEST}
     return stored_files([*documents(specs, attributes), (MANIFEST, manifest)], offset)

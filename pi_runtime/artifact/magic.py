@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 from pi_runtime.artifact.manifest_file import wrong_version
 from pi_runtime.artifact.records import LOCAL
-from pi_runtime.artifact.schema import FEATURE_VERSION, FORMAT_NAME, FORMAT_VERSION
+from pi_runtime.artifact.schema import FORMAT_NAME, FORMAT_VERSION
 from pi_runtime.errors import ArtifactError
 
 _COMMENT = re.compile(rf"{FORMAT_NAME}/(\d+) [ -~]*".encode())
@@ -41,7 +41,7 @@ def foreign(file: BinaryIO, path: Path, nbytes: int) -> ArtifactError:
     head = _window(file, 0, nbytes)
     tail = _window(file, nbytes - _WINDOW, nbytes)
     comments = list(_COMMENT.finditer(tail))
-    if comments and int(comments[-1][1][:9]) not in (FORMAT_VERSION, FEATURE_VERSION):
+    if comments and int(comments[-1][1][:9]) != FORMAT_VERSION:
         return wrong_version(str(path), int(comments[-1][1][:9]))
     if head[LOCAL.size : LOCAL.size + len(_FIRST_ENTRY)] != _FIRST_ENTRY:
         kind = _kind(head)

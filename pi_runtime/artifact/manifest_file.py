@@ -8,7 +8,7 @@ from typing import Any
 from pi_runtime.artifact.checks import contradictions
 from pi_runtime.artifact.decoding import MOST_PROBLEMS, canonical_json, decode, parse_json
 from pi_runtime.artifact.features import FEATURES
-from pi_runtime.artifact.schema import FEATURE_VERSION, FORMAT_NAME, FORMAT_VERSION, Manifest
+from pi_runtime.artifact.schema import FORMAT_NAME, FORMAT_VERSION, Manifest
 from pi_runtime.errors import ArtifactError
 
 LARGEST = 4 << 20
@@ -39,12 +39,10 @@ def read_manifest(data: bytes, where: str) -> Manifest:
 def _check_version(value: Mapping[str, Any], where: str) -> None:
     """Refuse another version, and a feature that this release lacks: whatever else such a file may say is not read."""
     version, features = value.get("version"), value.get("features")
-    listed = isinstance(features, list) and features and all(type(name) is str for name in features)
-    if type(version) is not int or version not in (FORMAT_VERSION, FEATURE_VERSION):
+    if type(version) is not int or version != FORMAT_VERSION:
         raise wrong_version(where, version)
-    if version == FEATURE_VERSION and not listed:
-        raise wrong_version(where, version, " without features")
-    lacking = sorted(set(features or ()) - FEATURES.keys()) if listed else []
+    named = {name for name in features if type(name) is str} if isinstance(features, list) else set()
+    lacking = sorted(named - FEATURES.keys())
     if lacking:
         raise ArtifactError(
             f"{where}: the file uses what this release lacks",
@@ -54,12 +52,12 @@ def _check_version(value: Mapping[str, Any], where: str) -> None:
         )
 
 
-def wrong_version(where: str, version: object, but: str = "") -> ArtifactError:
+def wrong_version(where: str, version: object) -> ArtifactError:
     """The error for an artifact of another format version."""
     return ArtifactError(
-        f"{where}: artifact format version {reprlib.repr(version)}{but}",
-        expected=f"version {FORMAT_VERSION}, or {FEATURE_VERSION} with the features it uses",
-        remedy="pack it again with `pi-compile build`, or use the release that wrote it",
+        f"{where}: artifact format version {reprlib.repr(version)}",
+        expected=f"version {FORMAT_VERSION}",
+        remedy="pack it again: `pi-compile build RECIPE -o FILE`, or `pi-compile pack --plain MODEL -o FILE`",
     )
 
 

@@ -6,20 +6,12 @@ With h the activation of `first` (gate, or fc1) and `rest` the rows that are nee
     gate       `first` of every neuron, `rest` where h ≠ 0
     threshold  `first` of every neuron, `rest` where |h| > threshold (CATS, arXiv 2404.08763)
     predicted  `first` of the neurons whose score  up · (down · x) + bias  is above 0, then as gate
-    sign       `first` of the neurons whose agreement is above `margin`, then as gate (SparseInfer, arXiv 2411.12692);
-               agreement: columns in which weight and input have equal signs, minus those in which they differ
 
 docs/how-to/add-a-rung.md lists the files that a further rung touches.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
-
-Selector = Literal["low-rank", "signs"]
-SELECTORS: tuple[Selector, ...] = get_args(Selector)
-"""Methods that name the rows of `first` to read."""
-SIGNS = 0
-"""Stands in the place of a rank where the predictor is the signs of `first`."""
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,29 +23,15 @@ class Rung:
     """Whether it leaves out nothing, or zeros only."""
     dense: bool = False
     """Whether `rest` is read for every neuron, fired or not."""
-    selector: Selector | None = None
-    """What names the rows of `first` to read; None where all are read."""
-    parameter: Literal["rank", "threshold", "margin"] | None = None
+    picks: bool = False
+    """Whether `first` is read only for the neurons that a predictor names."""
+    parameter: Literal["rank", "threshold"] | None = None
     """The field of a layer (see `schema.Layer`) that sets how much this rung leaves out."""
-
-    @property
-    def picks(self) -> bool:
-        """Whether `first` is read only for the neurons that a selector names."""
-        return self.selector is not None
 
     @property
     def needs_all_first(self) -> bool:
         """Whether `first` is read for every neuron, and `rest` only for those that then turn out to fire."""
         return not self.picks and not self.dense
-
-    @property
-    def formatted(self) -> bool:
-        """Whether its predictor is matrices in a number format; signs are bits."""
-        return self.selector != "signs"
-
-    def stored_predictor(self, rank: int | None) -> int | None:
-        """The predictor that is stored for a layer: its rank, `SIGNS`, or None."""
-        return rank if self.formatted else SIGNS
 
 
 RUNGS = {
@@ -62,8 +40,7 @@ RUNGS = {
         Rung(name="dense", exact=True, dense=True),
         Rung(name="gate", exact=True),
         Rung(name="threshold", parameter="threshold"),
-        Rung(name="predicted", selector="low-rank", parameter="rank"),
-        Rung(name="sign", selector="signs", parameter="margin"),
+        Rung(name="predicted", picks=True, parameter="rank"),
     )
 }
 """By name, in the order of the ladder."""
@@ -71,7 +48,7 @@ DENSE = next(rung.name for rung in RUNGS.values() if rung.dense)
 """The rung that skips nothing."""
 GATE = next(rung.name for rung in RUNGS.values() if rung.exact and not rung.dense)
 """The rung that skips zeros only."""
-PREDICTED = next(rung.name for rung in RUNGS.values() if rung.selector == "low-rank")
+PREDICTED = next(rung.name for rung in RUNGS.values() if rung.picks)
 """The rung that skips what a trained predictor leaves out."""
 
 

@@ -6,16 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.decoding import UNLESS_DEFAULT
+from pi_runtime.artifact.decoding import ALWAYS
 from pi_runtime.artifact.guess_head import GuessHead
 from pi_runtime.artifact.rungs import RUNGS, Rung, rung_in_mode
 from pi_runtime.artifact.sizes import BY_NEURON
 
 FORMAT_NAME = "pi-artifact"
-FORMAT_VERSION = 3
-"""Version of a file that uses no feature."""
-FEATURE_VERSION = 4
-"""Version of a file that lists the features it uses (see `features`)."""
+FORMAT_VERSION = 1
+"""What is new in a file is a feature that it lists (see `features`), and no further version."""
 OBJECTIVES = ("time", "hot-mass")
 SIDES = ("cpu", "gpu")
 
@@ -51,18 +49,11 @@ class Layer:
     """Rank of the predictor, None where there is none."""
     threshold: float = 0.0
     """On the rung `threshold`: magnitudes of the activation up to here count as 0 (CATS)."""
-    margin: int = 0
-    """On the rung `sign` (SparseInfer); an input of 0 counts as above 0."""
 
     @property
     def kind(self) -> Rung:
         """What the registry says of the rung."""
         return RUNGS[self.rung]
-
-    @property
-    def predictor(self) -> int | None:
-        """Rank of the predictor that is stored, `SIGNS`, or None."""
-        return self.kind.stored_predictor(self.rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +109,7 @@ class Plan:
     """Time of a token by the compiler's model; 0 if it has none."""
     digest: str
     """sha256 of what it was solved from and of the solution, for comparing with a lock."""
-    rows: RowPlan | None = field(default=None, metadata=UNLESS_DEFAULT)
+    rows: RowPlan | None = None
     """How the rows behind the cuts are divided between RAM and disk; None where RAM holds all of them."""
 
 
@@ -140,27 +131,27 @@ class Text:
 class Manifest:
     """Everything that an artifact says about itself."""
 
-    format: str = FORMAT_NAME
-    version: int = FORMAT_VERSION
-    features: tuple[str, ...] = field(default=(), metadata=UNLESS_DEFAULT)
-    """Features that the file uses, by name (see `features`); the key is left out where there are none."""
+    format: str = field(default=FORMAT_NAME, metadata=ALWAYS)
+    version: int = field(default=FORMAT_VERSION, metadata=ALWAYS)
+    features: tuple[str, ...] = ()
+    """Features that the file uses, by name (see `features`)."""
     decoder: Decoder
     formats: Mapping[str, str]
     """Weight format of each part: embedding, attention, ffn, head, predictor. Matrices with fewer bytes than their part
     says are named too, as arrays are (see `sizes.MATRICES`)."""
     layers: tuple[Layer, ...]
-    ffn_layout: str = field(default=BY_NEURON, metadata=UNLESS_DEFAULT)
+    ffn_layout: str = BY_NEURON
     """How FFNs are stored (see `sizes.LAYOUTS`)."""
     profiled_tokens: int
     """Tokens behind the stored counts; 0 where the model was not profiled (then order and counts are absent)."""
     plans: tuple[Plan, ...] = ()
     """Placements by rising budget."""
-    row_plans: tuple[RowPlan, ...] = field(default=(), metadata=UNLESS_DEFAULT)
-    """Divisions of rows between RAM and disk by rising budget; the key is left out where there are none."""
-    guess: GuessHead | None = field(default=None, metadata=UNLESS_DEFAULT)
-    """What drafts tokens; the key is left out where there is none."""
-    guess_layers: int = field(default=0, metadata=UNLESS_DEFAULT)
-    """1 where a layer behind the last one drafts tokens (see `guess_layer`), in place of a head of another form."""
+    row_plans: tuple[RowPlan, ...] = ()
+    """Divisions of rows between RAM and disk by rising budget."""
+    guess: GuessHead | None = None
+    """What drafts tokens."""
+    guess_layers: int = 0
+    """1 where a layer behind the last one drafts tokens (see `guess_head`), in place of a head of another form."""
     text: Text
     generation: Mapping[str, Any]
     """The checkpoint's generation defaults: temperature, top_k, top_p, min_p, repetition_penalty, do_sample."""

@@ -23,7 +23,6 @@ rows of `rest` a neuron, R predictor rank.
     layers/N/ffn/order [F]    original index of each stored neuron
     layers/N/ffn/counts [F]   how often it fired while profiling
     layers/N/predictor/down [X·R, D]   …/up [F, R]   …/bias [F]
-    layers/N/predictor/signs [F, ⌈D / 64⌉]   bit j % 64 of word j / 64 is set where column j of `first` is below 0
 
 `first` decides whether a neuron fires; `rest` is needed only when it does. Rows are neurons, expert by expert, and in
 each expert the hottest comes first; `down` has R rows an expert. Every matrix NAME […, D] of a block format is followed
@@ -37,7 +36,6 @@ from typing import Self
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import BLOCK, FORMATS
-from pi_runtime.artifact.rungs import SIGNS
 
 LAYOUTS = BY_NEURON, WHOLE = "neurons", "matrices"
 """How FFNs are stored: by neuron, so that neurons can be skipped, placed, and read one by one; or as the matrices that
@@ -113,14 +111,12 @@ class FfnBytes:
         return self.first * (2 if self.d.ffn == "gated" else 1)
 
     def predictor(self, rank: int) -> int:
-        """Bytes of the predictor of one expert's neurons: down, up and bias, or the signs."""
-        down = ArraySpec(self.predictor_format, (rank, self.d.d_model)).nbytes_with_scales if rank != SIGNS else 0
+        """Bytes of the predictor of one expert's neurons: down, up and bias."""
+        down = ArraySpec(self.predictor_format, (rank, self.d.d_model)).nbytes_with_scales
         return down + self.d.d_ff * self.predictor_row(rank)
 
     def predictor_row(self, rank: int) -> int:
-        """Bytes of one neuron's row of `up` and its bias, or of its signs."""
-        if rank == SIGNS:
-            return _signs(1, self.d).nbytes
+        """Bytes of one neuron's row of `up` and its bias."""
         return ArraySpec(self.predictor_format, (1, rank)).nbytes_with_scales + 4
 
 
@@ -130,7 +126,7 @@ def array_specs(
     """Every array of an artifact, in the order in which it is written.
 
     `formats` maps each of `PARTS` to a weight format, and may name matrices (`layers/N/` and one of `MATRICES`) with
-    another one. `ranks` has a predictor rank, `SIGNS` or None for each layer. `profiled` says whether neuron order and
+    another one. `ranks` has a predictor rank or None for each layer. `profiled` says whether neuron order and
     counts are stored, `layout` how FFNs are (see `LAYOUTS`). Norms, biases and routers are always f32.
     """
     plain = _plain_specs(decoder, formats, ranks, profiled, layout)
@@ -198,9 +194,7 @@ def layer_specs(
     if profiled:
         yield "ffn/order", ArraySpec("u32", (d.neurons,))
         yield "ffn/counts", ArraySpec("u64", (d.neurons,))
-    if rank == SIGNS:
-        yield "predictor/signs", _signs(d.neurons, d)
-    elif rank is not None:
+    if rank is not None:
         yield "predictor/down", ArraySpec(formats["predictor"], (d.n_experts * rank, d.d_model))
         yield "predictor/up", ArraySpec(formats["predictor"], (d.neurons, rank))
         yield "predictor/bias", ArraySpec("f32", (d.neurons,))
@@ -249,10 +243,6 @@ def _latent_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
     yield "attention/k_norm", ArraySpec("f32", (d.latent_rank,))
     yield "attention/k_up", ArraySpec(fmt, (d.n_heads * d.latent_rank, d.head_dim - d.rotary_dim))
     yield "attention/v_up", ArraySpec(fmt, (d.mixed_width, d.latent_rank))
-
-
-def _signs(neurons: int, d: Decoder) -> ArraySpec:
-    return ArraySpec("u64", (neurons, -(-d.d_model // 64)))
 
 
 def _norm(d: Decoder, name: str) -> list[tuple[str, ArraySpec]]:

@@ -13,8 +13,7 @@ from typing import BinaryIO
 from zlib import crc32
 
 from pi_runtime.artifact.layout import (
-    COMMENT_NBYTES,
-    COMMENTS,
+    COMMENT,
     DIGEST_NBYTES,
     MANIFEST,
     manifest_specs,
@@ -60,18 +59,16 @@ def damaged(path: Path, part: str, expected: object = None, found: object = None
 def read_structure(file: BinaryIO, path: Path) -> Structure:
     """Check the structure of an open file. Raises ArtifactError naming the first part that is wrong."""
     nbytes = os.fstat(file.fileno()).st_size
-    tail_nbytes = TAIL_NBYTES + COMMENT_NBYTES + DIGEST_NBYTES
+    tail_nbytes = TAIL_NBYTES + len(COMMENT) + DIGEST_NBYTES
     tail = _read(file, path, max(0, nbytes - tail_nbytes), min(nbytes, tail_nbytes))
-    comment = tail[-DIGEST_NBYTES - COMMENT_NBYTES : -DIGEST_NBYTES]
-    if comment not in COMMENTS.values():
+    comment = tail[-DIGEST_NBYTES - len(COMMENT) : -DIGEST_NBYTES]
+    if comment != COMMENT:
         raise foreign(file, path, nbytes)
     digest = tail[-DIGEST_NBYTES:]
-    end = _check_end(path, tail[: -DIGEST_NBYTES - COMMENT_NBYTES], nbytes)
+    end = _check_end(path, tail[: -DIGEST_NBYTES - len(COMMENT)], nbytes)
     records = _read(file, path, end.offset, end.size)
     found = _parse_directory(path, records, end)
     manifest, text = _read_manifest(file, path, found, end)
-    if comment != COMMENTS[manifest.version]:
-        raise damaged(path, "the end record", COMMENTS[manifest.version].decode(), comment.decode())
     arrays, files, generated, trailing = _expected(path, manifest, text, found)
     every = [*arrays.values(), *files.values(), *generated]
     _compare_entries(path, found, every, end)
@@ -98,8 +95,8 @@ def _check_end(path: Path, tail: bytes, nbytes: int) -> EndRecord:
         raise damaged(path, "the end record", found=error) from None
     if end.offset + end.size >= nbytes:
         raise damaged(path, "the end record", f"a directory inside {nbytes:,} bytes", f"at {end.offset:,}")
-    packed = end.pack(COMMENT_NBYTES + DIGEST_NBYTES)
-    size = end.offset + end.size + len(packed) + COMMENT_NBYTES + DIGEST_NBYTES
+    packed = end.pack(len(COMMENT) + DIGEST_NBYTES)
+    size = end.offset + end.size + len(packed) + len(COMMENT) + DIGEST_NBYTES
     if size != nbytes:
         raise damaged(path, "the end record", f"a file of {size:,} bytes", f"{nbytes:,} bytes")
     if not tail.endswith(packed):
@@ -142,7 +139,7 @@ def _expected(
     specs = manifest_specs(manifest)
     arrays, offset = place_arrays(specs)
     files, offset = place_files([(name, manifest.files[name].nbytes) for name in sorted(manifest.files)], offset)
-    generated, trailing = trailer(specs, manifest.version, text, offset)
+    generated, trailing = trailer(specs, text, offset)
     names = [entry.name for entry in (*arrays.values(), *files.values(), *generated)]
     if [entry.name for entry in found] != names:
         raise damaged(path, "the central directory", **_difference(names, [entry.name for entry in found]))

@@ -24,10 +24,10 @@ import numpy as np
 
 from pi_runtime.artifact.decoding import canonical_json
 from pi_runtime.artifact.digest import GrowingDigest
-from pi_runtime.artifact.features import used, version_for
+from pi_runtime.artifact.features import used
 from pi_runtime.artifact.formats import FORMATS, Array, Format
 from pi_runtime.artifact.layout import (
-    COMMENTS,
+    COMMENT,
     DIGEST_NBYTES,
     manifest_specs,
     place_array,
@@ -35,9 +35,8 @@ from pi_runtime.artifact.layout import (
     trailer,
 )
 from pi_runtime.artifact.manifest_file import read_manifest
-from pi_runtime.artifact.quantisation import dequantise, quantise
+from pi_runtime.artifact.quantisation import RoundingError, dequantise, quantise
 from pi_runtime.artifact.records import LOCAL_CRC_OFFSET, EndRecord, Entry, central_record, local_header
-from pi_runtime.artifact.rounding_error import RoundingError
 from pi_runtime.artifact.schema import ArrayEntry, FileEntry, Manifest
 from pi_runtime.artifact.sizes import ArraySpec, scales_name
 from pi_runtime.errors import NO_ROOM, DoesNotFitError, InputError, UsageError, write_error
@@ -142,18 +141,16 @@ class ArtifactWriter:
     def finish(self, manifest: Manifest) -> Manifest:
         """Write what remains and publish the file. `manifest` has no arrays and files yet; returns the whole one."""
         files = self._write_files()
-        features = used(manifest)
-        version = version_for(features)
-        manifest = replace(manifest, version=version, features=features, arrays=self._arrays, files=files)
+        manifest = replace(manifest, features=used(manifest), arrays=self._arrays, files=files)
         assert list(manifest_specs(manifest).items()) == list(self._specs.items()), "not the arrays of this manifest"
         text = self._spell(manifest)
         manifest = read_manifest(text, str(self._path))
-        entries, generated = trailer(self._specs, version, text, self._offset)
+        entries, generated = trailer(self._specs, text, self._offset)
         self._entries += entries
         self._write(generated)
         records = b"".join(map(central_record, self._entries))
         end = EndRecord(len(self._entries), len(records), self._offset)
-        self._write(records + end.pack(len(COMMENTS[version]) + DIGEST_NBYTES) + COMMENTS[version])
+        self._write(records + end.pack(len(COMMENT) + DIGEST_NBYTES) + COMMENT)
         with self._output():
             self._out.write(self._digest.finish(self._offset).encode())
             self._out.publish()

@@ -26,8 +26,7 @@ from pi_runtime.cuda.memory.handover import PinnedBuffers
 from pi_runtime.cuda.memory.kv_residency import KVResidency
 from pi_runtime.cuda.memory.weight_streaming import WeightStreamer
 from pi_runtime.cuda.memory.workspace import DeviceWorkspace
-from pi_runtime.cuda.prefill.crossover import measured_crossover
-from pi_runtime.cuda.prefill.prefill import Prefill
+from pi_runtime.cuda.prefill.prefill import Prefill, measured_crossover
 from pi_runtime.execution.cold_side import ColdSide
 from pi_runtime.execution.cpu import CpuModel
 from pi_runtime.execution.cpu_ops import token_blocks

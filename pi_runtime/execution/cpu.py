@@ -16,8 +16,7 @@ from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import DiskStats, Ints, SequenceResult, SequenceStep
-from pi_runtime.execution.guess_head import EagleRun, GuessHeadRun
-from pi_runtime.execution.guess_layer import GuessLayerRun
+from pi_runtime.execution.guess_head import EagleRun, GuessHeadRun, GuessLayerRun
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import Allowance, PagePool
 from pi_runtime.execution.plan_choice import Allocation

@@ -124,7 +124,7 @@ class _TimedFfn:
     def run(self, rung: str, bias_F: Floats) -> tuple[int, int]:
         """One token: rows of `first` read, and neurons kept."""
         self._w_1["dense"] = RUNGS[rung].dense
-        self._w_1["selector"] = weight_table.SELECTOR_CODES[RUNGS[rung].selector]
+        self._w_1["picks"] = RUNGS[rung].picks
         self._w_1["predictor_bias"] = bias_F.ctypes.data
         batch = every_token(self._w_1, 0, 0, self.neurons, tokens=1)
         add_neurons(self._ffn, batch, self._x_1D, False, self._tally_13, self._sum_1D)

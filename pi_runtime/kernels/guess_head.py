@@ -1,5 +1,5 @@
 """The layer of a guess head (see `artifact.guess_head`), of the operators that a model's layers are made of; and what
-the block of a guess layer (see `artifact.guess_layer`) reads.
+the block of a guess layer (see `artifact.guess_head`) reads.
 
 Shape letters: T tokens, C·D the states of some layers side by side, D model width, W embedding width, U = W + D,
 Q numbers of a token's queries, keys and values, F neurons, S tokens of the short list (of tables of angles positions),

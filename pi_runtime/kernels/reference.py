@@ -8,18 +8,59 @@ to float16 where the cache holds float16.
 """
 
 from collections.abc import Callable, Mapping
+from math import erf
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.decoder import CLAMP, SWIGLU_SLOPE, Decoder
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.rungs import DENSE, RUNGS, Selector
+from pi_runtime.artifact.rungs import DENSE, RUNGS
 from pi_runtime.artifact.schema import Layer
-from pi_runtime.kernels.reference_activations import ACTIVATIONS, UPS
 from pi_runtime.kernels.reference_attention import F32, WeightSource, attention, rms
+
+
+def _silu(z: F32) -> F32:
+    with np.errstate(over="ignore"):  # exp(−z) = inf makes the right 0
+        return np.asarray(z / (np.float32(1) + np.exp(-z)), np.float32)
+
+
+def _gelu(z: F32) -> F32:
+    return np.asarray(z * (0.5 + 0.5 * np.vectorize(erf, otypes=[np.float64])(z / np.sqrt(2))), np.float32)
+
+
+def _gelu_tanh(z: F32) -> F32:
+    inner = np.float32(np.sqrt(2 / np.pi)) * (z + np.float32(0.044715) * z * z * z)
+    return np.asarray(np.float32(0.5) * z * (np.float32(1) + np.tanh(inner)), np.float32)
+
+
+def _clamped_swiglu(z: F32) -> F32:
+    cut = np.minimum(z, np.float32(CLAMP))
+    with np.errstate(over="ignore"):
+        return np.asarray(cut / (np.float32(1) + np.exp(-np.float32(SWIGLU_SLOPE) * cut)), np.float32)
+
+
+def _relu(z: F32) -> F32:
+    return np.maximum(z, np.float32(0))
+
+
+ACTIVATIONS: Mapping[str, Callable[[F32], F32]] = {
+    "relu": _relu,
+    "relu2": lambda z: _relu(z) * _relu(z),
+    "drelu": _relu,
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "clamped_swiglu": _clamped_swiglu,
+}
+UPS: Mapping[str, Callable[[F32], F32]] = {
+    "drelu": _relu,
+    "clamped_swiglu": lambda up: np.clip(up, np.float32(-CLAMP), np.float32(CLAMP)) + np.float32(1),
+}
+"""What an activation makes of up · x + c."""
+
 
 Bools = npt.NDArray[np.bool_]
 DENSE_LAYER = Layer(rung=DENSE)
@@ -103,23 +144,8 @@ def activate(decoder: Decoder, z: F32, threshold: float = 0.0) -> F32:
 
 
 def selected(w: WeightSource, layer: Layer, x_TD: F32) -> Bools | None:
-    """(T, X·F): whether the rung's selector names a neuron, so that its `first` is read; None for all."""
-    selector = RUNGS[layer.rung].selector
-    return None if selector is None else _SELECTORS[selector](w, layer, x_TD)
-
-
-def _selected_by_scores(w: WeightSource, _layer: Layer, x_TD: F32) -> Bools:
-    return scores(w, x_TD) > 0
-
-
-def _selected_by_signs(w: WeightSource, layer: Layer, x_TD: F32) -> Bools:
-    return agreement(w["predictor/signs"], x_TD) > layer.margin
-
-
-_SELECTORS: Mapping[Selector, Callable[[WeightSource, Layer, F32], Bools]] = {
-    "low-rank": _selected_by_scores,
-    "signs": _selected_by_signs,
-}
+    """(T, X·F): whether the layer's predictor names a neuron, so that its `first` is read; None for all."""
+    return scores(w, x_TD) > 0 if RUNGS[layer.rung].picks else None
 
 
 def scores(w: WeightSource, x_TD: F32) -> F32:
@@ -128,12 +154,6 @@ def scores(w: WeightSource, x_TD: F32) -> F32:
     found = [w.product("predictor/up", r) for r in np.split(r_TR, r_TR.shape[1] // up.shape[1], axis=1)]
     own = np.split(np.arange(len(up)), len(found))
     return np.concatenate([s[:, rows] for s, rows in zip(found, own, strict=True)], axis=1) + w["predictor/bias"]
-
-
-def agreement(signs_FW: npt.NDArray[np.uint64], x_TD: F32) -> npt.NDArray[np.int64]:
-    """(T, F): columns in which weight and input have the same sign, minus those in which they differ."""
-    negative_FD = np.unpackbits(signs_FW.view(np.uint8), axis=1, bitorder="little")[:, : x_TD.shape[1]]
-    return (1 - 2 * (x_TD < 0).astype(np.int64)) @ (1 - 2 * negative_FD.astype(np.int64)).T
 
 
 def sigmoid(z: F32) -> F32:

@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, required=True, help="to fit and tune on")
     parser.add_argument("--report", type=Path, required=True, help="to report on")
-    parser.add_argument("--rungs", nargs="+", default=["threshold,predicted,sign", "predicted", "sign", "threshold"])
+    parser.add_argument("--rungs", nargs="+", default=["threshold,predicted", "predicted", "threshold"])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS)
     parser.add_argument("--machine", default="stand-in")

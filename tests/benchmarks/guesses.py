@@ -14,7 +14,7 @@ Each answer is written without guesses and with them, in turns; then all answers
 the times of blocks are printed, and the targets.
 
     --part set      a head with random weights, beside the same model, that drafts right as often as it is set to
-    --part head     --model ARTIFACT --prompts LINES   a trained head, and answers that the model chooses itself
+    --part head     --model ARTIFACT --prompts LINES   a published head, and answers that the model chooses itself
     --part schemas  --model ARTIFACT                   JSON by random schemas, alone and eight at once
 """
 
@@ -28,14 +28,15 @@ from typing import Any
 
 import pytest
 from guessing.answers import Clock, Way, clock_of, drafted
+from guessing.published_head import of_a_published_head
 from guessing.schemas import of_schemas
-from guessing.trained_head import of_a_trained_head
 from support.bench_model import CONTEXT, VOCABULARY, add_arguments, built, opened, verdict
 from support.guess_heads import help_head
 from support.paths import ROOT
 
-from pi_compile.training.guess.spec import GuessSpec, new_head
 from pi_runtime import Engine, Model, Sampling, load
+from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.guess_head import GuessHead
 from pi_runtime.engine.generation import Generation
 from pi_runtime.engine.stream import Stream
 from pi_runtime.sequence.answer import AnswerSequence
@@ -185,12 +186,26 @@ def of_texts(a: argparse.Namespace) -> None:
     print(verdict("free text, several at once, times as fast", company["free"], at_least=1))
 
 
+def usual_head(d: Decoder) -> GuessHead:
+    """The shape of a published head: as wide as a layer of its model, reading three of the model's states."""
+    return GuessHead(
+        states=(d.n_layers // 3, 2 * d.n_layers // 3, d.n_layers),
+        format="q8",
+        shortlist=min(8192, d.vocab_size),
+        n_heads=d.n_heads,
+        n_kv_heads=d.n_kv_heads,
+        head_dim=d.head_dim,
+        d_ff=8 * d.d_model // 3,
+        norm_eps=d.norm_eps,
+        rotary_frequencies=d.rotary_frequencies,
+    )
+
+
 def of_a_set_head(a: argparse.Namespace) -> None:
     """Answers of random tokens, which a head with random weights drafts right as often as it is set to."""
     rng, clock = random.Random(a.seed), clock_of(a)
     pairs = [tuple([rng.randrange(VOCABULARY) for _ in range(n)] for n in (4, a.tokens)) for _ in range(a.pairs)]
-    spec = GuessSpec(tokens=0, steps=1, shortlist=8192, seed=0, threads=1)
-    with built(a, lambda d: new_head(d, spec)) as path, pytest.MonkeyPatch.context() as patch:
+    with built(a, usual_head) as path, pytest.MonkeyPatch.context() as patch:
         help_head(patch, [[*prompt, *answer] for prompt, answer in pairs], a.right, rng)
         for mode, target in (("dense", 1.6), ("predicted", 1.05)):
             found, times, stats = [], StepTimes(), list[Stats]()
@@ -212,7 +227,7 @@ def of_a_set_head(a: argparse.Namespace) -> None:
 
 def main() -> None:
     a = arguments()
-    {"texts": of_texts, "set": of_a_set_head, "head": of_a_trained_head, "schemas": of_schemas}[a.part](a)
+    {"texts": of_texts, "set": of_a_set_head, "head": of_a_published_head, "schemas": of_schemas}[a.part](a)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pi_compile.cost_model.default_rungs import PREDICTOR_SHARE
 from pi_compile.cost_model.processors import PICO
-from pi_compile.cost_model.workload import Workload
+from pi_compile.cost_model.workload import PREDICTOR_SHARE, Workload
 from pi_compile.files.bundled import bundled_folder
 from pi_compile.machine.profile import Machine, read_machine
 from pi_compile.placement.formulation import Problem

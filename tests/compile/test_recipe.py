@@ -93,8 +93,8 @@ def test_the_bundled_recipes_are_valid(path: Path) -> None:
     assert read_recipe(path).model.path
 
 
-def test_outside_of_guess_few_keys_may_be_missing() -> None:
-    missing = [(section, key) for section, key, field in fields() if section != "guess" and not field.is_required()]
+def test_few_keys_may_be_missing() -> None:
+    missing = [(section, key) for section, key, field in fields() if not field.is_required()]
     bits = [("bits", "file_mib"), ("bits", "perplexity_increase")]
     assert missing == [("model", "activation"), ("quality", "rounding_increase"), *bits]
 

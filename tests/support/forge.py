@@ -18,7 +18,7 @@ import pytest
 from pi_runtime.artifact import Artifact
 from pi_runtime.errors import ArtifactError
 
-PREFIX = b"pi-artifact/3 sha256-4MiB "
+PREFIX = b"pi-artifact/1 sha256-4MiB "
 
 
 @dataclass

@@ -40,7 +40,6 @@ DRAWN = {
     "_gathered_axpy": "test_neurons",
     "_gathered_axpy_words": "test_neurons",
     "_predict": "test_prediction",
-    "_select_by_signs": "test_signs",
     "_norm": "test_norms",
     "_merge": "test_merging",
     "_store_kv": "test_attention",

@@ -33,7 +33,7 @@ EXPERTS = {"n_experts": 3, "experts_per_token": 2}
 
 PREDICTED = (Layer(rung="predicted", rank=7), Layer(rung="gate"), Layer(rung="predicted", rank=9))
 """Predictors that select about half of the neurons."""
-OTHERS = (Layer(rung="sign", margin=2), Layer(rung="threshold", threshold=0.1), Layer(rung="dense"))
+OTHERS = (Layer(rung="predicted", rank=3), Layer(rung="threshold", threshold=0.1), Layer(rung="dense"))
 
 
 def model(
@@ -46,7 +46,7 @@ def model(
 ) -> Path:
     """A random model of three layers."""
     fields = {"n_layers": LAYERS, "d_ff": NEURONS, "d_model": 40, "n_heads": 5, "n_kv_heads": 1, **shape}
-    ranks = [layer.predictor for layer in layers]
+    ranks = [layer.rank for layer in layers]
     decoder = small_decoder(family, **fields)
     return random_artifact(path, decoder, format=fmt, ranks=ranks, scale=2.0, layers=layers, plans=plans)
 

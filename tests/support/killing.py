@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from pi_compile.workers.process import lives_here
+from pi_compile.workers.worker import lives_here
 
 
 def kill_worker(shown: Mapping[str, Any]) -> bool:

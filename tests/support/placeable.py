@@ -82,7 +82,7 @@ def random_experts(rng: np.random.Generator, layers: int = 2, d_ff: int = 64, **
     counts = np.repeat(routed, d_ff, axis=1) * rng.random((layers, experts * d_ff))
     return workload(
         counts.astype(np.int64),
-        tuple((*RUNGS, LayerWork(rung="sign", read_ppm=1_700_000))[n] for n in rng.integers(0, 5, layers)),
+        tuple((*RUNGS, LayerWork(rung="predicted", rank=1, read_ppm=1_700_000))[n] for n in rng.integers(0, 5, layers)),
         formats=dict.fromkeys(PARTS, str(rng.choice(["f32", "f16", "q8", "q4"]))),
         routed=routed,
         n_experts=experts,

@@ -40,7 +40,6 @@ __all__ = [
     "ends",
     "ffn_layer",
     "guarded_workspace",
-    "packed_signs",
     "quantised_inputs",
     "store",
     "store_integers",
@@ -202,7 +201,7 @@ def guarded_workspace(decoder: Decoder, largest_rank: int, tokens: int = BLOCK_T
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's FFN with a predictor and signs: its weights, and the rows of addresses that kernels take."""
+    """One layer's FFN with a predictor: its weights, and the rows of addresses that kernels take."""
 
     decoder: Decoder
     cfg: weight_table.KernelConfig
@@ -218,13 +217,8 @@ class Layer:
 
     def settings(self, rung: str) -> schema.Layer:
         """The layer's settings on a rung."""
-        parameter, selector = RUNGS[rung].parameter, RUNGS[rung].selector
-        return schema.Layer(
-            rung=rung,
-            rank=self.rank if selector in (None, "low-rank") else None,
-            threshold=0.3 if parameter == "threshold" else 0.0,
-            margin=1 if parameter == "margin" else 0,
-        )
+        threshold = 0.3 if RUNGS[rung].parameter == "threshold" else 0.0
+        return schema.Layer(rung=rung, rank=self.rank, threshold=threshold)
 
     def experts_on(self, rung: str) -> weight_table.LayerRecords:
         """The layer's records on a rung, one for each expert."""
@@ -245,16 +239,6 @@ class Layer:
         return every_token(self.experts_on(rung), 0, low, high, tokens, select, route_weight)
 
 
-def packed_signs(values_FD: F32) -> npt.NDArray[np.uint64]:
-    """Signs as in `predictor/signs`; the bits beyond the last column are set, and nobody may read them."""
-    bits_FB = np.packbits(values_FD < 0, axis=1, bitorder="little")
-    columns = values_FD.shape[1]
-    bits_FB = np.pad(bits_FB, ((0, 0), (0, -bits_FB.shape[1] % 8)), constant_values=255)
-    if columns % 8:
-        bits_FB[:, columns // 8] |= np.uint8(0xFF << columns % 8 & 0xFF)
-    return np.ascontiguousarray(bits_FB).view(np.uint64)
-
-
 def ffn_layer(decoder: Decoder, fmt: str, rank: int, seed: int, **given: F32) -> Layer:
     """Random weights of one layer of `decoder`; `given` replaces some, `__` standing for a slash."""
     decoder = replace(decoder, n_layers=1)
@@ -266,8 +250,6 @@ def ffn_layer(decoder: Decoder, fmt: str, rank: int, seed: int, **given: F32) ->
         if not is_scales(name) and local.startswith(("ffn/", "predictor/")):
             values = rng.standard_normal(spec.shape, np.float32) / np.float32(np.sqrt(spec.shape[-1]))
             matrices[local] = store(spec.format, given.get(local.replace("/", "__"), values))
-    signs_FW = packed_signs(matrices["ffn/first"].values)
-    matrices["predictor/signs"] = StoredMatrix("u64", FORMATS["u64"].encode(signs_FW), signs_FW)
     cfg, experts = weight_table.config_of(decoder, formats), decoder.n_experts
     record_X = np.zeros(experts, weight_table.LAYER)
     weight_table.fill(

@@ -10,8 +10,7 @@ import numpy as np
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import Array
-from pi_runtime.artifact.guess_head import GuessHead
-from pi_runtime.artifact.guess_layer import guess_layer_arrays
+from pi_runtime.artifact.guess_head import GuessHead, guess_layer_arrays
 from pi_runtime.artifact.schema import Layer, Manifest, Plan, Text
 from pi_runtime.artifact.sizes import BY_NEURON, PARTS, ArraySpec, array_specs, is_scales, with_scales
 from pi_runtime.artifact.writer import ArtifactWriter
@@ -238,8 +237,6 @@ def random_values(name: str, spec: ArraySpec, rng: np.random.Generator, scale: f
         return np.sort(rng.integers(0, 1000, spec.shape))[::-1]
     if name.endswith("ids"):
         return np.arange(spec.shape[0]) * 2
-    if name.endswith("signs"):
-        return rng.integers(0, 2**64, spec.shape, np.uint64)
     values = rng.standard_normal(spec.shape, np.float32) * np.float32(scale / np.sqrt(spec.shape[-1]))
     return values + np.float32(1) if name.endswith(("norm/weight", "_norm", "guess/norm")) else values
 

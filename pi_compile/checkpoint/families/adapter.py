@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from pi_compile.checkpoint.config import Config
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.guess_head import PREFIX
-from pi_runtime.artifact.guess_layer import block_of
+from pi_runtime.artifact.guess_head import PREFIX, block_of
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class Adapter:
     quantised: Mapping[str, Callable[[Decoder], Table]] = field(default_factory=dict)
     """Method by which a checkpoint is quantised → its `layer_tensors`, where these differ."""
     draft_layer: Table = field(default_factory=dict)
-    """Tensors of a layer behind the last that drafts further tokens, beside those of any layer (see `guess_layer`), by
+    """Tensors of a layer behind the last that drafts further tokens, beside those of any layer (see `guess_head`), by
     the names of the arrays; and those that are copies of the model's. By `fc` it is known as such."""
     plan_only: str = ""
     """The reason why its checkpoints can be planned for but not read; empty where they can be read."""

@@ -23,7 +23,7 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.cuda.decode.decoder_parts import DecoderParts
-from pi_runtime.cuda.decode.selectors import SELECTORS, Selector, picks
+from pi_runtime.cuda.decode.selectors import Selector, picks
 from pi_runtime.cuda.kernels import ffn_neurons, moe, residual
 from pi_runtime.cuda.kernels.activations import CODES
 from pi_runtime.cuda.kernels.compaction import NeuronList, compact
@@ -90,10 +90,9 @@ class DeviceOps:
 
     def _selector(self, layer: int) -> Selector:
         how, expert_MK = self.layers[layer], None if self._routing is None else self._routing.expert_MK
-        kind = RUNGS[how.rung].selector
-        assert kind is not None, how
+        assert picks(how), how
         prefix, tiling = f"layers/{layer}/predictor/", self.device.tiling
-        return SELECTORS[kind](how, prefix, self.weights, self.workspace, tiling, expert_MK, self.decoder.d_ff)
+        return Selector(how, prefix, self.weights, self.workspace, tiling, expert_MK, self.decoder.d_ff)
 
     def select_cold(self, layer: int) -> None:
         """List the selected cold neurons in the handover."""

@@ -1,12 +1,8 @@
-"""How rungs that read only some rows of `first` name them: by a low-rank predictor, or by signs.
-
-This is the one place of the GPU tier that knows the kinds of selectors: a further one needs its kernel, and a class in
-`SELECTORS`.
+"""How rungs that read only some rows of `first` name them: by a low-rank predictor.
 
 Shape letters: M tokens, N neurons that are asked for, D model width, R rank, K experts of a token (1 without experts).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +12,6 @@ from pi_runtime.artifact.schema import Layer
 from pi_runtime.cuda.kernels.compaction import NeuronList
 from pi_runtime.cuda.kernels.ffn_neurons import predict
 from pi_runtime.cuda.kernels.row_dot import linear
-from pi_runtime.cuda.kernels.sign_selection import select_by_signs
 from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.cuda.memory.weights import DeviceWeights
 from pi_runtime.cuda.memory.workspace import DeviceWorkspace
@@ -29,7 +24,7 @@ def picks(layer: Layer) -> bool:
 
 @dataclass(frozen=True)
 class Selector:
-    """One layer's selector."""
+    """One layer's selector: neurons whose score  up · (down · x) + bias  is above 0."""
 
     layer: Layer
     prefix: str
@@ -44,6 +39,8 @@ class Selector:
 
     def prepare(self) -> None:
         """Compute what the selection of all neurons shares."""
+        down, x_MD = self.weights.matrix(f"{self.prefix}down"), self.workspace.handover.x_MD
+        linear(down, None, x_MD, self._r_MR, self.tiling, expert_MK=self.expert_MK)
 
     def mark(self, low: int, high: int, candidates: NeuronList | None, marks_MN: torch.Tensor) -> int:
         """Mark the selected ones of the neurons [low, high), or of the candidates at their places in the list.
@@ -51,17 +48,6 @@ class Selector:
         Candidates are rows of these neurons, expert · d_ff + neuron. Returns how many neurons one number of the
         workspace's counts is for.
         """
-        raise NotImplementedError
-
-
-class LowRankSelector(Selector):
-    """Neurons whose score  up · (down · x) + bias  is above 0."""
-
-    def prepare(self) -> None:
-        down, x_MD = self.weights.matrix(f"{self.prefix}down"), self.workspace.handover.x_MD
-        linear(down, None, x_MD, self._r_MR, self.tiling, expert_MK=self.expert_MK)
-
-    def mark(self, low: int, high: int, candidates: NeuronList | None, marks_MN: torch.Tensor) -> int:
         up, bias_F = self.weights.matrix(f"{self.prefix}up"), self.weights.arrays[f"{self.prefix}bias"]
         counts_MF = self.workspace.counts_MF
         return predict(
@@ -74,16 +60,3 @@ class LowRankSelector(Selector):
         """R numbers for each of a token's experts."""
         rank = self.weights.matrix(f"{self.prefix}up").columns
         return self.workspace.r_MR[:, : rank * (1 if self.expert_MK is None else self.expert_MK.shape[1])]
-
-
-class SignSelector(Selector):
-    """Neurons whose row of `first` has the input's sign in enough columns."""
-
-    def mark(self, low: int, high: int, candidates: NeuronList | None, marks_MN: torch.Tensor) -> int:
-        signs_FW, x_MD = self.weights.arrays[f"{self.prefix}signs"][low:high], self.workspace.handover.x_MD
-        counts_MF, margin = self.workspace.counts_MF, self.layer.margin
-        return select_by_signs(signs_FW, x_MD.shape[1], margin, x_MD, marks_MN, counts_MF, candidates)
-
-
-SELECTORS: Mapping[str, type[Selector]] = {"low-rank": LowRankSelector, "signs": SignSelector}
-"""Selectors by their kind, `Rung.selector`."""

@@ -5,7 +5,7 @@
 In a mixture of experts the tokens of each expert are gathered, on both sides. The router is where the attention is;
 which tokens go to which expert is brought to the host once a layer. A decoder without experts has one expert, which
 takes all tokens with weight 1. Cold weights of an expert are streamed to the GPU if enough tokens go to it (see
-`crossover`). Those that come from disk stay on the CPU: each row is read once for a block.
+`prefill`). Those that come from disk stay on the CPU: each row is read once for a block.
 
 Shape letters: T tokens of the block, K experts of a token, X experts, N tokens of one expert, A of all experts, D model
 width.
@@ -18,12 +18,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import padded_width
+from pi_runtime.artifact.gpu_buffers import gpu_prompt_block, pinned_prompt_block
 from pi_runtime.cuda.decode.device_ops import DeviceOps
 from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.kernels import gemm
+from pi_runtime.cuda.memory.devices import Device, allocate, allocate_pinned
 from pi_runtime.cuda.memory.weight_streaming import WeightStreamer
-from pi_runtime.cuda.prefill.block_buffers import BlockBuffers
 from pi_runtime.execution.cpu_ops import token_blocks
 from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.execution.plan_layout import GPU
@@ -31,6 +33,28 @@ from pi_runtime.kernels import moe
 from pi_runtime.kernels.ffn.experts import tokens_by_expert
 from pi_runtime.kernels.ffn.memory import FIRES, every_token
 from pi_runtime.kernels.ffn.network import add_neurons
+
+
+@dataclass(frozen=True)
+class BlockBuffers:
+    """The residual, the FFN's input and the FFN's sum on both sides; what attention works in on the GPU."""
+
+    ids_T: torch.Tensor
+    """int64."""
+    x_TD: torch.Tensor
+    normed_TD: torch.Tensor
+    y_TD: torch.Tensor
+    qkv_TQ: torch.Tensor
+    attn_out_TO: torch.Tensor
+    host_x_TD: torch.Tensor
+    """Pinned, as the two that follow."""
+    host_normed_TD: torch.Tensor
+    host_y_TD: torch.Tensor
+
+    @classmethod
+    def allocate(cls, d: Decoder, tokens: int, device: Device) -> "BlockBuffers":
+        on_host = allocate_pinned(pinned_prompt_block(d, tokens), device)
+        return cls(**allocate(gpu_prompt_block(d, tokens), device), **on_host)
 
 
 @dataclass(frozen=True)

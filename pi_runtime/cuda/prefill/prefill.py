@@ -6,24 +6,38 @@ The operations are those of the plan's schedule. The CPU works in blocks of `BLO
 neurons, the GPU computes the hot ones.
 
 Shape letters: T tokens, D model width, V vocabulary, N rows of the head, L layers.
+
+The number of tokens from which on cold weights are brought to the GPU instead of being computed on the CPU.
+
+For a block of T tokens and one weight of b bytes, the link takes b ÷ r seconds whatever T is, and the CPU takes 2 T ÷ f
+seconds for its operations. The GPU's own arithmetic is left out because it has operations to spare.
+
+    T* = b f / (2 r)
 """
 
+import math
+import time
 from dataclasses import replace
 
+import numpy as np
 import torch
 
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import dense_rows
 from pi_runtime.artifact.schema import Plan
+from pi_runtime.artifact.sizes import ArraySpec
 from pi_runtime.cuda.decode.device_ops import DeviceOps
 from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.kernels import gemm
+from pi_runtime.cuda.memory.devices import Device
+from pi_runtime.cuda.memory.pinned_staging import NBYTES, PinnedStaging
 from pi_runtime.cuda.memory.weight_streaming import WeightStreamer
-from pi_runtime.cuda.prefill.block_buffers import BlockBuffers
-from pi_runtime.cuda.prefill.ffn_blocks import FfnBlocks
+from pi_runtime.cuda.prefill.ffn_blocks import BlockBuffers, FfnBlocks
 from pi_runtime.execution.cpu_ops import BlockOps
 from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.execution.plan_layout import CPU, GPU
 from pi_runtime.execution.schedule import schedule_of
+from pi_runtime.kernels.benchmarks import product_flops
 from pi_runtime.kernels.codegen import progress
 from pi_runtime.kernels.forward import head
 
@@ -192,3 +206,31 @@ class HostBlock(BlockOps):
 def _moved(layer: int, layers: int, count: int, wanted: slice) -> slice:
     """The tokens whose residual is moved before a layer; before the head, behind the last layer, those wanted there."""
     return wanted if layer == layers else slice(count)
+
+
+def crossover_tokens(bytes_per_weight: float, link_bytes_per_s: float, operations_per_s: float) -> int:
+    """T*, rounded up; at least 1."""
+    return max(1, math.ceil(bytes_per_weight * operations_per_s / (2 * link_bytes_per_s)))
+
+
+def measured_crossover(decoder: Decoder, fmt: str, threads: int, device: Device) -> int:
+    """Measure T* on this machine. It takes half a second, most of it for the CPU's products."""
+    with device.stream():
+        link = link_bytes_per_s(device)
+    row = ArraySpec(fmt, (1, decoder.d_model)).nbytes_with_scales
+    return crossover_tokens(row / decoder.d_model, link, product_flops(fmt, threads))
+
+
+def link_bytes_per_s(device: Device) -> float:
+    """Rate at which this process sends memory to the GPU through the pinned buffers; the better of two passes."""
+    source = np.ones(4 * NBYTES, np.uint8)
+    target = torch.empty(NBYTES, dtype=torch.uint8, device=device.device)
+    staging, best = PinnedStaging(device), 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        for start in range(0, len(source), NBYTES):
+            staging.send(source[start : start + NBYTES], target)
+        device.synchronize()
+        best = max(best, len(source) / (time.perf_counter() - began))
+    staging.close()
+    return best

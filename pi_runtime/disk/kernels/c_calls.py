@@ -6,7 +6,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from pi_runtime.kernels.codegen.emits import emits
+from pi_runtime.kernels.codegen.intrinsics import emits
 
 _WORD = ir.IntType(64)
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from numba import carray
 
 from pi_runtime.disk.kernels.c_calls import call_c
-from pi_runtime.kernels.codegen.atomics import atomic_add, atomic_replace, load_acquire, store_release
+from pi_runtime.kernels.codegen.intrinsics import atomic_add, atomic_replace, load_acquire, store_release
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import Ints, address_of, pointer_of
 

@@ -36,7 +36,7 @@ from pi_runtime.disk.kernels.reading import (
     target_of,
     wait_for_work,
 )
-from pi_runtime.kernels.codegen.atomics import load_acquire_32, store_release_32
+from pi_runtime.kernels.codegen.intrinsics import load_acquire_32, store_release_32
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import Ints, pointer_of
 

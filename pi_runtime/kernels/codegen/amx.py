@@ -6,7 +6,7 @@ A block has 32 columns, so a tile of the left factor has 32 bytes a row, and one
 blocks stay apart. Where a block's fours of columns are to stay apart, `FOUR_LEFT` and `FOUR_RIGHT` hold one each.
 
 Tiles mean something between `configure` and `release` alone, and no call keeps them: all that works with them belongs
-into one compiled function. What the system must allow first is in `tile_permission`.
+into one compiled function. What the system must allow first is in `isa`.
 """
 
 import struct
@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from pi_runtime.kernels.codegen import simd as v
-from pi_runtime.kernels.codegen.tile_permission import FEATURES
+from pi_runtime.kernels.codegen.isa import TILES
 
 ROWS, ROW_NBYTES = 16, 64
 """Rows of a whole tile, and bytes of one of its rows."""
@@ -37,7 +37,7 @@ def instruction(b: Any, name: str, *operands: Any) -> None:
 
 def allow(context: Any, b: Any) -> None:
     """Let the function that is emitted have AMX, whatever the process compiles for."""
-    ours = [context.codegen()._tm_features, *(f"+{name}" for name in sorted(FEATURES))]
+    ours = [context.codegen()._tm_features, *(f"+{name}" for name in sorted(TILES))]
     # llvmlite lets in only attributes that it knows by name.
     set.add(b.function.attributes, f'"target-features"="{",".join(filter(None, ours))}"')
 

@@ -8,21 +8,55 @@
     portable  whatever LLVM makes of plain loops
 
 `PI_ISA` forces one. An instruction the processor lacks would end the process inside LLVM, so it is refused here.
-Tiles are asked for (see `tile_permission`) unless another set is forced.
+Tiles are asked for unless another set is forced: Linux hands out their 8 KiB a thread on demand. A process asks once,
+before its threads start; the answer holds for all of them.
 """
 
 import ctypes
+import errno
 import os
 import platform
 import sys
+from collections.abc import Set
 from dataclasses import dataclass
+from functools import cache
 
 import llvmlite.binding
 import numba
 
 from pi_runtime.errors import UsageError
-from pi_runtime.kernels.codegen.tile_permission import FEATURES as TILES
-from pi_runtime.kernels.codegen.tile_permission import refusal
+
+TILES = frozenset({"amx-tile", "amx-int8"})
+"""LLVM's names of what products of bytes need. It lists them where the system has switched the registers on."""
+_TILE_PROCESSORS = ("sapphirerapids", "emeraldrapids", "graniterapids", "graniterapids-d", "diamondrapids")
+"""LLVM's names of processors that have tiles."""
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA = 158, 0x1023, 18
+_REASONS = {
+    errno.EINVAL: "this system is older than Linux 5.16, which knows them first",
+    errno.EOPNOTSUPP: "the system or its virtual machine has them switched off",
+    errno.ENOSPC: "a thread's signal stack is too small for them",
+}
+
+
+def refusal(features: Set[str], processor: str) -> str:
+    """Why tiles cannot be used on a processor with these LLVM features; '' where they can, or where it has none."""
+    if features >= TILES and (number := ask()):
+        why = _REASONS.get(number, os.strerror(number))
+        return f"the system refuses them ({errno.errorcode.get(number, number)}): {why}"
+    if processor in _TILE_PROCESSORS and not features >= TILES:
+        return "the system or its virtual machine does not show them"
+    return ""
+
+
+@cache
+def ask() -> int:
+    """Ask for tiles; returns 0, or the number of the system's error."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return errno.ENOSYS
+    libc = ctypes.CDLL(None, use_errno=True)
+    refused = libc.syscall(_ARCH_PRCTL, ctypes.c_long(_ARCH_REQ_XCOMP_PERM), ctypes.c_long(_XTILEDATA))
+    return ctypes.get_errno() if refused else 0
+
 
 _AVX2 = {"avx2", "fma", "f16c"}
 _NEON = {"neon", "dotprod"}

@@ -11,7 +11,7 @@ import llvmlite.binding
 from llvmlite import ir
 from numba import types
 
-from pi_runtime.kernels.codegen.emits import emits
+from pi_runtime.kernels.codegen.intrinsics import emits
 
 _COUNT, _NAME = ctypes.c_int64(0), "pi_runtime progress"
 llvmlite.binding.add_symbol(_NAME, ctypes.addressof(_COUNT))

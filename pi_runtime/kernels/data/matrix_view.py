@@ -18,12 +18,11 @@ from numba.extending import intrinsic
 
 from pi_runtime.artifact.formats import BLOCK, FORMATS, RUN, WEIGHT_FORMATS
 from pi_runtime.kernels.codegen import float16
-from pi_runtime.kernels.codegen.emits import emits
+from pi_runtime.kernels.codegen.intrinsics import emits
 from pi_runtime.kernels.codegen.jit import device, public
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.int8]
 
 F32, F16, BF16 = (FORMATS[name].code for name in ("f32", "f16", "bf16"))
@@ -74,12 +73,6 @@ def float_to_half(b: Any, number: Any) -> Any:
 def multiply_add(b: Any, x: Any, y: Any, z: Any) -> Any:
     """x · y + z, rounded once, as vector instructions compute it."""
     return b.fma(x, y, z)
-
-
-@emits(types.int64(types.uint64))
-def count_ones(b: Any, word: Any) -> Any:
-    """Count the bits that are set in a uint64."""
-    return b.ctpop(word)
 
 
 class MatrixView(NamedTuple):

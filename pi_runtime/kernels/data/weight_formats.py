@@ -20,7 +20,7 @@ from numba.core import cgutils
 from pi_runtime.artifact.formats import BLOCK, FORMATS, Format
 from pi_runtime.kernels.codegen import float16
 from pi_runtime.kernels.codegen import simd as v
-from pi_runtime.kernels.codegen.emits import emits
+from pi_runtime.kernels.codegen.intrinsics import emits
 from pi_runtime.kernels.codegen.isa import ISA
 
 GROUP_COLUMNS = 8 * BLOCK

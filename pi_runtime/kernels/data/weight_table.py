@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, Decoder
 from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.layer_classes import layer_classes
-from pi_runtime.artifact.rungs import RUNGS, SELECTORS
+from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer, Manifest
 from pi_runtime.artifact.sizes import ALL_MATRICES, scales_name
 from pi_runtime.kernels.codegen.indirect_calls import record_dtype
@@ -71,7 +71,6 @@ class LayerRecord:
     predictor_up: Annotated[int, "predictor/up"]
     predictor_up_scales: Annotated[int, "predictor/up_scales"]
     predictor_bias: Annotated[int, "predictor/bias"]
-    signs: Annotated[int, "predictor/signs"]
     qkv_format: int
     out_format: int
     first_format: int
@@ -80,16 +79,14 @@ class LayerRecord:
     down_format: int
     dense: int
     """1: the rung counts every neuron as kept."""
-    selector: int
-    """Code of what names the neurons."""
+    picks: int
+    """1: the predictor names the neurons whose `first` is read."""
     rank: int
     """Rank of the predictor's matrices."""
     limit: np.float32
     """Magnitudes of the activation up to here count as 0."""
     norm_eps: np.float32
     """Epsilon of the norm of an FFN's factors."""
-    margin: int
-    """Margin of the rung that compares signs."""
     first_slots: int
     """Address of the slots of the rows of `first` (see `MatrixView.slots`), or 0."""
     rest_slots: int
@@ -115,7 +112,6 @@ LAYER = record_dtype(LayerRecord)
 LayerRecords = Annotated[npt.NDArray[np.void], LayerRecord]
 EXPERT_ARRAYS = ("ffn/first", "ffn/rest", "ffn/up_bias", "predictor/")
 """Arrays of which each expert has its own rows."""
-SELECTOR_CODES: dict[str | None, int] = {name: n for n, name in enumerate((None, *SELECTORS))}
 SEQUENTIAL, PARALLEL, POST_NORM, REORDERED, SANDWICH = range(len(BLOCKS))
 RELU, RELU2, DRELU, SILU, GELU, GELU_TANH, CLAMPED_SWIGLU = range(len(ACTIVATIONS))
 
@@ -302,11 +298,10 @@ def settings_of(d: Decoder, layer: Layer, mode: str) -> dict[str, int | np.float
     rung = RUNGS[mode if exact else layer.rung]
     return {
         "dense": int(rung.dense),
-        "selector": SELECTOR_CODES[rung.selector],
+        "picks": int(rung.picks),
         "rank": layer.rank or 0,
         "limit": np.float32(d.threshold if exact else max(d.threshold, layer.threshold)),
         "norm_eps": np.float32(d.norm_eps),
-        "margin": layer.margin,
     }
 
 

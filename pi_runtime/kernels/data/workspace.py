@@ -1,6 +1,6 @@
 """Memory that one call of the forward pass works in, allocated once; `buffers.cpu_workspace` has its sizes.
 
-Shape letters: T up to `BLOCK_TOKENS` tokens, D model width, W embedding width (in `signs_TW` words of signs), Q numbers
+Shape letters: T up to `BLOCK_TOKENS` tokens, D model width, W embedding width, Q numbers
 of a token's queries, keys and values (in `mixed_TQ` of its queries), X experts (in `expert_TK` K of them a token), F
 neurons of one expert, C chunks, K places for a chunk's neurons, P padded columns, B positions of a page, E head width,
 L layers, V vocabulary. An array is `flat` where its shape varies.
@@ -15,7 +15,7 @@ from pi_runtime.artifact.buffers import cpu_workspace
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.sizes import BY_NEURON
-from pi_runtime.kernels.data.matrix_view import Floats, Ints, Words
+from pi_runtime.kernels.data.matrix_view import Floats, Ints
 
 
 class Workspace(NamedTuple):
@@ -59,8 +59,6 @@ class Workspace(NamedTuple):
     """The same for the second matrix of a predictor."""
     score_TF: Floats
     """Scores of the selector."""
-    signs_TW: Words
-    """Signs of the inputs, packed."""
     list_CK: Ints
     """Neurons of each chunk, in ascending order."""
     count_C: Ints

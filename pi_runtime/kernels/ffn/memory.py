@@ -69,7 +69,6 @@ class Ffn(NamedTuple):
     """down x of the predictor."""
     low_rank_inputs: int
     """The same as inputs of products."""
-    signs: int
     scores: int
     scored_T: int
     asking_T: int
@@ -115,7 +114,6 @@ def ffn_of(cfg: KernelConfig, ws: Workspace) -> Ffn:
         inputs=address_of(ws.inputs),
         low_rank=address_of(ws.low_rank_flat),
         low_rank_inputs=address_of(ws.low_rank_inputs),
-        signs=address_of(ws.signs_TW),
         scores=address_of(ws.score_TF),
         scored_T=address_of(ws.scored_T),
         asking_T=address_of(ws.asking_T),

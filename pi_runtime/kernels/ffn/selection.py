@@ -1,19 +1,14 @@
-"""Which neurons of a layer have their row of `first` read: those that the rung's selector names.
+"""Which neurons of a layer have their row of `first` read: those that its predictor names.
 
-    low-rank   up_i · (down x) + bias_i > 0
-    signs      columns in which first_i and x have the same sign, minus those in which they differ, above the margin
+    up_i · (down x) + bias_i > 0
 
-Shape letters: F neurons in stored order; D model width, R predictor rank, W = ⌈D / 64⌉ words of
-signs, T tokens, N of them that are asked for.
-
-A further selector has its fields in `weight_table` and its branches in `score` here.
+Shape letters: F neurons in stored order; D model width, R predictor rank, T tokens, N of them that are asked for.
 """
 
 import numpy as np
 from numba import carray, prange
 
-from pi_runtime.artifact.formats import ROW_ALIGN
-from pi_runtime.kernels.codegen.footprint import input_nbytes, sign_words
+from pi_runtime.kernels.codegen.footprint import input_nbytes
 from pi_runtime.kernels.codegen.jit import device, loop_body, parallel
 from pi_runtime.kernels.data.matrix_view import (
     F32,
@@ -21,37 +16,34 @@ from pi_runtime.kernels.data.matrix_view import (
     Ints,
     RowList,
     Vectors,
-    Words,
     address_of,
-    count_ones,
     integers,
     matrix,
     pointer_of,
     vector,
 )
 from pi_runtime.kernels.data.quantised_input import prepare_input
-from pi_runtime.kernels.data.weight_table import SELECTOR_CODES, LayerRecord
+from pi_runtime.kernels.data.weight_table import LayerRecord
 from pi_runtime.kernels.ffn.memory import Batch, Ffn, weights_of
 from pi_runtime.kernels.ops.row_products import row_products
 
-_NO_SELECTOR, _BY_SIGNS = SELECTOR_CODES[None], SELECTOR_CODES["signs"]
 _RANKS_AT_ONCE, _NEURONS_AT_ONCE = 16, 128
 """Rows of `down` and of `up` that a thread takes at once."""
 
 
 @device
 def selector_format(f: Ffn, w: LayerRecord) -> int:
-    """Format of the matrices that the selector multiplies the FFN's input with; f32 where it multiplies none."""
-    return f.predictor_format if w.selector not in (_NO_SELECTOR, _BY_SIGNS) else F32
+    """Format of the matrix that a predictor multiplies the FFN's input with; f32 where there is none."""
+    return f.predictor_format if w.picks != 0 else F32
 
 
 @device
 def name_neurons(f: Ffn, e: Batch, given: bool, threads: bool | None) -> int:
-    """Score the neurons [low, high) for the tokens that select: above 0 is what the selector names.
+    """Score the neurons [low, high) for the tokens that select: above 0 is what the predictor names.
 
     Returns how many tokens select. `given`: their scores are there, in the order of these tokens.
     """
-    tokens, asked, selects = e.token_N.shape[0], 0, weights_of(e).selector != _NO_SELECTOR
+    tokens, asked, selects = e.token_N.shape[0], 0, weights_of(e).picks != 0
     scored_N, asking_N = scored_of(f, tokens), integers(f.asking_T, tokens)
     for n in range(tokens):
         asks = (selects or given) and e.select_N[n] != 0
@@ -80,18 +72,13 @@ def scores_of(f: Ffn, scored: int) -> Floats:
 def score(f: Ffn, e: Batch, token_N: Ints, threads: bool | None) -> None:
     """Score the neurons [low, high) for some tokens, whose inputs are prepared."""
     w, tokens = weights_of(e), token_N.shape[0]
-    if w.selector == _BY_SIGNS:
-        for n in range(tokens):
-            x_D = vector(f.inputs + token_N[n] * input_nbytes(f.d_model), f.d_model)
-            _pack_signs(x_D, _signs_of(f, n))
+    r_NR = carray(pointer_of(f.low_rank), (tokens, w.rank), np.float32)
+    if threads is None:
+        _serial_reduce(f, e, token_N, r_NR)
     else:
-        r_NR = carray(pointer_of(f.low_rank), (tokens, w.rank), np.float32)
-        if threads is None:
-            _serial_reduce(f, e, token_N, r_NR)
-        else:
-            _parallel_reduce(f, e, token_N, r_NR)
-        for n in range(tokens):
-            prepare_input(f.predictor_format, r_NR[n], f.low_rank_inputs + n * input_nbytes(w.rank))
+        _parallel_reduce(f, e, token_N, r_NR)
+    for n in range(tokens):
+        prepare_input(f.predictor_format, r_NR[n], f.low_rank_inputs + n * input_nbytes(w.rank))
     if threads is None:
         _serial_scores(f, e, tokens)
     else:
@@ -120,11 +107,6 @@ _parallel_reduce, _serial_reduce = parallel(_reduce_part)(_reduce), device(_redu
 def _score_part(f: Ffn, e: Batch, tokens: int, part: int) -> None:
     w, begin = weights_of(e), e.low + part * _NEURONS_AT_ONCE
     end = min(e.high, begin + _NEURONS_AT_ONCE)
-    if w.selector == _BY_SIGNS:
-        for i in range(begin, end):
-            for n in range(tokens):
-                scores_of(f, n)[i] = np.float32(_agreement(w.signs, i, f.d_model, _signs_of(f, n)) - w.margin)
-        return
     up = matrix(f.predictor_format, w.predictor_up, w.predictor_up_scales, w.rank)
     x = Vectors(f.low_rank_inputs, input_nbytes(w.rank), 0, tokens)
     row_products(up, RowList(begin, 0, end - begin, e.high - begin), x, f.scores + 4 * begin, 4 * f.d_ff)
@@ -141,33 +123,3 @@ def _scores(f: Ffn, e: Batch, tokens: int) -> None:
 
 
 _parallel_scores, _serial_scores = parallel(_score_part)(_scores), device(_scores)
-
-
-@device
-def _signs_of(f: Ffn, scored: int) -> Words:
-    """The packed signs of the input of one of the scored tokens."""
-    words = sign_words(f.d_model)
-    return carray(pointer_of(f.signs + 8 * scored * words), (words,), np.uint64)
-
-
-@device
-def _pack_signs(x_D: Floats, signs_W: Words) -> None:
-    """Bit j % 64 of word j / 64 ← whether x_j is below 0; bits beyond the last column are 0."""
-    for word in range(signs_W.shape[0]):
-        packed = np.uint64(0)
-        for j in range(64 * word, min(x_D.shape[0], 64 * word + 64)):
-            packed |= np.uint64(x_D[j] < 0) << np.uint64(j % 64)
-        signs_W[word] = packed
-
-
-@device
-def _agreement(signs: int, row: int, columns: int, x_W: Words) -> int:
-    """Columns in which row and input have the same sign, minus those in which they differ."""
-    words = x_W.shape[0]
-    stride = (8 * words + ROW_ALIGN - 1) // ROW_ALIGN * ROW_ALIGN
-    row_W = carray(pointer_of(signs + row * stride), (words,), np.uint64)
-    differ = 0
-    for word in range(words - 1):
-        differ += count_ones(row_W[word] ^ x_W[word])
-    unused = np.uint64(64 * words - columns)
-    return columns - 2 * (differ + count_ones((row_W[words - 1] ^ x_W[words - 1]) << unused))

@@ -17,7 +17,7 @@ from numba.core import cgutils
 from pi_runtime.artifact.footprint import BLOCK_SUM, STRIP, SUM_NEURONS
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen import simd as v
-from pi_runtime.kernels.codegen.emits import emits
+from pi_runtime.kernels.codegen.intrinsics import emits
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import public
 from pi_runtime.kernels.data.matrix_view import Floats, MatrixView, address_of, columns_from

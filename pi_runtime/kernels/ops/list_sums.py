@@ -16,7 +16,7 @@ from numba.core import cgutils
 
 from pi_runtime.artifact.footprint import SUM_NEURONS
 from pi_runtime.kernels.codegen import simd as v
-from pi_runtime.kernels.codegen.emits import emits
+from pi_runtime.kernels.codegen.intrinsics import emits
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import public
 from pi_runtime.kernels.data.matrix_view import MatrixView, RowList

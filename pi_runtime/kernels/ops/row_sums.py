@@ -21,8 +21,8 @@ from numba.core import cgutils
 
 from pi_runtime.artifact.footprint import SUM_ROWS
 from pi_runtime.kernels.codegen import simd as v
-from pi_runtime.kernels.codegen.emits import emits
 from pi_runtime.kernels.codegen.indirect_calls import by_address
+from pi_runtime.kernels.codegen.intrinsics import emits
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import MatrixView, RowList, integers, multiply_add, vector

@@ -14,7 +14,7 @@ from numba import types
 
 from pi_runtime.artifact.footprint import POSITIONS
 from pi_runtime.kernels.codegen import simd as v
-from pi_runtime.kernels.codegen.emits import emits
+from pi_runtime.kernels.codegen.intrinsics import emits
 from pi_runtime.kernels.codegen.jit import device
 from pi_runtime.kernels.data.matrix_view import Floats, address_of
 

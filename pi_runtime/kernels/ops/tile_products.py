@@ -26,7 +26,7 @@ from numba.extending import intrinsic
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen import amx
 from pi_runtime.kernels.codegen import simd as v
-from pi_runtime.kernels.codegen.emits import emits
+from pi_runtime.kernels.codegen.intrinsics import emits
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import MatrixView, RowList, Vectors, pointer_of
 from pi_runtime.kernels.data.weight_formats import BLOCK_FORMATS, BlockFormat

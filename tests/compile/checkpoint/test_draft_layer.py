@@ -97,10 +97,10 @@ def test_a_recipe_may_want_it_or_not(tmp_path: Path) -> None:
     with_draft_layer(tmp_path / "model", "glm4-moe")
     recipe = create_recipe(str(tmp_path / "model"), tmp_path / "a.toml")
     assert isinstance(recipe, Recipe)
-    assert recipe.guess == GuessSection(tokens=0, head="own")
+    assert recipe.guess == GuessSection(head="own")
     found = recipe_checkpoint(recipe, tmp_path)
     assert found.array_shapes["guess/fc"] == (found.decoder.d_model, 2 * found.decoder.d_model)
-    without = recipe_checkpoint(recipe.model_copy(update={"guess": GuessSection(tokens=0)}), tmp_path)
+    without = recipe_checkpoint(recipe.model_copy(update={"guess": GuessSection(head="")}), tmp_path)
     assert not [name for name in without.array_shapes if name.startswith("guess/")]
     assert without.decoder == found.decoder
 

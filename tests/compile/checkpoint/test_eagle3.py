@@ -74,9 +74,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def test_the_layout_is_read(checkpoint: Checkpoint, tmp_path: Path, renamed: Callable[[str], str]) -> None:
     d = checkpoint.decoder
     found = tensors(d.d_model, d.vocab_size)
-    head, arrays, _ = read_head(
-        written(tmp_path / "head", {renamed(name): tensor for name, tensor in found.items()}), d, "f32"
-    )
+    read = read_head(written(tmp_path / "head", {renamed(name): tensor for name, tensor in found.items()}), d)
+    head, arrays = read.head, read.arrays
     assert (head.states, head.shortlist, head.n_heads, head.n_kv_heads) == ((0, 1, 2), SHORTLIST, 4, 2)
     assert head.rotary_frequencies == pytest.approx([500 ** (-j / 4) for j in range(4)])
     assert np.array_equal(arrays["ids"], np.flatnonzero(found["t2d"]))
@@ -88,7 +87,7 @@ def test_without_layers_in_its_config_a_head_reads_the_usual_ones(tmp_path: Path
     d = open_checkpoint(str(tmp_path / "model")).decoder
     config = {key: value for key, value in CONFIG.items() if key != "eagle_config"}
     folder = written(tmp_path / "head", tensors(d.d_model, d.vocab_size), config)
-    assert read_head(folder, d, "f32")[0].states == (2, 4, 5)
+    assert read_head(folder, d).head.states == (2, 4, 5)
 
 
 @pytest.mark.slow
@@ -97,7 +96,7 @@ def test_it_is_packed_and_drafts_as_its_equations_say(tmp_path: Path) -> None:
     d = open_checkpoint(str(project / "model")).decoder
     found = tensors(d.d_model, d.vocab_size)
     written(project / "head", found)
-    (project / "small.toml").write_text(small_recipe(guess={"tokens": 0, "head": "head"}).to_toml())
+    (project / "small.toml").write_text(small_recipe(guess={"head": "head"}).to_toml())
     pipeline = Pipeline(project / "small.toml", "cpu", lambda _line: None, no_progress)
     with pipeline.worker:
         pipeline.pack(project / "small.pi")
@@ -139,4 +138,4 @@ def test_what_is_not_computed_is_refused_by_name(
     d = checkpoint.decoder
     found = {name: t for name, t in (tensors(d.d_model, d.vocab_size) | change).items() if t is not None}
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        read_head(written(tmp_path / "head", found, CONFIG | config), d, "f32")
+        read_head(written(tmp_path / "head", found, CONFIG | config), d)

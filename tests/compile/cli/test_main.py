@@ -38,11 +38,10 @@ FLAGS = {
         "--force",
     },
     "sparsify": {
-        *("[RECIPE]", "-o", "--output", "--device", "--resume", "--steps", "--sparsity", "--track", "--push"),
+        *("[RECIPE]", "-o", "--output", "--device", "--resume", "--steps", "--track", "--push"),
     },
     "profile": {*BUILD, "--export"},
     "train": {*BUILD, "--export"},
-    "guess": {*BUILD},
     "place": {*BUILD, "--lock", "--locked", "--solver", "--time-limit"},
     "pack": {*BUILD, "-o", "--output", "--plain", "--layout"},
     "build": {*BUILD, "-o", "--output"},

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pi_compile.cost_model.disk_reads import DiskReads
+from pi_compile.cost_model.row_options import DiskReads
 from pi_compile.machine import Disk
 
 DISK = Disk(

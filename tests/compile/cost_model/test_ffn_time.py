@@ -51,16 +51,9 @@ def test_each_rung_pays_for_what_it_reads() -> None:
     d = small_decoder(d_model=128, d_ff=1000, ffn="gated")
     neuron = FfnBytes(d, "q4", "q8")
     first, rest, launches = neuron.first, neuron.rest, 2 * 3e6
-    threshold, sign = Layer(rung="threshold"), Layer(rung="sign")
-    signs = Reads.of(neuron, sign, 0.5, 0.1)
-    assert signs.predictor == 1000 * 64  # two words of signs in a cache line
-    times = {
-        "threshold": launches + 1000 * first / 20e9 * 1e12 + 200 * rest / 7e9 * 1e12,
-        "sign": 2 * launches + 64000 / 40e9 * 1e12 + 500 * first / 7e9 * 1e12 + 100 * rest / 7e9 * 1e12,
-    }
+    threshold = Layer(rung="threshold")
     found = Reads.of(neuron, threshold, 1.0, 0.2).ps(threshold, PROCESSOR, neuron)
-    assert found == pytest.approx(times["threshold"])
-    assert signs.ps(sign, PROCESSOR, neuron) == pytest.approx(times["sign"])
+    assert found == pytest.approx(launches + 1000 * first / 20e9 * 1e12 + 200 * rest / 7e9 * 1e12)
 
 
 def test_of_experts_a_token_reads_those_it_goes_to() -> None:

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from pi_compile.cost_model.layer_groups import cuts, expert_cuts, group_order, group_sums
+from pi_compile.cost_model.workload import cuts, expert_cuts, group_order, group_sums
 
 
 def sorted_counts(rng: np.random.Generator, experts: int, d_ff: int) -> np.ndarray:

@@ -77,14 +77,6 @@ def test_a_rate_of_picking_is_that_of_its_format_on_its_processor(changed: str, 
         assert (new.attention, new.predictor) == (old.attention, old.predictor)
 
 
-def test_signs_are_read_at_the_memory_s_rate() -> None:
-    """They have no number format: no rate of one, nor of predictors, changes their time."""
-    rates = dict.fromkeys(WEIGHT_FORMATS, 5.0)
-    cpu = machine().cpu.model_copy(update={"format_gb_per_s": rates, "predictor_gb_per_s": rates})
-    work = workload(COUNTS, (LayerWork(rung="sign"),))
-    assert costs_of(work, machine(cpu=cpu)).layers[0].predictor[CPU] == work.predictor_bytes[0] * 25 > 0
-
-
 def test_attention_launches_three_times_and_takes_the_longer_of_reading_and_computing() -> None:
     work = workload(COUNTS)
     parts, cache = work.parts, kv_bytes(work.decoder, "f16", work.context // 2)

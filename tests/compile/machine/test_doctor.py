@@ -15,7 +15,7 @@ from support.paths import ROOT
 
 from pi_compile.machine import doctor
 from pi_runtime.errors.exit_codes import EXTRA_OF
-from pi_runtime.kernels.codegen import threads, tile_permission
+from pi_runtime.kernels.codegen import isa, threads
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -118,7 +118,7 @@ def test_tiles_that_are_refused_are_told_with_the_reason(monkeypatch: pytest.Mon
         (0, ""),
         (errno.EINVAL, "; AMX is not used: the system refuses them (EINVAL): this system is"),
     ):
-        monkeypatch.setattr(tile_permission, "ask", lambda number=number: number)
+        monkeypatch.setattr(isa, "ask", lambda number=number: number)
         assert found("processor").found.partition("amx-int8")[2].startswith(told)
         assert ("AMX is not used" in found("processor").found) == bool(told)
     monkeypatch.setattr(binding, "get_host_cpu_features", lambda: features({"avx2": True}))

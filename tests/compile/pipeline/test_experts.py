@@ -283,11 +283,11 @@ def test_inspect_shows_experts_and_the_range_of_their_cuts(
 
 def test_bytes_per_token_are_those_of_the_experts_it_goes_to(made: Made, tmp_path: Path) -> None:
     manifest = pack(made[1], PackSpec(), tmp_path / "a.pi", recipe={}).manifest
-    m = replace(manifest, layers=(Layer(rung="predicted", rank=3), Layer(rung="sign")))
+    m = replace(manifest, layers=(Layer(rung="predicted", rank=3), Layer(rung="predicted", rank=1)))
     row = FfnBytes.of(m.decoder, m.formats)
     tally = np.array([[300, 500, 200]] * 2)  # fires, read, both, over 10 tokens
     score = Score(1.0, np.zeros(1), np.zeros(0, np.int64), tally, 10)
     assert score.ffn_bytes(m, "dense") == [50 * row.first + PER_TOKEN * F * row.rest] * 2
     assert score.ffn_bytes(m, "gate") == [50 * row.first + 20 * row.rest] * 2
-    picked = [50 * row.first + 20 * row.rest + PER_TOKEN * row.predictor(rank) for rank in (3, 0)]
+    picked = [50 * row.first + 20 * row.rest + PER_TOKEN * row.predictor(rank) for rank in (3, 1)]
     assert score.ffn_bytes(m, "predicted") == picked

@@ -292,7 +292,7 @@ def test_a_quality_budget_out_of_reach_ends_the_build(project: Path, fails: Call
 
 
 def test_every_rung_may_be_in_one_artifact(project: Path) -> None:
-    rungs = ["dense", "gate", "threshold", "predicted", "sign"]
+    rungs = ["dense", "gate", "threshold", "predicted"]
     recipe = small_recipe(
         train={"rungs": rungs}, quality={"perplexity_increase": 0.5}, pack={"predictor": "auto", "ffn": "q8"}
     )

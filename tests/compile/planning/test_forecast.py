@@ -23,8 +23,7 @@ from support.synthetic import small_decoder
 
 from pi_compile.cli.main import app
 from pi_compile.cli.plan_text import plan_text
-from pi_compile.cost_model.default_rungs import PREDICTOR_SHARE, untrained_layers
-from pi_compile.cost_model.workload import Workload
+from pi_compile.cost_model.workload import PREDICTOR_SHARE, Workload, untrained_layers
 from pi_compile.errors import CheckpointError
 from pi_compile.files import bundled_folder
 from pi_compile.machine.profile import Disk, Machine, find_machine

@@ -6,8 +6,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from pi_compile.report.axes import count_axis, log_axis
-from pi_compile.report.svg import figure, svg
+from pi_compile.report.drawing import count_axis, figure, log_axis, svg
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A finished run goes on, sweeps share a control, trackers are told, and a folder is uploaded."""
+"""A finished run goes on, trackers are told, and a folder is uploaded."""
 
 import json
 import shutil
@@ -17,7 +17,6 @@ import huggingface_hub
 from accelerate import tracking
 from accelerate.utils import LoggerType, ProjectConfiguration
 from huggingface_hub.errors import LocalTokenNotFoundError
-from support.documents import assert_as_documented
 from support.sparsifying import small_recipe
 
 from pi_compile.cli.main import app
@@ -67,28 +66,6 @@ def test_what_a_run_does_not_go_on_from(sparsified: Any, tmp_path: Path, fails: 
     go_on = ("sparsify", "--resume", tmp_path / "out", "-o", tmp_path / "more")
     assert "nothing to go on from" in fails(2, *go_on, "--steps", 4)
     assert "--resume and --steps belong together" in fails(2, *go_on)
-
-
-def test_a_sweep_is_one_page(bases: Path, tmp_path: Path, fails: Fails, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = bases / f"{tmp_path.name}.toml"
-    recipe.write_text(small_recipe(run={"control": True}).to_toml())
-    asked = ["sparsify", recipe, "-o", tmp_path / "sweep", "--sparsity", 0.7, "--sparsity"]
-    assert console.run(app, [str(a) for a in [*asked, 0.6, "--json"]]) == 0
-    captured = capsys.readouterr()
-    runs = json.loads(captured.out)["runs"]
-    assert [run["recipe"]["steer"]["sparsity"] for run in runs] == [0.6, 0.7]
-    assert runs[0]["perplexity"]["control"] == runs[1]["perplexity"]["control"]
-    for run in runs:
-        assert_as_documented("sparsify", run)
-    assert captured.err.count("step 8:") == 3, "the control is trained once"
-    page = (tmp_path / "sweep" / "sweep.html").read_text()
-    assert page.count("<svg") == 2
-    assert len((tmp_path / "sweep" / "sweep.csv").read_text().splitlines()) == 3
-    assert console.run(app, [str(a) for a in [*asked, 0.6]]) == 0
-    assert "step 8:" not in capsys.readouterr().err
-    recipe.write_text(small_recipe(train={"seed": 1}).to_toml())
-    assert "is of another recipe" in fails(2, *asked, 0.6)
-    assert "above 0 and below 1" in fails(2, *asked, 1.5)
 
 
 def test_trackers_are_told(

@@ -20,7 +20,7 @@ from pi_compile.results.activation_profile import ActivationProfile
 from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor
-from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn, sign_agreement
+from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
 from pi_compile.training.layer_sums import LayerSums
 from pi_compile.training.spec import BYTES
 from pi_runtime.artifact.reader import Artifact
@@ -31,7 +31,7 @@ from pi_runtime.kernels import reference
 D_MODEL, D_FF, RANK = 70, 90, 6
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.standard_normal((33, D_MODEL)).astype(np.float32)
-X[0, :9] = 0  # an input of 0 counts as above 0
+X[0, :9] = 0
 WEIGHTS: dict[str, Any] = {
     "ffn/first": GENERATOR.standard_normal((D_FF, D_MODEL)).astype(np.float32) / 8,
     "ffn/first_bias": GENERATOR.standard_normal(D_FF).astype(np.float32) / 4,
@@ -52,21 +52,15 @@ class Named(dict[str, Any]):
         return np.tensordot(x, self[name], (-1, -1))
 
 
-def signs(first: np.ndarray) -> np.ndarray:
-    padded = np.zeros((len(first), -(-first.shape[1] // 64) * 64), bool)
-    padded[:, : first.shape[1]] = first < 0
-    return np.packbits(padded, axis=1, bitorder="little").view(np.uint64)
-
-
 @pytest.mark.parametrize("n_experts", [1, 3])
 @pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "drelu"])
-@pytest.mark.parametrize("rung", ["dense", "gate", "threshold", "predicted", "sign"])
+@pytest.mark.parametrize("rung", ["dense", "gate", "threshold", "predicted"])
 def test_a_rung_computes_what_its_definition_says(rung: str, activation: str, n_experts: int) -> None:
     d = small_decoder(
         d_model=D_MODEL, d_ff=D_FF // n_experts, n_experts=n_experts, experts_per_token=min(2, n_experts),
         activation=activation, ffn="gated", ffn_bias=True,
     )  # fmt: skip
-    numbers = Named(WEIGHTS | {"predictor/signs": signs(WEIGHTS["ffn/first"])})
+    numbers = Named(WEIGHTS)
     if n_experts == 1:
         del numbers["ffn/router"]
     else:
@@ -77,7 +71,6 @@ def test_a_rung_computes_what_its_definition_says(rung: str, activation: str, n_
         rung=rung,
         rank=RANK if rung == "predicted" else None,
         threshold=0.125 if rung == "threshold" else 0.0,
-        margin=2 if rung == "sign" else 0,
     )
     w = {name: torch.from_numpy(v) for name, v in numbers.items() if not name.startswith("predictor/")}
     p = Predictor(*(torch.from_numpy(numbers[f"predictor/{k}"]) for k in ("down", "up", "bias")))
@@ -92,11 +85,6 @@ def test_a_rung_computes_what_its_definition_says(rung: str, activation: str, n_
         assert 0 < read.float().mean() < 1
     wanted = reference.ffn(d, numbers, X, selected, layer.threshold)
     np.testing.assert_allclose(td.ffn_output(w, kept).numpy(), wanted, rtol=1e-3, atol=1e-4)
-
-
-def test_agreement_is_the_definition_of_the_format() -> None:
-    found = sign_agreement({"ffn/first": torch.from_numpy(WEIGHTS["ffn/first"])}, torch.from_numpy(X))
-    assert np.array_equal(found.numpy(), reference.agreement(signs(WEIGHTS["ffn/first"]), X))
 
 
 def test_a_threshold_is_counted_as_what_fires() -> None:
@@ -121,12 +109,12 @@ def test_a_threshold_is_counted_as_what_fires() -> None:
 
 
 @pytest.mark.parametrize("ffn_format", ["keep", "q4"])
-def test_thresholds_and_signs_are_packed(tmp_path: Path, ffn_format: str) -> None:
+def test_thresholds_are_packed(tmp_path: Path, ffn_format: str) -> None:
     """The packed artifact, run by the reference, has the losses that were measured."""
     hf.random_llama(tmp_path / "model", hidden_size=72)
     checkpoint = open_checkpoint(tmp_path / "model")
     d = checkpoint.decoder
-    layers = [Layer(rung="sign", margin=1), Layer(rung="threshold", threshold=0.0625), Layer(rung="gate")]
+    layers = [Layer(rung="gate"), Layer(rung="threshold", threshold=0.0625), Layer(rung="gate")]
     ids = torch.from_numpy(np.random.default_rng(3).integers(3, 130, (2, 16)))
     measure_quality(checkpoint, ids, [DENSE] * 3, tmp_path / "work")
     quality = measure_quality(checkpoint, ids, list(map(SparseFfn, layers)), tmp_path / "work", "sparse")
@@ -150,8 +138,6 @@ def test_thresholds_and_signs_are_packed(tmp_path: Path, ffn_format: str) -> Non
     formats = {**dict.fromkeys(PARTS, "keep"), "ffn": ffn_format}
     pack(checkpoint, PackSpec(formats=formats), tmp_path / "a.pi", recipe={}, profile=refined, predictor_set=trained)
     with Artifact.open(tmp_path / "a.pi") as artifact:
-        first = artifact.values("layers/0/ffn/first")
-        assert np.array_equal(artifact.values("layers/0/predictor/signs"), signs(first))
         assert list(artifact.manifest.layers) == layers
         if ffn_format == "keep":
             logits = torch.from_numpy(np.stack([reference.forward(artifact, row, "predicted") for row in ids.numpy()]))

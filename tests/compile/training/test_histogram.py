@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pi_compile.training.histogram import ValueHistogram
+from pi_compile.training.candidates import ValueHistogram
 
 FRACTIONS = (0.0, 1e-4, 0.01, 0.1, 0.25, 0.5, 0.75)
 

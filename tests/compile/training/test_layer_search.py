@@ -19,7 +19,7 @@ from pi_compile.training import candidates, work_estimate
 from pi_compile.training.candidates import MORE_RANKS
 from pi_compile.workers import WorkFolder
 
-RUNGS = ("dense", "gate", "threshold", "predicted", "sign")
+RUNGS = ("dense", "gate", "threshold", "predicted")
 
 
 @pytest.fixture(scope="module")

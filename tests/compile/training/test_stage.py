@@ -313,7 +313,7 @@ def test_little_memory_finds_the_same(
     run: Callable[..., PredictorSet], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Neuron values are never kept for a whole text."""
-    rungs = ("gate", "threshold", "predicted", "sign")
+    rungs = ("gate", "threshold", "predicted")
     run("wanted", rungs=rungs)
     most, original = [], candidates.energy
     monkeypatch.setattr(candidates, "NEURON_VALUES", 50 * D_FF)
@@ -325,26 +325,11 @@ def test_little_memory_finds_the_same(
     wanted, found = (
         json.loads(str(read_arrays(tmp_path / name / "layer-0.npz")["candidates"])) for name in ("wanted", "found")
     )
-    assert {c["layer"]["rung"] for c in found} == {"threshold", "predicted", "sign"}
-    tolerances = {"threshold": 2**-6, "score_threshold": 2**-6, "margin": 0, "rank": 0, "error": 0.05}
+    assert {c["layer"]["rung"] for c in found} == {"threshold", "predicted"}
+    tolerances = {"threshold": 2**-6, "score_threshold": 2**-6, "rank": 0, "error": 0.05}
     for key, tolerance in tolerances.items():
         ones, others = ([(c | c["layer"])[key] or 0 for c in cs] for cs in (wanted, found))
         assert others == pytest.approx(ones, rel=tolerance)
-
-
-def test_a_sparse_model_may_go_by_signs_alone(
-    run: Callable[..., PredictorSet], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(candidates, "train", None)
-    trained = run(rungs=("gate", "sign"), perplexity_increase=0.5)
-    signed = [row for row in trained.rows if row.rung == "sign"]
-    assert signed
-    for row in signed:
-        neuron = FfnBytes(SHAPE_DECODER, "f16", "f16")
-        read = row.rows_read_over_active * row.density
-        assert row.ffn_bytes == pytest.approx(
-            neuron.predictor(0) + D_FF * (read * neuron.first + row.recall * row.density * neuron.rest)
-        )
 
 
 def test_time_and_not_bytes_decides(run: Callable[..., PredictorSet]) -> None:
@@ -364,7 +349,7 @@ def test_time_and_not_bytes_decides(run: Callable[..., PredictorSet]) -> None:
     assert trained.rows[0].ffn_us == pytest.approx(2e6 + trained.rows[0].ffn_bytes / 1e3)
 
 
-@pytest.mark.parametrize("rungs", [("dense", "gate", "predicted"), ("dense", "gate", "threshold", "predicted", "sign")])
+@pytest.mark.parametrize("rungs", [("dense", "gate", "predicted"), ("dense", "gate", "threshold", "predicted")])
 def test_what_is_loaded_again_decides_the_same(run: Callable[..., PredictorSet], rungs: tuple[str, ...]) -> None:
     first = run(rungs=rungs, predictor_formats=("f16", "q8"))
     assert run(rungs=rungs, predictor_formats=("f16", "q8")).digest() == first.digest()

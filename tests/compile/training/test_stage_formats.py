@@ -28,8 +28,7 @@ from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import Predictor, energy
 from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
-from pi_compile.training.candidates import LOST_ENERGY, initial_ranks
-from pi_compile.training.histogram import ValueHistogram
+from pi_compile.training.candidates import LOST_ENERGY, ValueHistogram, initial_ranks
 from pi_compile.training.spec import BYTES
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer

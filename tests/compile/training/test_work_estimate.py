@@ -68,7 +68,7 @@ def test_more_to_try_takes_longer() -> None:
     assert work(spec=replace(SPEC, rungs=("gate", "threshold"))).estimate("cpu").seconds < base
 
 
-@pytest.mark.parametrize("rungs", [("gate",), ("gate", "sign"), ("gate", "predicted")])
+@pytest.mark.parametrize("rungs", [("gate",), ("gate", "threshold"), ("gate", "predicted")])
 def test_progress_rises_to_its_end(rungs: tuple[str, ...]) -> None:
     told: list[tuple[int, int]] = []
     d = small_decoder(n_layers=3, d_model=64, d_ff=192)

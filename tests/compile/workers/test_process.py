@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pi_compile.workers import process
-from pi_compile.workers.process import lives_here, this_process
+from pi_compile.workers import worker
+from pi_compile.workers.worker import lives_here, this_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of processes")
 
@@ -30,7 +30,7 @@ def test_a_process_that_ended_does_not_live() -> None:
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     shown = this_process() | {"pid": child}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process.os, "getpid", lambda: child)
+        patch.setattr(worker.os, "getpid", lambda: child)
         shown["started"] = this_process()["started"]
     assert lives_here(shown) is False  # a zombie, whose parent has not asked
     os.waitpid(child, 0)
@@ -48,7 +48,7 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("sys", str(os.getpid())):
         (tmp_path / name).symlink_to(f"/proc/{name}")
     (tmp_path / "self").symlink_to(str(os.getpid()))
-    monkeypatch.setattr(process, "PROC", tmp_path)
+    monkeypatch.setattr(worker, "PROC", tmp_path)
     return tmp_path
 
 
@@ -58,7 +58,7 @@ def test_a_process_of_another_user_may_be_hidden(proc: Path, monkeypatch: pytest
     def kill(pid: int, _signal: int) -> None:
         raise PermissionError if pid == 1 else ProcessLookupError
 
-    monkeypatch.setattr(process.os, "kill", kill)
+    monkeypatch.setattr(worker.os, "kill", kill)
     assert lives_here(this_process()) is True
     assert lives_here(this_process() | {"pid": 1}) is None
     assert lives_here(this_process() | {"pid": 2}) is False

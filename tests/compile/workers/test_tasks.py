@@ -15,7 +15,7 @@ from pi_compile.errors import ProfileError, TaskFailedError
 from pi_compile.workers import Rank, StageDoneError, Worker, WorkFolder, failures_in, rank_of, workers_in
 from pi_compile.workers import tasks as tasks_module
 from pi_compile.workers import worker as worker_module
-from pi_compile.workers.process import this_process
+from pi_compile.workers.worker import this_process
 from pi_runtime.errors import NotMetError, UsageError
 
 SHORT = 0.2

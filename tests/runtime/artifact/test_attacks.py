@@ -231,7 +231,7 @@ def test_arrays_far_larger_than_the_file(scratch: Path) -> None:
         },
         files={"tokenizer.json": FileEntry(offset=files["tokenizer.json"].data, nbytes=2, sha256=ZEROS)},
     )
-    generated, trailing = layout.trailer(specs, changed.version, canonical_json(changed), offset)
+    generated, trailing = layout.trailer(specs, canonical_json(changed), offset)
     directory = b"".join(map(central_record, [*arrays.values(), *files.values(), *generated]))
     end = EndRecord(len(arrays) + 1 + len(generated), len(directory), len(trailing)).pack(len(PREFIX) + 64)
     assert "after the last entry" in refused(scratch, seal(trailing + directory + end + PREFIX))

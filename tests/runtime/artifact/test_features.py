@@ -1,4 +1,4 @@
-"""A file says by name what it uses beyond format version 3, and a reader says by name what it lacks."""
+"""A file says by name what it uses, and a reader says by name what it lacks."""
 
 import json
 from collections.abc import Callable
@@ -38,43 +38,55 @@ def refusal(path: Path) -> str:
 def test_a_file_lists_what_it_uses(featured: Path) -> None:
     verify(featured)
     with Artifact.open(featured) as artifact:
-        assert (artifact.manifest.version, artifact.manifest.features) == (4, ("predictors",))
+        assert (artifact.manifest.version, artifact.manifest.features) == (1, ("predictors",))
     data = featured.read_bytes()
-    assert data[-90:].startswith(b"pi-artifact/4 sha256-4MiB ")
-    assert b'"manifest":"manifest.json","version":4}' in data
+    assert data[-90:].startswith(b"pi-artifact/1 sha256-4MiB ")
+    assert b'"manifest":"manifest.json","version":1}' in data
 
 
 NAMES = {
-    "norms after each part": ["block.reordered", "joint_qk_norm"],
+    "norms after each part": ["block", "block.reordered", "joint_qk_norm", "qk_norm"],
     "scaled, capped, not rotated": [
         *("embedding_norm", "embedding_scale", "logit_scale", "logit_softcap"), "unrotated_layers",
     ],
-    "windows, experts by sigmoid of what enters": ["router_early", "router_score", "window", "windowed_layers"],
+    "windows, experts by sigmoid of what enters": [
+        *("experts_per_token", "n_experts", "router_early", "router_score", "window", "windowed_layers"),
+    ],
     "norms before and after, two kinds of angles": [
-        "block.sandwich", "window", "windowed_frequencies", "windowed_layers",
+        "block", "block.sandwich", "window", "windowed_frequencies", "windowed_layers",
     ],
     "shared experts, dense layers, a bias for choosing in groups": [
-        *("dense_ff", "dense_layers", "experts_shared", "router_choice_bias"),
+        *("dense_ff", "dense_layers", "experts_per_token", "experts_shared", "n_experts", "router_choice_bias"),
         *("router_groups", "router_scale", "router_score"),
     ],
     "sinks, a window, clamped experts with biases": [
-        *("activation.clamped_swiglu", "attention_sinks", "expert_bias", "router_bias", "window", "windowed_layers"),
+        *("activation.clamped_swiglu", "attention_sinks", "expert_bias", "experts_per_token", "n_experts"),
+        *("router_bias", "window", "windowed_layers"),
     ],
     "latents of keys and of queries, experts of groups by their largest": [
-        *("latent_rank", "query_rank", "router_group_top", "router_groups", "router_normalised"),
-        *("score_scale", "value_dim"),
+        *("experts_per_token", "latent_rank", "n_experts", "query_rank", "router_group_top", "router_groups"),
+        *("router_normalised", "score_scale", "value_dim"),
     ],
     "norms of what the last matrices read": ["inner_norms"],
-    "experts weighed among all": ["router_normalised"],
+    "experts weighed among all": ["experts_per_token", "n_experts", "router_normalised"],
 }  # fmt: skip
+
+
+def plain_features(path: Path) -> set[str]:
+    """The features of a small decoder without any of these facts."""
+    with Artifact.open(random_artifact(path, small_decoder())) as artifact:
+        return {*artifact.manifest.features}
 
 
 @pytest.mark.parametrize("facts", FACTS)
 def test_facts_of_a_decoder_are_features(facts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = random_artifact(tmp_path / "a.pi", small_decoder(**FACTS[facts]))
+    plain, path = (
+        plain_features(tmp_path / "plain.pi"),
+        random_artifact(tmp_path / "a.pi", small_decoder(**FACTS[facts])),
+    )
     verify(path)
     with Artifact.open(path) as artifact:
-        assert artifact.manifest.features == tuple(f"decoder.{name}" for name in NAMES[facts])
+        assert sorted({*artifact.manifest.features} - plain) == [f"decoder.{name}" for name in NAMES[facts]]
     monkeypatch.delitem(FEATURES, f"decoder.{NAMES[facts][0]}")
     assert f"found: decoder.{NAMES[facts][0]}" in refusal(path)
 
@@ -82,7 +94,22 @@ def test_facts_of_a_decoder_are_features(facts: str, tmp_path: Path, monkeypatch
 def test_angles_of_the_other_way_are_a_feature(tmp_path: Path) -> None:
     path = random_artifact(tmp_path / "a.pi", small_decoder(rotary_frequencies=(-1.0, -0.5)))
     with Artifact.open(path) as artifact:
-        assert artifact.manifest.features == ("decoder.rotary_frequencies.negative",)
+        assert {*artifact.manifest.features} - plain_features(tmp_path / "plain.pi") == {
+            "decoder.rotary_frequencies.negative"
+        }
+
+
+def test_what_has_its_default_is_left_out(tmp_path: Path) -> None:
+    """And it must not be given: a file has one spelling."""
+    with Artifact.open(random_artifact(tmp_path / "a.pi", small_decoder())) as artifact:
+        text, plain = canonical_json(artifact.manifest), plain_features(tmp_path / "plain.pi")
+    value = json.loads(text)
+    assert {"row_plans", "guess", "guess_layers", "plans"}.isdisjoint(value)
+    assert {"n_experts", "block", "logit_scale", "threshold"}.isdisjoint(value["decoder"])
+    assert plain == {"decoder.rotary_frequencies", "formats.f32"}
+    value["decoder"]["n_experts"] = 1
+    with pytest.raises(ArtifactError, match="not in canonical JSON"):
+        read_manifest(canonical_json(value), "a.pi")
 
 
 def test_a_feature_that_a_release_lacks_is_refused_by_name(featured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,11 +127,12 @@ def test_a_feature_that_a_release_lacks_is_refused_by_name(featured: Path, monke
     [
         (lambda m: m.update(features=["many-experts", "predictors"]), "features: ['many-experts', 'predictors'], used"),
         (lambda m: m.update(features=["predictors", "predictors"]), "features: ['predictors', 'predictors'], used"),
-        (lambda m: m.update(features=[]), "artifact format version 4 without features"),
-        (lambda m: m.pop("features"), "artifact format version 4 without features"),
-        (lambda m: m.update(features="predictors"), "artifact format version 4 without features"),
-        (lambda m: m.update(features=[1]), "artifact format version 4 without features"),
-        (lambda m: m.update(version=3), "version: 3 with features"),
+        (lambda m: m.update(features=[]), "features: [], used are ['predictors']"),
+        (lambda m: m.pop("features"), "features: [], used are ['predictors']"),
+        (lambda m: m.update(features="predictors"), "manifest.features: expected"),
+        (lambda m: m.update(features=[1]), "manifest.features[0]: expected str"),
+        (lambda m: m.pop("version"), "artifact format version None"),
+        (lambda m: m.update(version=3), "artifact format version 3"),
         (lambda m: m.update(version=True), "artifact format version True"),
         (lambda m: m.update(version=5), "artifact format version 5"),
         (lambda m: m.update(features=["\x1b[2J" * 9999], new=1), "uses what this release lacks"),
@@ -121,14 +149,11 @@ def test_what_is_listed_is_what_is_used(featured: Path, change: Callable[[Any], 
     assert len(str(caught.value)) < 2000
 
 
-def test_comment_and_manifest_tell_the_same_version(featured: Path, tmp_path: Path) -> None:
-    prefixes = {version: b"pi-artifact/%d sha256-4MiB " % version for version in (3, 4, 5)}
+def test_another_version_in_the_comment_is_refused(featured: Path, tmp_path: Path) -> None:
     entries, forged = take_apart(featured), tmp_path / "forged.pi"
-    forged.write_bytes(put_together(entries, prefix=prefixes[4]))
+    forged.write_bytes(put_together(entries, prefix=b"pi-artifact/1 sha256-4MiB "))
     assert forged.read_bytes() == featured.read_bytes()
-    forged.write_bytes(put_together(entries, prefix=prefixes[3]))
-    assert "damaged at the end record" in refusal(forged)
-    forged.write_bytes(put_together(entries, prefix=prefixes[5]))
+    forged.write_bytes(put_together(entries, prefix=b"pi-artifact/5 sha256-4MiB "))
     assert "artifact format version 5" in refusal(forged)
 
 
@@ -137,7 +162,7 @@ def test_a_guess_head_is_a_feature(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = random_artifact(tmp_path / "a.pi", decoder, format="q8", guess=small_guess_head(decoder, format="q8"))
     verify(path)
     with Artifact.open(path) as artifact:
-        assert artifact.manifest.features == ("guess_head",)
+        assert {*artifact.manifest.features} - plain_features(tmp_path / "plain.pi") == {"formats.q8", "guess_head"}
         assert artifact.manifest.guess == small_guess_head(decoder, format="q8")
         assert artifact.values("guess/qkv").shape == (64, 24 + 32)
     monkeypatch.delitem(FEATURES, "guess_head")

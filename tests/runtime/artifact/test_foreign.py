@@ -71,8 +71,8 @@ def test_a_pipe(tmp_path: Path) -> None:
     assert "no regular file" in refusal(tmp_path / "a.pi")
 
 
-@pytest.mark.parametrize("version", [b"0", b"1", b"2", b"10"])
+@pytest.mark.parametrize("version", [b"0", b"2", b"3", b"10"])
 def test_other_versions(scratch: Path, version: bytes) -> None:
-    message = refused(scratch, DATA.replace(b"pi-artifact/3 ", b"pi-artifact/" + version + b" "))
+    message = refused(scratch, DATA.replace(b"pi-artifact/1 ", b"pi-artifact/" + version + b" "))
     assert f"artifact format version {version.decode()}" in message
-    assert "expected: version 3" in message
+    assert "expected: version 1" in message

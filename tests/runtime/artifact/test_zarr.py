@@ -27,7 +27,7 @@ def values(name: str, found: dict[str, Any]) -> npt.NDArray[Any]:
 def test_zarr_reads_every_array() -> None:
     with zarr.storage.ZipStore(GOLDEN, mode="r") as store, Artifact.open(GOLDEN) as artifact:
         root = zarr.open_group(store, mode="r", zarr_format=3)
-        assert dict(root.attrs) == {"format": "pi-artifact", "version": 3, "manifest": "manifest.json"}
+        assert dict(root.attrs) == {"format": "pi-artifact", "version": 1, "manifest": "manifest.json"}
         found = {path: node for path, node in root.members(max_depth=None) if isinstance(node, zarr.Array)}
         assert found.keys() == artifact.manifest.arrays.keys()
         for name, entry in artifact.manifest.arrays.items():

@@ -73,7 +73,7 @@ CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
     "whole layers on either side": (MIXED, FEW_HEADS | {"fmt": "f16"}),
     "all on the GPU, OPT": (ALL_ON_GPU, FEW_HEADS | {"family": "opt"}),
     "q4": (SPLIT, FEW_HEADS | {"fmt": "q4"}),
-    "signs, a threshold and dense": (SPLIT, FEW_HEADS | {"layers": OTHERS}),
+    "predicted, a threshold and dense": (SPLIT, FEW_HEADS | {"layers": OTHERS}),
 }
 FURTHER = ("cold neurons on the CPU", "whole layers on either side", "all on the GPU, OPT", "q4")
 

@@ -42,7 +42,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.cuda import opening
 from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.memory.devices import Device
-from pi_runtime.cuda.prefill.crossover import crossover_tokens
+from pi_runtime.cuda.prefill.prefill import crossover_tokens
 from pi_runtime.errors import DoesNotFitError
 from pi_runtime.execution import devices
 from pi_runtime.execution.plan_choice import allocation, choose_plan, needed_bytes

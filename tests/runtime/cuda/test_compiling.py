@@ -29,7 +29,6 @@ KERNELS = {
     "_neuron_activations",
     "_norm",
     "_predict",
-    "_select_by_signs",
     "_store_kv",
 }
 MOE_KERNELS = {"_apply_route_weights", "_list_expert_neurons", "_route"}

@@ -8,16 +8,14 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.gpu_kernels import COLUMNS, FEW, FORMAT, TILING, TOKENS, Stored, assert_close, integers, normal
-from support.stored import LayerWeights, packed_signs, store
+from support.stored import LayerWeights, store
 from support.synthetic import small_decoder
 
-from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.cuda.kernels import attention, dequantise, ffn_neurons, residual, row_dot
 from pi_runtime.cuda.kernels.activations import CODES
 from pi_runtime.cuda.kernels.compaction import NeuronList, compact
 from pi_runtime.cuda.kernels.gathered_sum import gathered_sums
 from pi_runtime.cuda.kernels.matrix import DTYPES, DeviceMatrix
-from pi_runtime.cuda.kernels.sign_selection import select_by_signs
 from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.execution.pages import PAGE_POSITIONS
 from pi_runtime.kernels import reference
@@ -191,22 +189,6 @@ def test_prediction(device: torch.device, fmt: str, rows: int, rank: int, seed: 
     put = [torch.from_numpy(a).to(device) for a in (bias, r)]
     tile = ffn_neurons.predict(up.matrix, put[0], put[1][None], marks[None], counts[None], Tiling(dot_rows=8))
     wanted = up.values @ r + bias > 0
-    np.testing.assert_array_equal(marks.cpu().numpy() != 0, wanted)
-    for t in range(-(-rows // tile)):
-        assert counts[t] == wanted[t * tile : (t + 1) * tile].sum()
-
-
-@FEW
-@given(st.integers(1, 150), st.sampled_from([1, 40, 64, 1100]), st.integers(-3, 3), st.integers(0, 9))
-def test_signs(device: torch.device, rows: int, columns: int, margin: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    x = normal(rng, 1, columns)
-    words = packed_signs(normal(rng, rows, columns))
-    stored = FORMATS["u64"].encode(words).view(np.int64)
-    marks, counts = torch.empty(rows, device=device), torch.empty(rows, dtype=torch.int32, device=device)
-    put = [torch.from_numpy(a).to(device) for a in (stored, x)]
-    tile = select_by_signs(put[0], columns, margin, put[1], marks[None], counts[None])
-    wanted = reference.agreement(words, x)[0] > margin
     np.testing.assert_array_equal(marks.cpu().numpy() != 0, wanted)
     for t in range(-(-rows // tile)):
         assert counts[t] == wanted[t * tile : (t + 1) * tile].sum()

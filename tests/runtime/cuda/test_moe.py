@@ -31,9 +31,9 @@ SHAPE: dict[str, Any] = {"n_layers": 2, "d_ff": WIDTH, "n_experts": EXPERTS, "ex
 NONE, ALL, SOME = (0,) * EXPERTS, (WIDTH,) * EXPERTS, (64, 0, WIDTH, 7)
 """Cuts of one layer; with the last one experts are on the CPU, on the GPU, or on both sides."""
 PREDICTED = (Layer(rung="predicted", rank=7), Layer(rung="gate"))
-OTHERS = (Layer(rung="sign", margin=2), Layer(rung="threshold", threshold=0.1))
+OTHERS = (Layer(rung="predicted", rank=3), Layer(rung="threshold", threshold=0.1))
 DENSE = (Layer(rung="dense"), Layer(rung="predicted", rank=5))
-RUNGS = {"predicted, gate": PREDICTED, "sign, threshold": OTHERS, "dense, predicted": DENSE}
+RUNGS = {"predicted, gate": PREDICTED, "predicted, threshold": OTHERS, "dense, predicted": DENSE}
 PROMPT, GOING_ON = [5, 9, 250, 3, 77, 130], [7, 11, 200]
 CASES = {
     "all on the GPU": plan_of(["gpu", "gpu"], ALL + ALL),

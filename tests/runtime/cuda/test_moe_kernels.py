@@ -6,16 +6,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.gpu_kernels import COLUMNS, FEW, FORMAT, TILING, Stored, assert_close, integers, normal
-from support.stored import packed_signs
 from support.synthetic import small_decoder
 
-from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.cuda.kernels import moe
 from pi_runtime.cuda.kernels.compaction import NeuronList
 from pi_runtime.cuda.kernels.ffn_neurons import predict
 from pi_runtime.cuda.kernels.moe import DeviceCuts, Routing
 from pi_runtime.cuda.kernels.row_dot import linear
-from pi_runtime.cuda.kernels.sign_selection import select_by_signs
 from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.execution.plan_layout import Cuts
 from pi_runtime.kernels import reference
@@ -141,26 +138,6 @@ def test_prediction(
     tile = predict(up.matrix, bias_F, r_KR.view(1, -1), *marked, tiling, listed, routing.expert_MK, width)
     wanted = score + bias[candidates] > 0
     np.testing.assert_array_equal(marks[: len(candidates)].cpu().numpy() != 0, wanted)
-    for t in range(-(-room // tile)):
-        assert counts[t] == wanted[t * tile : (t + 1) * tile].sum()
-
-
-@FEW
-@given(st.integers(1, 150), st.sampled_from([1, 40, 64, 1100]), st.integers(-3, 3), st.integers(0, 9))
-def test_signs_of_a_list(device: torch.device, rows: int, columns: int, margin: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    x = normal(rng, 1, columns)
-    words = packed_signs(normal(rng, rows, columns))
-    candidates = rng.integers(0, rows, int(rng.integers(0, rows + 1)))
-    room = len(candidates) + 70
-    marks, counts = torch.zeros(room, device=device), torch.full((room,), -1, dtype=torch.int32, device=device)
-    index = integers(device, np.pad(candidates, (0, 70)))
-    listed = NeuronList.of(index[None], integers(device, [len(candidates)]))
-    signs = torch.from_numpy(FORMATS["u64"].encode(words).view(np.int64)).to(device)
-    marked = marks[None], counts[None]
-    tile = select_by_signs(signs, columns, margin, torch.from_numpy(x).to(device), *marked, listed)
-    wanted = np.pad(reference.agreement(words, x)[0][candidates] > margin, (0, 70))
-    np.testing.assert_array_equal(marks.cpu().numpy() != 0, wanted)
     for t in range(-(-room // tile)):
         assert counts[t] == wanted[t * tile : (t + 1) * tile].sum()
 

@@ -48,7 +48,7 @@ CPU_FIRST = plan_of(["cpu", "gpu", "cpu"], (0, 70, 128), "cpu-cpu")
 CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
     "predicted and gate, experts, biases": (SOME, {"family": "opt", **EXPERTS}),
     "predicted and gate, experts, q4": (SOME, {"fmt": "q4", **EXPERTS}),
-    "sign, threshold and dense, biases": (CPU_FIRST, {"family": "opt", "layers": OTHERS}),
+    "predicted, threshold and dense, biases": (CPU_FIRST, {"family": "opt", "layers": OTHERS}),
     "predicted and gate, q8, biases": (ONE, {"family": "opt", "fmt": "q8"}),
 }
 KV = 1 << 20

@@ -106,7 +106,7 @@ def test_a_block_has_the_bits_of_its_tokens_one_by_one(facts: dict[str, Any], fm
             np.testing.assert_array_equal(block.logits_TV, alone)
 
 
-RUNGS = (Layer(rung="sign", margin=2), Layer(rung="threshold", threshold=0.1), Layer(rung="predicted", rank=7))
+RUNGS = (Layer(rung="threshold", threshold=0.1), Layer(rung="predicted", rank=7))
 
 
 @pytest.mark.parametrize("layer", RUNGS, ids=lambda layer: layer.rung)
@@ -114,7 +114,7 @@ def test_two_sides_share_the_experts(layer: Layer, tmp_path: Path) -> None:
     """Cuts of one layer: inside, none, all, inside, none; so a token may be wholly on one side."""
     decoder = small_decoder(d_ff=70, n_layers=1, n_experts=5, experts_per_token=2, activation="silu")
     path = random_artifact(
-        tmp_path / "a.pi", decoder, ranks=[layer.predictor], layers=(layer,),
+        tmp_path / "a.pi", decoder, ranks=[layer.rank], layers=(layer,),
         plans=[stored_plan((30, 0, 70, 64, 0), 1000, 900, attention=("cpu",))],
     )  # fmt: skip
     ids = np.random.default_rng(0).integers(0, decoder.vocab_size, 40)

@@ -87,7 +87,7 @@ def decoders() -> st.SearchStrategy[Decoder]:
 @example(small_decoder(d_ff=300, activation="drelu"), "f32", "predicted", MOST_TOKENS, False, 0)
 @example(small_decoder(d_ff=300, activation="drelu"), "q8", "dense", FEW_TOKENS, False, 0)
 @example(small_decoder(d_ff=90, n_experts=5, experts_per_token=3), "f16", "predicted", MOST_TOKENS, False, 0)
-@example(small_decoder(d_ff=90, n_experts=5, experts_per_token=3), "q4", "sign", MOST_TOKENS, True, 0)
+@example(small_decoder(d_ff=90, n_experts=5, experts_per_token=3), "q4", "threshold", MOST_TOKENS, True, 0)
 @example(small_decoder(d_ff=CHUNKS * SUM_NEURONS + 700, d_model=40), "q8", "gate", 3, False, 0)
 @example(small_decoder(d_ff=CHUNKS * SUM_NEURONS + 700, d_model=40), "q4", "predicted", MOST_TOKENS, False, 0)
 @example(small_decoder(d_ff=CHUNKS * SUM_NEURONS + 700, d_model=40), "f16", "threshold", MOST_TOKENS, False, 0)
@@ -135,13 +135,9 @@ def test_a_range_of_neurons_has_one_sum(
 
 
 @FEW
-@given(
-    decoders(), st.sampled_from(WEIGHT_FORMATS), st.sampled_from(["predicted", "sign"]), st.integers(1, 4),
-    st.integers(0, 99),
-)  # fmt: skip
-def test_a_list_of_neurons_gives_what_their_selector_gives(
-    decoder: Decoder, fmt: str, rung: str, tokens: int, seed: int
-) -> None:
+@given(decoders(), st.sampled_from(WEIGHT_FORMATS), st.integers(1, 4), st.integers(0, 99))
+def test_a_list_of_neurons_gives_what_their_predictor_gives(decoder: Decoder, fmt: str, tokens: int, seed: int) -> None:
+    rung = "predicted"
     layer, some = ffn_layer(decoder, fmt, 5, seed), random_tokens(decoder, tokens, seed)
     some.select_T[:] = 1
     wanted_MD, tally_M3 = run(layer, rung, some, count_all=False)

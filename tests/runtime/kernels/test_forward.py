@@ -244,9 +244,9 @@ def test_ffns_of_whole_matrices(name: str, fmt: str, tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("name", ["llama-silu-tied-biases", "opt-odd", "drelu", "experts"])
 def test_a_layer_on_each_rung_that_leaves_something_out(name: str, tmp_path: Path) -> None:
-    layers = (Layer(rung="sign", margin=2), Layer(rung="threshold", threshold=0.1), Layer(rung="predicted", rank=4))
+    layers = (Layer(rung="predicted", rank=6), Layer(rung="threshold", threshold=0.1), Layer(rung="predicted", rank=4))
     decoder = small_decoder(**{**DECODERS[name], "n_layers": 3})
-    ranks = [layer.predictor for layer in layers]
+    ranks = [layer.rank for layer in layers]
     path = random_artifact(tmp_path / "a.pi", decoder, ranks=ranks, layers=layers, format="f16")
     ids = np.random.default_rng(3).integers(0, decoder.vocab_size, 64)
     with Artifact.open(path) as artifact:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
-from pi_runtime.artifact.hierarchy import chunk_name, documents
+from pi_runtime.artifact.layout import chunk_name, documents
 from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs
 from support.forge import Forged, put_together, seal, take_apart
 from support.fuzz import mutations

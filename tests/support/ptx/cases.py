@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pi_runtime.artifact.formats import FORMATS
-from pi_runtime.cuda.kernels import attention, dequantise, ffn_neurons, moe, residual, row_dot, sign_selection
+from pi_runtime.cuda.kernels import attention, dequantise, ffn_neurons, moe, residual, row_dot
 from pi_runtime.cuda.kernels.activations import CODES
 from pi_runtime.cuda.kernels.compaction import NeuronList, compact
 from pi_runtime.cuda.kernels.gathered_sum import gathered_sums
@@ -17,7 +17,7 @@ from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.execution.pages import PAGE_POSITIONS
 from pi_runtime.execution.plan_layout import Cuts
 from support.gpu_kernels import Stored, integers, normal
-from support.stored import WEIGHT_FORMATS, packed_signs
+from support.stored import WEIGHT_FORMATS
 
 CPU = torch.device("cpu")
 TILING = Tiling()
@@ -211,15 +211,6 @@ def _of_lists() -> Iterator[Case]:
     yield Case(
         "_compact", "", lambda: compact(marks_MN, counts_MT, tile, found, kept), found.index_MF,
         np.pad(where, (0, numbers - len(where)))[None], 0, _size(marks, counts) + len(where) * 8 + 4,
-    )  # fmt: skip
-    columns, x = 1000, normal(rng, 1, 1000)
-    values = normal(rng, ROWS, columns)
-    signs, x_MD = put(FORMATS["u64"].encode(packed_signs(values)).view(np.int64)), put(x)
-    marked, counted = torch.zeros(1, ROWS), torch.zeros(1, ROWS, dtype=torch.int32)
-    agree = columns - 2 * ((values < 0) != (x < 0)).sum(1)
-    yield Case(
-        "_select_by_signs", "", lambda: sign_selection.select_by_signs(signs, columns, 3, x_MD, marked, counted),
-        marked, (agree > 3)[None].astype(np.float32), 0, ROWS * -(-columns // 64) * 8 + _size(x, marked) + 8,
     )  # fmt: skip
 
 

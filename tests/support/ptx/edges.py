@@ -9,11 +9,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.cuda.kernels import attention, ffn_neurons, moe, residual, row_dot
 from pi_runtime.cuda.kernels.activations import CODES
 from pi_runtime.cuda.kernels.compaction import NeuronList, compact
-from pi_runtime.cuda.kernels.sign_selection import select_by_signs
 from pi_runtime.execution.pages import PAGE_POSITIONS
 from pi_runtime.execution.plan_layout import Cuts
 from pi_runtime.kernels import reference
@@ -21,7 +19,6 @@ from support.gpu_kernels import Stored, integers, normal
 from support.ptx.cases import (
     CPU,
     GARBAGE,
-    ROWS,
     SMALL_DOTS,
     TILING,
     Case,
@@ -34,7 +31,6 @@ from support.ptx.cases import (
     softmax,
 )
 from support.ptx.row_edges import of_far_rows, of_numbers
-from support.stored import packed_signs
 from support.synthetic import small_decoder
 
 NOWHERE = 1 << 24
@@ -159,24 +155,6 @@ def _of_compaction() -> Iterator[Case]:
     yield Case(
         "_compact", "tiles of 16", lambda: compact(marks_MN, by_16, 16, others, low=7), others.index_MF,
         padded([w + 7 for w in every], numbers), 0, 0, ((others.length_M, np.array([len(w) for w in every])),),
-    )  # fmt: skip
-
-
-def _of_signs() -> Iterator[Case]:
-    """Words whose 64 signs all differ, agreements just at the margin, zeros of either sign, and more than 16 words."""
-    rng, columns, margin = np.random.default_rng(3), 1100, 4
-    x, values = normal(rng, 2, columns), normal(rng, ROWS, columns)
-    values[0], values[1], x[:, 5], x[:, 6] = -x[0], x[0], 0.0, -0.0
-    signs, x_MD = put(FORMATS["u64"].encode(packed_signs(values)).view(np.int64)), put(x)
-    rows = [np.append([0, 1], 2 + rng.permutation(ROWS - 2)[:n]) for n in (190, 60)]
-    agree = [columns - 2 * ((values[r] < 0) != (x_D < 0)).sum(1) for r, x_D in zip(rows, x, strict=True)]
-    assert (np.concatenate(agree) == margin).any()
-    marks, counts, listed = room(2, ROWS), room(2, ROWS, torch.int32), _listed(rows, ROWS)
-    yield Case(
-        "_select_by_signs", "of a list",
-        lambda: select_by_signs(signs, columns, margin, x_MD, marks, counts, listed), marks,
-        padded([(a > margin).astype(np.float32) for a in agree], ROWS), 0, 0,
-        ((counts, counts_of([a > margin for a in agree], 64, ROWS)),),
     )  # fmt: skip
 
 
@@ -311,7 +289,6 @@ EDGES: dict[str, Callable[[], Iterator[Case]]] = {
     "routing": _of_routing,
     "lists of experts": _of_expert_lists,
     "compaction": _of_compaction,
-    "signs": _of_signs,
     **{name: partial(_of_activation, name) for name in CODES},
     "sums": _of_sums,
     "storing": _of_storing,

@@ -8,12 +8,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.cuda.kernels import dequantise, row_dot
-from pi_runtime.cuda.kernels.sign_selection import select_by_signs
 from support.gpu_kernels import Stored, normal
 from support.ptx.cases import CPU, ROWS, SMALL_DOTS, Case, put, room
-from support.stored import packed_signs
 
 
 def of_numbers() -> Iterator[Case]:
@@ -50,9 +47,3 @@ def of_far_rows() -> Iterator[Case]:
     far_y = _far(torch.ones(70, 300), 1 << 26)
     store = partial(dequantise.dequantise_rows, m.matrix, rows, 0, far_y, add=True)
     yield Case("_dequantise", "f16, far results", store, far_y, 1 + m.values[:70], 1e-6)
-    columns, x, values = 1000, normal(rng, 1, 1000), normal(rng, 6, 1000)
-    signs = _far(put(FORMATS["u64"].encode(packed_signs(values)).view(np.int64)), 1 << 29)
-    marks, counts, x_MD = room(1, 6), room(1, 6, torch.int32), put(x)
-    agree = columns - 2 * ((values < 0) != (x < 0)).sum(1)
-    select = partial(select_by_signs, signs, columns, 3, x_MD, marks, counts)
-    yield Case("_select_by_signs", "far rows", select, marks, (agree > 3)[None].astype(np.float32), 0)

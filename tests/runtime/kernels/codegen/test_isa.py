@@ -21,11 +21,11 @@ from support.paths import SUPPORT
 from support.stored import WEIGHT_FORMATS
 
 from pi_runtime.errors import UsageError
-from pi_runtime.kernels.codegen import isa, simd, tile_permission
+from pi_runtime.kernels.codegen import isa, simd
 
 AVX2 = {"sse2", "avx", "avx2", "fma", "f16c"}
 VNNI_512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni"}
-ASK = tile_permission.ask
+ASK = isa.ask
 AMX = {"amx-tile", "amx-int8"}
 PROCESSORS = {
     "neither x86 nor arm64": (set(), ("portable",)),
@@ -46,7 +46,7 @@ PROCESSORS = {
 
 @pytest.fixture(autouse=True)
 def _tiles_are_granted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_permission, "ask", lambda: 0)
+    monkeypatch.setattr(isa, "ask", lambda: 0)
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)
@@ -101,7 +101,7 @@ def test_without_permission_there_are_no_tiles(number: int, reason: str, monkeyp
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(syscall=syscall))
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(tile_permission, "ask", ASK.__wrapped__)
+    monkeypatch.setattr(isa, "ask", ASK.__wrapped__)
     features, _ = PROCESSORS["Sapphire Rapids"]
     assert isa.choose(features, None).name == "avx512"
     assert asked == [(158, 0x1023, 18)]

@@ -20,7 +20,7 @@ from pi_runtime.execution.cpu import CpuModel
 from pi_runtime.kernels import reference
 from pi_runtime.kernels.data import weight_table
 
-LAYERS = Layer(rung="predicted", rank=4), Layer(rung="sign", margin=2)
+LAYERS = Layer(rung="predicted", rank=4), Layer(rung="gate")
 BIASES = {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "head_bias": True}
 DECODERS: dict[str, dict[str, Any]] = {
     "biases": {**BIASES, "norm": "layer", "qk_norm": True, "d_embedding": 40},
@@ -75,7 +75,7 @@ def swapped(model: CpuModel) -> Iterator[str]:
 @pytest.mark.parametrize("name", DECODERS)
 def test_no_two_weights_can_be_swapped_unseen(name: str, fmt: str, tmp_path: Path) -> None:
     decoder = small_decoder(**DECODERS[name])
-    ranks = [layer.predictor for layer in LAYERS]
+    ranks = [layer.rank for layer in LAYERS]
     path = random_artifact(tmp_path / "a.pi", decoder, ranks=ranks, layers=LAYERS, format=fmt)
     ids = np.random.default_rng(3).integers(0, decoder.vocab_size, 20)
     with Artifact.open(path) as artifact, load(path, mode="predicted") as loaded, np.errstate(all="ignore"):

@@ -23,7 +23,7 @@ from support.plain_tiles import PlainTiles
 from support.row_products import at_the_end_of_memory, products
 from support.stored import BLOCK_FORMATS, quantised_inputs, store, store_integers
 
-from pi_runtime.kernels.codegen import amx, tile_permission
+from pi_runtime.kernels.codegen import amx, isa
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.data.matrix_view import MatrixView, RowList, Vectors
 from pi_runtime.kernels.ops import tile_products
@@ -75,7 +75,7 @@ def native() -> Any:
 @pytest.fixture(scope="module")
 def by_amx(native: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The same on a processor with AMX, or with a handler that carries out its instructions."""
-    if ISA.name != "amx" and tile_permission.ask():
+    if ISA.name != "amx" and isa.ask():
         if sys.platform != "linux" or not shutil.which("cc"):
             pytest.skip("no AMX, and no C compiler on Linux to stand in for it")
         library = tmp_path_factory.mktemp("amx") / "amx.so"

@@ -11,7 +11,7 @@ import pytest
 from llvmlite import ir
 
 from pi_runtime.disk.kernels import reading, ring_reading
-from pi_runtime.kernels.codegen import atomics
+from pi_runtime.kernels.codegen import intrinsics
 from pi_runtime.kernels.codegen.jit import public
 
 WORD, HALF = ir.IntType(64), ir.IntType(32)
@@ -34,20 +34,20 @@ def emitted(triple: str, emit: Callable[..., Any], *more: Any) -> str:
     module = ir.Module()
     function = ir.Function(module, ir.FunctionType(WORD, [WORD, WORD]), "shared")
     builder = ir.IRBuilder(function.append_basic_block())
-    found = emit(builder, *function.args[: 2 if emit is atomics.emit_store_release else 1], *more)
+    found = emit(builder, *function.args[: 2 if emit is intrinsics.emit_store_release else 1], *more)
     builder.ret(WORD(0) if found is None else found)
     return assembly(str(module), triple)
 
 
 @pytest.mark.parametrize(("kind", "register"), [(WORD, "x"), (HALF, "w")])
 def test_on_arm64_they_are_instructions_with_an_order(kind: ir.IntType, register: str) -> None:
-    assert re.search(rf"\tlda(pu?)?r\t{register}\d+, \[x\d+\]", emitted(ARM, atomics.emit_load_acquire, kind))
-    assert re.search(rf"\tstlr\t{register}\d+, \[x\d+\]", emitted(ARM, atomics.emit_store_release, kind))
+    assert re.search(rf"\tlda(pu?)?r\t{register}\d+, \[x\d+\]", emitted(ARM, intrinsics.emit_load_acquire, kind))
+    assert re.search(rf"\tstlr\t{register}\d+, \[x\d+\]", emitted(ARM, intrinsics.emit_store_release, kind))
 
 
 @pytest.mark.parametrize("kind", [WORD, HALF])
 def test_on_x86_they_are_plain_moves(kind: ir.IntType) -> None:
-    for emit in (atomics.emit_load_acquire, atomics.emit_store_release):
+    for emit in (intrinsics.emit_load_acquire, intrinsics.emit_store_release):
         found = emitted(X86, emit, kind)
         assert "mov" in found
         assert not re.search(r"\t(lock|xchg|mfence)", found)
@@ -56,11 +56,11 @@ def test_on_x86_they_are_plain_moves(kind: ir.IntType) -> None:
 @public
 def exchanged(address: int, number: int) -> tuple[int, int, int, bool]:
     """What the four of them find and leave behind."""
-    atomics.store_release(address, number)
-    atomics.store_release_32(address + 8, number)
-    before = atomics.atomic_add(address, 1)
-    was = atomics.atomic_replace(address, number, 0)
-    return before, atomics.load_acquire(address), atomics.load_acquire_32(address + 8), was
+    intrinsics.store_release(address, number)
+    intrinsics.store_release_32(address + 8, number)
+    before = intrinsics.atomic_add(address, 1)
+    was = intrinsics.atomic_replace(address, number, 0)
+    return before, intrinsics.load_acquire(address), intrinsics.load_acquire_32(address + 8), was
 
 
 def test_they_keep_their_numbers() -> None:

@@ -1,4 +1,4 @@
-"""A trained guess head on prompts that it was not trained on: `--speculate auto` against `off`."""
+"""A published guess head on prompts: `--speculate auto` against `off`."""
 
 import json
 import random
@@ -12,10 +12,10 @@ from pi_runtime.sequence.speculation import StepTimes
 from pi_runtime.sequence.stats import Stats
 
 PROMPT = 32
-"""Tokens of a prompt: those of the prompts that a head is trained on."""
+"""Tokens of a prompt."""
 
 
-def of_a_trained_head(a: Namespace) -> None:
+def of_a_published_head(a: Namespace) -> None:
     """For temperatures 0 and 1: each prompt is answered without guesses and in each other way, in turns."""
     rng, clock = random.Random(a.seed), clock_of(a)
     with load(a.model, threads=a.threads, device="cpu") as model:

@@ -1,16 +1,42 @@
-"""Memory that threads, or a thread and the system, share: loads and stores with an order, by address.
+"""Functions for kernels whose LLVM code Python emits; among them loads and stores of memory that threads share.
+
+A thread and the system share some, too.
 
 What a thread wrote before a *release* is seen by whoever finds what was released by an *acquire*. On x86 these are
 plain loads and stores. On arm64 they are instructions of their own (`ldar` or `ldapr`, `stlr`), and plain ones might be
 seen in another order: a request's number before the request, or a row's end of reading before the row.
 """
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.extending import intrinsic
 
-from pi_runtime.kernels.codegen.emits import emits
+
+def emits(types: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function for kernels of one that emits its code: `emit(b, *arguments)`, with LLVM's builder and values.
+
+    `types` is numba's signature; what is called with something else is converted. What `emit` returns is the value of
+    the call; it returns None where that has none.
+    """
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def typed(_typing_context: Any, *_given: Any) -> Any:
+            def generate(context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
+                value = emit(b, *arguments)
+                return context.get_dummy_value() if value is None else value
+
+            return types, generate
+
+        typed.__name__, typed.__doc__ = emit.__name__, emit.__doc__
+        typed.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]  # numba takes names from there
+        return intrinsic(typed)
+
+    return decorate
+
 
 _WORD, _HALF = ir.IntType(64), ir.IntType(32)
 

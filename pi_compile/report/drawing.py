@@ -1,4 +1,4 @@
-"""A matplotlib figure as inline SVG: small, without fonts, in the colours of the page's style.
+"""A matplotlib figure as inline SVG, small, without fonts, in the colours of the page's style; or as PNG.
 
 Figures are drawn in placeholder colours, which become `var(--NAME)`: so one figure suits a light page and a dark one.
 Never pass text of a file to a figure: matplotlib reads mathematics between dollars.
@@ -6,20 +6,57 @@ Never pass text of a file to a figure: matplotlib reads mathematics between doll
 
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import floor, log10
 from typing import Any
 from xml.etree import ElementTree as ET
 
 import matplotlib as mpl
 from markupsafe import Markup
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
+from matplotlib.ticker import MaxNLocator
 
-from pi_compile.report.colours import COLOURS
+COLOURS = {
+    "paper": ("#ffffff", "#14171a"),
+    "panel": ("#f6f7f8", "#1c2024"),
+    "ink": ("#1b1f23", "#e8eaed"),
+    "muted": ("#59626b", "#a3adb7"),
+    "line": ("#d5dae0", "#39414a"),
+    "accent": ("#0b6e63", "#4fd0bf"),
+    "warn": ("#b3261e", "#ff8a80"),
+    # Parts of time and of bytes.
+    "attention": ("#2f6db5", "#5b9be6"),
+    "cache": ("#7fb2e5", "#a9cdf3"),
+    "predictor": ("#8a5fb8", "#b792e0"),
+    "ffn": ("#d9822b", "#eea04e"),
+    "disk": ("#8a7a2e", "#cdb95a"),
+    "handover": ("#c23b55", "#ee6f87"),
+    "embedding": ("#9aa5b0", "#8b96a1"),
+    "head": ("#5f6b76", "#bcc5ce"),
+    "scratch": ("#c4cbd2", "#545e68"),
+    "process": ("#e3d9c6", "#6b5f4a"),
+    # Processors.
+    "gpu": ("#17877b", "#3fc0b0"),
+    "cpu": ("#a8762a", "#d9a957"),
+    # Layers, first to last.
+    "layer0": ("#46327e", "#8d7fe0"),
+    "layer1": ("#365c8d", "#6aa2ee"),
+    "layer2": ("#277f8e", "#45bccb"),
+    "layer3": ("#1fa187", "#3fd0a8"),
+    "layer4": ("#6aa43a", "#9adf6a"),
+    "layer5": ("#b79a00", "#f0d84a"),
+}
+"""Name: (on a light page, on a dark one)."""
+LAYER_COLOURS = tuple(name for name in COLOURS if name.startswith("layer"))
+
 
 WIDTH = 4.85
 """Width in inches of 72 SVG units: on a phone a unit is about a pixel."""
@@ -130,3 +167,68 @@ def _tidy(element: ET.Element, used: set[str], own: Callable[[str], str]) -> Non
             text = re.sub(r"url\(#([\w.-]+)\)", lambda m: f"url(#{own(m[1])})", text)
             text = _NUMBER.sub(lambda m: f"{round(float(m[0]), 2):g}", text)
             element.attrib[key] = " ".join(text.split())
+
+
+_FEWEST = 3
+"""Numbers that an axis has at least."""
+_SCALES = ((10**9, "billion "), (10**6, "million "), (10**3, "thousand "))
+
+
+def log_axis(axis: Axes, low: float, high: float, margin: float = 1.25) -> None:
+    """A logarithmic y axis with plain numbers on it.
+
+    They are 1, 2, 5 of every power of ten, the powers of a long range, or round numbers at even distances of a short
+    one.
+    """
+    steps = (1, 2, 5) if high < 300 * low else (1,)
+    low, high = low / margin, high * margin
+    powers = range(floor(log10(low)) - 1, floor(log10(high)) + 2)
+    ticks = [step * 10.0**power for power in powers for step in steps]
+    if sum(low <= tick <= high for tick in ticks) < _FEWEST:
+        even = MaxNLocator(2 * _FEWEST, steps=[1, 2, 2.5, 5, 10], min_n_ticks=_FEWEST)
+        ticks = [tick for tick in even.tick_values(low, high) if low <= tick <= high]
+    axis.set_yscale("log")
+    axis.set_yticks(ticks, [f"{tick:,.10g}" for tick in ticks])
+    axis.minorticks_off()
+    axis.set_ylim(low, high)
+
+
+def count_axis(axis: Axes, what: str, most: float) -> None:
+    """An x axis of a count from 0, in the unit that its largest number is easily read in."""
+    scale, word = next((found for found in _SCALES if most >= found[0]), (1, ""))
+    axis.set_xlim(0, most)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value / scale:,.10g}")
+    axis.set_xlabel(f"{word}{what}")
+
+
+_DOTS_PER_INCH = 150
+_STYLES = {"line": "-", "dash": "--", "points": ":", "dot": "-"}
+_LIGHT = {colour(name): light for name, (light, _) in COLOURS.items()}
+_COLOURED = ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor")
+
+
+def png(drawn: Figure, legend: Iterable[tuple[str, str, str]]) -> bytes:
+    """The figure as PNG; `legend` has entries as a chart has them. The figure is used up by it."""
+    keys = [
+        Line2D([], [], color=colour(name) if name else "none", ls=_STYLES.get(mark, "-"), label=label)
+        for name, mark, label in legend
+    ]
+    if keys:
+        drawn.legend(handles=keys, loc="outside lower left", ncols=min(4, len(keys)), frameon=False, fontsize="small")
+    for artist in drawn.findobj():
+        for kind in _COLOURED:
+            read, write = getattr(artist, f"get_{kind}", None), getattr(artist, f"set_{kind}", None)
+            if read is not None and write is not None and (light := _LIGHT.get(_hex(read()))) is not None:
+                write(light)
+    out = io.BytesIO()
+    FigureCanvasAgg(drawn)
+    drawn.savefig(out, format="png", dpi=_DOTS_PER_INCH, facecolor="white")
+    return out.getvalue()
+
+
+def _hex(value: object) -> str:
+    """A colour as it is looked up; nothing for several, and for none."""
+    try:
+        return to_hex(value)  # type: ignore[arg-type]
+    except ValueError:
+        return ""
