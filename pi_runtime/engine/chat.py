@@ -210,4 +210,5 @@ class ChatModel:
     def _quotation(self) -> Quotation:
         """What keeps markers to the template."""
         source = self.chat_template.source
-        return Quotation(self.tokenizer.markers(source), source, self.output.own_markers)
+        written = "\n".join((source, *self.output.tokens))
+        return Quotation(self.tokenizer.markers(written), source, self.output.own_markers)

@@ -30,7 +30,7 @@ def taken_out(messages: Sequence[Mapping[str, Any]], place: str) -> tuple[list[M
     at = max((n for n, part in enumerate(content) if isinstance(part, Mapping) and "text" in part), default=None)
     if at is None:
         raise UsageError("the last message must have text", setting=CONTINUE)
-    parts = [*content[:at], {**content[at], "text": place}]
+    parts = [*content[:at], {**content[at], "text": place}, *content[at + 1 :]]
     return [*messages[:-1], {**last, "content": parts}], content[at]["text"]
 
 
@@ -39,6 +39,7 @@ def before(place: str, rendered: str, text: str, reasoning: ReasoningFormat | No
     begin, found, _ = rendered.rpartition(place)
     if not found:
         raise UsageError("the model's chat template does not show the last message's text", setting=CONTINUE)
+    begin = begin.replace(place, text)  # a template may show it before, too
     if reasoning is None or reasoning.answer:
         return begin
     empty = re.search(rf"{re.escape(reasoning.begin)}(\s*){re.escape(reasoning.end)}\s*\Z", begin[-1000:])

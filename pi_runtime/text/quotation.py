@@ -50,6 +50,9 @@ class RenderedPrompt(str):
     def __add__(self, more: str) -> "RenderedPrompt":
         return RenderedPrompt(str(self) + more, self.cuts)
 
+    def __radd__(self, before: str) -> "RenderedPrompt":
+        return RenderedPrompt(before + str(self), (len(before) + cut for cut in self.cuts))
+
     def __getitem__(self, key: SupportsIndex | slice) -> str:
         part = super().__getitem__(key)
         is_beginning = isinstance(key, slice) and key.start in (None, 0) and key.step is None
@@ -80,11 +83,7 @@ def markers_of(tokens: Mapping[str, bool], template: str) -> list[str]:
         for token, is_special in tokens.items()
         if len(token) > 1
         and not token.isspace()
-        and (
-            is_special
-            or _LOOKS_LIKE_MARKER.fullmatch(token)
-            or (token in template and not _WORD.fullmatch(token))
-        )
+        and (is_special or _LOOKS_LIKE_MARKER.fullmatch(token) or (token in template and not _WORD.fullmatch(token)))
     ]
 
 
@@ -211,7 +210,7 @@ def _is_parsed(marker: str, template: str) -> bool:
     """Whether a template looks for a marker in what it is given."""
     name = re.escape(marker)
     tests = rf"['\"]{name}(?:\\n)*['\"]\s*(?:not\s+)?in\b"
-    calls = rf"\.(?:split|rsplit|partition|rpartition|startswith|endswith|find|index|replace)\(\s*['\"]{name}"
+    calls = rf"\.(?:r?split|r?partition|r?find|r?index|replace)\(\s*['\"]{name}"
     return marker in template and re.search(f"{tests}|{calls}", template) is not None
 
 

@@ -16,23 +16,37 @@ from pi_runtime.text.quotation import RenderedPrompt
 _LETTERS = [chr(number) for number in range(0x12000, 0x12300)]
 """Of cuneiform: no normalizer changes them, and nothing divides a text between them and what follows."""
 
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
 
 class QuotingTokens:
     """Encodes prompts with quotations."""
 
     def __init__(self, library: tokenizers.Tokenizer) -> None:
-        """Takes as long, and as much memory, as another tokenizer of its size. Raises what `tokenizers` raises."""
+        """Raises what `tokenizers` raises."""
         self._library = library
         self._key = "".join(secrets.choice(_LETTERS) for _ in range(12))
-        added = library.get_added_tokens_decoder()
-        self._names = {
-            token_id: token.content
-            for token_id, token in added.items()
-            if len(token.content) > 1 and not token.content.isspace()
-        }
-        self._renamed = tokenizers.Tokenizer.from_str(self._renamed_json())
-        if any(self._renamed.token_to_id(self._new_name(name)) != n for n, name in self._names.items()):
-            raise ValueError("its added tokens have other ids where they have other names")
+        self._added = sorted(library.get_added_tokens_decoder().items())
+        self._names = {n: t.content for n, t in self._added if len(t.content) > 1 and not t.content.isspace()}
+        model = library.model
+        self._renamed, self._own_ids = self._with_new_names(model)
+        makes_markers = any(token.id == n for n, name in self._names.items() for token in model.tokenize(name))
+        if makes_markers or any(new != n and model.id_to_token(new) is not None for new, n in self._own_ids.items()):
+            # Ordinary text would become a marker, or ids clash. A model of other words takes as long as a tokenizer.
+            self._renamed, self._own_ids = self._with_new_names(tokenizers.Tokenizer.from_str(self._other_json()).model)
+
+    def _with_new_names(self, model: Any) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """A tokenizer whose added tokens have new names, and the library's ids of those by this one's."""
+        found, ids = tokenizers.Tokenizer(model), dict[int, int]()
+        if self._library.normalizer is not None:
+            found.normalizer = self._library.normalizer
+        if self._library.pre_tokenizer is not None:
+            found.pre_tokenizer = self._library.pre_tokenizer
+        for n, token in self._added:
+            name = self._new_name(token.content) if n in self._names else token.content
+            found.add_tokens([tokenizers.AddedToken(name, **{flag: getattr(token, flag) for flag in _FLAGS})])
+            ids[found.token_to_id(name)] = n
+        return found, ids
 
     def ids(self, prompt: RenderedPrompt) -> list[int]:
         """The ids of a prompt."""
@@ -48,22 +62,17 @@ class QuotingTokens:
             at = end
         pieces.append(text[at:].replace(key, ""))
         (encoded,) = self._renamed.encode_batch_fast(["".join(pieces)], add_special_tokens=False)
-        ids: list[int] = encoded.ids
-        return ids
+        return [self._own_ids.get(token_id, token_id) for token_id in encoded.ids]
 
     def _new_name(self, name: str) -> str:
         """It begins and ends as the old one does, for what stands beside a token may depend on that."""
         return f"{name[0]}{self._key}{name}"
 
-    def _renamed_json(self) -> str:
+    def _other_json(self) -> str:
         state = json.loads(self._library.to_str())
-        names = {name: self._new_name(name) for name in self._names.values()}
-        state["added_tokens"] = [
-            {**token, "content": names.get(token["content"], token["content"])} for token in state["added_tokens"]
-        ]
-        state["post_processor"] = None
-        _rename(state["model"], names)
-        return json.dumps(state, ensure_ascii=False)
+        _rename(state["model"], {name: self._new_name(name) for name in self._names.values()})
+        bare = {**dict.fromkeys(state), "version": state["version"], "added_tokens": [], "model": state["model"]}
+        return json.dumps(bare, ensure_ascii=False)
 
 
 def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
