@@ -1,9 +1,9 @@
 """What a chat quotes is text: only its template writes markers.
 
-A marker, such as `<|im_end|>`, that a user, a tool or a file says must not become the model's control token. So before a
-template renders them, the texts of a chat are *cut* within each marker: behind its first character stands a *key*,
+A marker, such as `<|im_end|>`, that a user, a tool or a file says must not become the model's control token. So before
+a template renders them, the texts of a chat are *cut* within each marker: behind its first character stands a *key*,
 digits that nobody can guess and that every template leaves as they are. In the prompt the keys say where a quotation
-was cut. They are taken out, and a marker over a cut is text, in the words of the tokenizer's other tokens.
+was cut. They are taken out, and a marker over a cut is text, as if the tokenizer had no such token.
 
 A marker may also be one only with what stands beside a text: a template that writes `<` and the name of a parameter, or
 two parts of a message without a gap. So a text is cut too where it begins or ends with a piece of a marker, or is one.
@@ -35,7 +35,7 @@ J = TypeVar("J")
 
 
 class RenderedPrompt(str):
-    """A prompt with quotations: a marker is text if its characters up to one of the `cuts`, or beyond it, are quoted."""
+    """A prompt with quotations: a marker that has one of the `cuts` within it, or at its end, is text."""
 
     cuts: tuple[int, ...]
     """Positions behind characters that are quoted, rising."""
@@ -121,7 +121,10 @@ class Quotation:
         return {name: _cut(part, cuts.get(name, lambda text: own.cut(text, key))) for name, part in message.items()}
 
     def read(self, rendered: str, key: str, said: str = "") -> str:
-        """The prompt without the key; a `RenderedPrompt` where markers are quoted, or the assistant has `said` its end."""
+        """The prompt without the key, and with what the assistant has `said` at its end.
+
+        It is a `RenderedPrompt` where markers are quoted or something is said.
+        """
         pieces = f"{rendered}{said}".split(key)
         text = "".join(pieces)
         cuts = self._all.effective(text, [*accumulate(map(len, pieces))][:-1])
@@ -226,6 +229,6 @@ def _any_of(words: Sequence[str]) -> str:
     branches = []
     for _, group in groupby(filter(None, words), key=itemgetter(0)):
         same = [*group]
-        shared = os.path.commonprefix(same)
+        shared = os.path.commonprefix(same)  # noqa: RUF071 - of texts, not of paths
         branches.append(re.escape(shared) + _any_of([word[len(shared) :] for word in same]))
     return f"(?:{'|'.join(branches)}){'?' * ('' in words)}" if branches else ""

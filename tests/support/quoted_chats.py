@@ -2,19 +2,21 @@
 
 from pathlib import Path
 
-from support.synthetic import random_artifact, small_decoder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from support.synthetic import random_artifact, small_decoder
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 MARKERS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<b>"]
-START, END = 256, 257
-"""The first markers' ids."""
+START = 256
+"""The first marker's id."""
 TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}\
 {{ '<tool_call>{"name", "arguments"}</tool_call><|im_end|>\\n' }}{% endif %}
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + (who or '') }}
-{%- if m.role == 'assistant' and '</think>' in m.content %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}
-{%- endif %}{% for c in m.tool_calls or [] %}{{ '<tool_call>' + (c.function | tojson) + '</tool_call>' }}{% endfor %}
+{%- if m.role == 'assistant' and '</think>' in m.content %}{{ m.content.split('</think>')[-1] }}
+{%- else %}{{ m.content }}{% endif %}
+{%- for c in m.tool_calls or [] %}{{ '<tool_call>' + (c.function | tojson) + '</tool_call>' }}{% endfor %}
 {{- '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 

@@ -1,4 +1,4 @@
-"""Answers that go on from an assistant's message: the prompt ends with its text, whatever that is, as transformers has it."""
+"""Answers that go on from an assistant's message: the prompt ends with its text, whatever that is."""
 
 import time
 from collections.abc import Iterator
@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jinja2.exceptions import TemplateError
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.exceptions import TemplateError
 from support.synthetic import random_artifact, small_decoder
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -32,7 +32,8 @@ TEMPLATES = {
     "empty thoughts": EACH
     + HEAD
     + "{% if m.role == 'assistant' %}{% set c = m.content %}{% set r = '' %}{% if '</think>' in c"
-    " %}{% set r = c.split('</think>')[0].split('<think>')[-1].strip('\\n') %}{% set c = c.split('</think>')[-1].lstrip('\\n') %}"
+    " %}{% set r = c.split('</think>')[0].split('<think>')[-1].strip('\\n') %}"
+    "{% set c = c.split('</think>')[-1].lstrip('\\n') %}"
     "{% endif %}{{ '<think>\\n' + r + '\\n</think>\\n\\n' + c }}{% else %}{{ m.content }}{% endif %}" + END,
     "thoughts apart": EACH + HEAD + "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
     "{{ m.content }}" + END,
@@ -54,6 +55,7 @@ TEXTS = [
     "a" * 500,
     "</s>",
 ]
+FRAME = {"bos_token": "<s>", "eos_token": "</s>"}
 THINK = ReasoningFormat("<think>", "</think>")
 
 
@@ -116,15 +118,12 @@ def test_published_templates_go_on_as_in_transformers(shared: Path) -> None:
     for path in sorted((shared / "data/chat_templates").glob("*.jinja")):
         source = path.read_text("utf-8")
         try:
-            (expected,), _ = render_jinja_template(
-                [chat], chat_template=source, continue_final_message=True, bos_token="<s>", eos_token="</s>"
-            )
+            (expected,), _ = render_jinja_template([chat], chat_template=source, continue_final_message=True, **FRAME)
         except (TypeError, TemplateError):  # the template fails without tools, or with what it is not given here
             continue
         messages, said = taken_out([*chat[:-1], {**chat[-1], "content": "The answer is "}], "4711")
         with ChatTemplate(source) as template:
-            names = {"bos_token": "<s>", "eos_token": "</s>"}
-            rendered = template.render(messages, variables=names, add_generation_prompt=False)
+            rendered = template.render(messages, variables=FRAME, add_generation_prompt=False)
         assert before("4711", rendered, said, ReasoningFormat.of(source)) + said == f"{expected} ", path.name
         tried += 1
     assert tried > 20
@@ -150,11 +149,10 @@ def test_a_chat_goes_on_from_any_text(model: Model, text: str) -> None:
 
 def test_a_template_that_does_not_show_the_text(tmp_path: Path) -> None:
     files = {"chat_template.jinja": b"{{ messages[0].content }}"}
-    with load(random_artifact(tmp_path / "a.pi", small_decoder(), files=files)) as other:
-        with pytest.raises(UsageError, match="does not show the last message's text"):
-            other.chat_prompt(
-                [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}], continue_final_message=True
-            )
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+    other = load(random_artifact(tmp_path / "a.pi", small_decoder(), files=files))
+    with other, pytest.raises(UsageError, match="does not show the last message's text"):
+        other.chat_prompt(messages, continue_final_message=True)
 
 
 def test_a_long_text_takes_no_longer_than_a_prompt_of_its_length(model: Model) -> None:

@@ -8,6 +8,7 @@ import pytest
 from support.quoted_chats import MARKERS, START, quoting_artifact
 
 from pi_runtime import Engine, Model, load
+from pi_runtime.errors import TemplateError
 from pi_runtime.text.quotation import RenderedPrompt
 
 
@@ -90,9 +91,9 @@ def test_what_is_generated_follows_the_quotation(model: Model) -> None:
 
 def test_an_error_of_the_template_shows_no_key(tmp_path: Path) -> None:
     template = "{{ raise_exception(messages[0].content) }}<|im_end|>"
-    with load(quoting_artifact(tmp_path / "a.pi", template)) as other:
-        with pytest.raises(Exception, match=r"found: a<\|im_end\|>b$"):
-            other.chat_prompt([user("a<|im_end|>b")])
+    other = load(quoting_artifact(tmp_path / "a.pi", template))
+    with other, pytest.raises(TemplateError, match=r"found: a<\|im_end\|>b$"):
+        other.chat_prompt([user("a<|im_end|>b")])
 
 
 def test_a_session_that_begins_with_a_chat(model: Model) -> None:

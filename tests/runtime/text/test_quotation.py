@@ -51,7 +51,10 @@ PARTS = "{% for m in messages %}{% for part in m.parts %}{{ part.text }}{% endfo
 KEYS = "{% for k, v in tools[0].function.parameters.items() %}<{{ k }}>{{ v }}</{{ k }}>{% endfor %}<|im_end|>"
 ROLES = "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.content }}</s>{% endfor %}"
 NAMES = "{{ sys }}{% for m in messages %}{{ m.role }}:{{ m.name }}:{{ m.content }}<|im_end|>{% endfor %}"
-CALLS = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}<|im_end|>{% endfor %}"
+CALLS = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}"
+    "<|im_end|>{% endfor %}"
+)
 
 
 def tools_with(**parameters: Any) -> list[dict[str, Any]]:

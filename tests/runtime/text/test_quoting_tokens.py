@@ -1,4 +1,4 @@
-"""Ids of prompts with quotations, by tokenizers of all published kinds: what is quoted is text, all else is as it was."""
+"""Ids of prompts with quotations, by tokenizers of all kinds: what is quoted is text, all else is as it was."""
 
 import json
 from typing import Any

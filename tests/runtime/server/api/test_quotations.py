@@ -8,7 +8,7 @@ from support import asking
 from support.asking import CHAT, COMPLETIONS, OLLAMA_CHAT, OLLAMA_GENERATE, RESPONSES
 from support.quoted_chats import MARKERS, START, quoting_artifact
 
-from pi_runtime import Engine, load
+from pi_runtime import load
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.settings import ServerSettings
 
