@@ -29,7 +29,8 @@ _LOOKED_FOR = re.compile(r"[.'\"]([A-Za-z_]\w*)")
 _WITHIN = ("arguments", "parameters")
 """What the keys of these objects are is up to users and models."""
 _SCHEMA = ("type", "properties", "items", "required", "enum", "description", "default", "title", "format")
-_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null", "text", "function")
+"""Words by which the forms of messages and schemas are known: they stay whole, too."""
 Cut = Callable[[str], str]
 J = TypeVar("J")
 

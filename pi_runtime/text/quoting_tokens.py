@@ -45,7 +45,9 @@ class QuotingTokens:
         for n, token in self._added:
             name = self._new_name(token.content) if n in self._names else token.content
             found.add_tokens([tokenizers.AddedToken(name, **{flag: getattr(token, flag) for flag in _FLAGS})])
-            ids[found.token_to_id(name)] = n
+            made = found.token_to_id(name)
+            assert made is not None
+            ids[made] = n
         return found, ids
 
     def ids(self, prompt: RenderedPrompt) -> list[int]:
