@@ -9,13 +9,15 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.engine.events import Gathered, TextDelta
 from pi_runtime.engine.generation import Generation
+from pi_runtime.engine.prefill import before, taken_out
 from pi_runtime.engine.tools.output import OutputFormat, OutputParser
 from pi_runtime.engine.tools.told import told
-from pi_runtime.errors import ArtifactError, Setting, TemplateError, UsageError
+from pi_runtime.errors import ArtifactError, PromptError, Setting, TemplateError, UsageError
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.sequence.settings import AnswerSettings, names_settings
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.text.chat_template import ChatTemplate
+from pi_runtime.text.quotation import Quotation, new_key
 from pi_runtime.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -174,15 +176,39 @@ class ChatModel:
         tools: Sequence[Message] | None = None,
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
         """The conversation written by the model's own template, ready for the assistant's turn.
 
         Messages, `tools` and the template's further `variables`, such as `enable_thinking`, are those of
         `ChatTemplate.render`, which says what it raises. Where the template knows no tools, the messages tell of them.
-        Without `add_generation_prompt` the assistant's turn does not begin.
+        Without `add_generation_prompt` the assistant's turn does not begin. With `continue_final_message` the prompt
+        ends with the text of the last message, an assistant's, from which the answer goes on.
+
+        Only the template writes markers: those in what it is given are text (`RenderedPrompt`), but for what an
+        assistant's message has of thoughts and calls. Raises UsageError for a message that cannot be continued.
         """
-        text, template = self.manifest.text, self.chat_template
-        names = {"bos_token": text.bos_token, "eos_token": text.eos_token, **text.special_tokens, **(variables or {})}
+        text, template, quotation, key = self.manifest.text, self.chat_template, self._quotation, new_key()
+        names = {"bos_token": text.bos_token, "eos_token": text.eos_token, **text.special_tokens}
+        names |= quotation.value(dict(variables or {}), key)
+        messages, tools, said = quotation.messages(messages, key), quotation.value(tools, key), ""
+        if continue_final_message:
+            messages, said = taken_out(messages, place := new_key())
         if tools and self.output.tools is not None and self.output.tools.is_told:
             messages, tools = told(messages, tools, has_system="system" in template.source), None
-        return template.render(messages, variables=names, tools=tools, add_generation_prompt=add_generation_prompt)
+        begins = add_generation_prompt and not continue_final_message
+        try:
+            rendered = template.render(messages, variables=names, tools=tools, add_generation_prompt=begins)
+        except (PromptError, TemplateError) as error:
+            found = str(error.found).replace(key, "") if error.found else None
+            raise type(error)(error.what, expected=error.expected, found=found, remedy=error.remedy) from None
+        if continue_final_message:
+            rendered = before(place, rendered, said, self.output.reasoning)
+        return quotation.read(rendered, key, said)
+
+    @cached_property
+    def _quotation(self) -> Quotation:
+        """What keeps markers to the template."""
+        source = self.chat_template.source
+        written = "\n".join((source, *self.output.tokens))
+        return Quotation(self.tokenizer.markers(written), source, self.output.own_markers)

@@ -11,6 +11,8 @@ from pi_runtime.artifact.schema import Text
 from pi_runtime.errors import ArtifactError, PromptError
 from pi_runtime.text.grammar import GrammarCompiler
 from pi_runtime.text.least_tokens import LeastTokens
+from pi_runtime.text.quotation import RenderedPrompt, markers_of
+from pi_runtime.text.quoting_tokens import QuotingTokens
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,7 +35,7 @@ class Tokenizer:
         self._library.no_padding()
         added = self._library.get_added_tokens_decoder().values()
         self._special = frozenset(token.content for token in added if token.special)
-        self._added = frozenset(token.content for token in added)
+        self._added = {token.content: token.special for token in added}
         self._prefix_ids, self._end_ids, self._vocab_size = list(text.prefix_ids), text.end_ids, vocab_size
 
     @cached_property
@@ -50,8 +52,8 @@ class Tokenizer:
         """The ids of `text`, without the tokenizer's own framing.
 
         With `prefix` they begin with the manifest's `prefix_ids`. Those that the text itself begins with, as a rendered
-        chat does, are not repeated. Raises PromptError for text that is not Unicode, ArtifactError
-        where tokenizer and model do not belong together.
+        chat does, are not repeated. Markers that a `RenderedPrompt` quotes are text. Raises PromptError for text that
+        is not Unicode, ArtifactError where tokenizer and model do not belong together.
         """
         try:
             text.encode()
@@ -59,9 +61,7 @@ class Tokenizer:
             raise PromptError(
                 f"the prompt is not Unicode text at character {error.start}", found=error.reason
             ) from None
-        # Unlike `encode` it lets other threads run meanwhile, and looks for no offsets.
-        encoded = _call("cannot encode this text", self._library.encode_batch_fast, [text], add_special_tokens=False)
-        ids: list[int] = encoded[0].ids
+        ids = _call("cannot encode this text", self._text_ids, text)
         if max(ids, default=0) >= self._vocab_size:
             raise ArtifactError(
                 "tokenizer.json has tokens that the model has not",
@@ -74,6 +74,22 @@ class Tokenizer:
         while shared < min(len(ids), len(self._prefix_ids)) and ids[shared] == self._prefix_ids[shared]:
             shared += 1
         return self._prefix_ids + ids[shared:]
+
+    def _text_ids(self, text: str) -> list[int]:
+        if isinstance(text, RenderedPrompt) and text.cuts:
+            return self._quoting.ids(text)
+        # Unlike `encode` it lets other threads run meanwhile, and looks for no offsets.
+        ids: list[int] = self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    @cached_property
+    def _quoting(self) -> QuotingTokens:
+        """What encodes prompts with quotations: made for the first of them, as it takes a second tokenizer's room."""
+        return QuotingTokens(self._library)
+
+    def markers(self, template: str) -> list[str]:
+        """The texts of tokens that only this chat template may write (see `markers_of`)."""
+        return markers_of(self._added, template)
 
     def added_token(self, text: str) -> int | None:
         """The id of a text that is a token of its own, special or not; None where it is none."""

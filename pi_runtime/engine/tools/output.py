@@ -85,6 +85,13 @@ class OutputFormat:
         markers += self.reasoning.markers if self.reasoning else ()
         return [self.tokens[marker] for marker in markers if marker in self.tokens]
 
+    @property
+    def own_markers(self) -> list[str]:
+        """Markers that the text of an assistant's message may have: those of thoughts and calls, not of channels."""
+        if self.reasoning and self.reasoning.answer:
+            return []
+        return [*(self.tools.markers if self.tools else ()), *(self.reasoning.markers if self.reasoning else ())]
+
     def parser(self, prompt: str, tools: Sequence[Tool] = (), make_id: Callable[[], str] = new_id) -> OutputParser:
         """A parser for one answer to a rendered prompt. Calls are found of these tools only."""
         names = [tool["function"]["name"] for tool in tools]

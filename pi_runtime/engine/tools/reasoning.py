@@ -6,6 +6,7 @@ from typing import Self
 from pi_runtime.engine.events import Delta, ReasoningDelta, TextDelta
 from pi_runtime.engine.tools import harmony
 from pi_runtime.engine.tools.marker import MarkerWatch
+from pi_runtime.text.quotation import parts_of
 
 MARKERS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
@@ -37,12 +38,21 @@ class ReasoningFormat:
         return self.begin, self.end, *self.further
 
     def is_open(self, prompt: str) -> bool:
-        """Whether the template has begun the thoughts itself, at the end of the prompt."""
-        return prompt.rstrip().endswith(self.begin)
+        """Whether the prompt ends within thoughts, which the template or the assistant's text up to here has begun."""
+        return self._last(prompt) == self.begin
 
     def is_closed(self, prompt: str) -> bool:
-        """Whether the template has ended the thoughts itself, so that there will be none."""
-        return prompt.rstrip().endswith(self.end)
+        """Whether there will be no thoughts: they have been ended, or the assistant's text has begun without them."""
+        last = self._last(prompt)
+        return last == self.end or (not last and not self.answer and bool(parts_of(prompt)[1].strip()))
+
+    def _last(self, prompt: str) -> str:
+        """The last marker of thoughts in the assistant's text up to here, or the one that stands before it."""
+        before, said = parts_of(prompt)
+        begin, end = said.rfind(self.begin), said.rfind(self.end)
+        if begin != end:
+            return self.begin if begin > end else self.end
+        return next((marker for marker in (self.begin, self.end) if before.rstrip().endswith(marker)), "")
 
 
 class ReasoningParser:
@@ -54,7 +64,7 @@ class ReasoningParser:
         """Whether the text that comes next is part of the thoughts."""
         self._may_begin = not self.thinks and not reasoning.is_closed(prompt)
         self._watch = MarkerWatch(reasoning.end if self.thinks else reasoning.begin)
-        self._is_blank = self.thinks
+        self._is_blank = self.thinks and prompt.rstrip().endswith(reasoning.begin)
         """Whether nothing but white space has come of the present part, which is then dropped."""
 
     def push(self, text: str) -> list[Delta]:

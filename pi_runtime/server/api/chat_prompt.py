@@ -76,6 +76,7 @@ def rendered(
     tools: Sequence[Mapping[str, Any]] = (),
     variables: Mapping[str, Any],
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
 ) -> str:
     """The text that the model's template makes of messages. `field` is the request's name of them.
 
@@ -85,9 +86,16 @@ def rendered(
         raise invalid(field, "the model has no chat template; use /v1/completions")
     try:
         return served.model.chat_prompt(
-            messages, tools=tools, variables=variables, add_generation_prompt=add_generation_prompt
+            messages,
+            tools=tools,
+            variables=variables,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
         )
-    except UsageError as error:  # a name of these arguments among the variables
+    except UsageError as error:
+        if error.setting is not None:
+            raise invalid(error.setting.name, described(error, error.reason)) from None
+        # a name of these arguments among the variables
         raise invalid("chat_template_kwargs", refused(error).message) from None
     except InputError as error:
         raise invalid(field, refused(error).message) from None
@@ -102,23 +110,14 @@ def chat_text(body: ConversationFields, served: Served) -> str:
         raise invalid("tool_choice", "allowed only with tools")
     messages = [template_message(message, f"messages[{n}]", served) for n, message in enumerate(body.messages)]
     effort = reasoning_variables("reasoning_effort", body.reasoning_effort, served)
-    text = rendered(
+    return rendered(
         served,
         messages,
         tools=tools,
         variables={**effort, **(body.chat_template_kwargs or {})},
-        add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
     )
-    return _continued(text, messages[-1]) if body.continue_final_message else text
-
-
-def _continued(text: str, message: Mapping[str, Any]) -> str:
-    """A prompt up to the end of the last message's content."""
-    content = str(message.get("content") or "").strip()
-    at = text.rfind(content)
-    if message["role"] != "assistant" or not content or at < 0:
-        raise invalid("continue_final_message", "the last message must be an assistant's, and the template show it")
-    return text[: at + len(content)]
 
 
 def reasoning_variables(field: str, effort: str | None, served: Served) -> dict[str, Any]:
