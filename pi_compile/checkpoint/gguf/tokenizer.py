@@ -1,0 +1,145 @@
+"""The tokenizer of a GGUF file: vocabulary, merges and special tokens of its metadata.
+
+Byte-level vocabularies are built here; SentencePiece's are as transformers reads them, whose reader also needs torch.
+Which keys count, and their defaults, are llama.cpp's (`llama-vocab.cpp`).
+"""
+
+import json
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+
+from pi_compile.checkpoint.gguf.file import GgufFile
+from pi_compile.checkpoint.gguf.pre_tokenizers import DEFAULT, PRE_TOKENIZERS, REFUSED, PreTokenizer
+from pi_compile.errors import CheckpointError
+
+_BYTE_LEVEL = "gpt2"
+_KEY = "tokenizer.ggml."
+_TOKENS, _MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges"
+_SPECIAL_TOKENS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+_DEFAULT_IDS = {
+    "llama": {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0},
+    "t5": {"eos_token_id": 1, "unknown_token_id": 2, "padding_token_id": 0},
+}
+
+
+class _Type(IntEnum):
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+
+
+def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
+    """The tokenizer, with its special tokens and chat template, that begins a text with BOS where the file's does.
+
+    Raises CheckpointError for a byte-level vocabulary whose rule to split a text is known and not supported.
+    """
+    tokens = file.strings(_TOKENS)
+    rule = _rule(file) if file.metadata.get(_KEY + "model") == _BYTE_LEVEL else None
+    library = _sentencepiece(file, tokens) if rule is None else _byte_level(file, tokens, rule)
+    special = _special_tokens(file, tokens)
+    bos = special.get("bos_token")
+    if bos is not None and _begins_with_bos(file, rule):
+        ids = [(bos, library.token_to_id(bos))]
+        library.post_processor = processors.TemplateProcessing(single=[bos, "$A"], special_tokens=ids)
+    template = file.metadata.get("tokenizer.chat_template")
+    return PreTrainedTokenizerFast(tokenizer_object=library, chat_template=template, **special)
+
+
+def _rule(file: GgufFile) -> PreTokenizer:
+    name = file.metadata.get(_KEY + "pre", DEFAULT)
+    if name in REFUSED:
+        raise CheckpointError(
+            f"{file.path}: tokenizer.ggml.pre = {name!r} is not supported",
+            expected="tokens of bytes",
+            found="tokens of letters",
+            remedy="use the model's Hugging Face checkpoint, whose tokenizer.json says how a text is split",
+        )
+    return PRE_TOKENIZERS.get(name, PRE_TOKENIZERS[DEFAULT])
+
+
+def _begins_with_bos(file: GgufFile, rule: PreTokenizer | None) -> bool:
+    default = file.metadata.get(_KEY + "model") != "t5" if rule is None else rule.bos
+    return bool(file.metadata.get(_KEY + "add_bos_token", default))
+
+
+def _types(file: GgufFile, tokens: list[str]) -> list[int]:
+    found = file.metadata.get(_KEY + "token_type") or []
+    return [*found, *[_Type.NORMAL] * (len(tokens) - len(found))]
+
+
+def _special_tokens(file: GgufFile, tokens: list[str]) -> dict[str, str]:
+    """Name → token. An id outside the vocabulary is as if its key were missing."""
+    stored = {**_DEFAULT_IDS.get(str(file.metadata.get(_KEY + "model")), {})}
+    for key in _SPECIAL_TOKENS.values():
+        token_id = file.metadata.get(_KEY + key)
+        if type(token_id) is int and 0 <= token_id < len(tokens):
+            stored[key] = token_id
+    return {name: tokens[stored[key]] for name, key in _SPECIAL_TOKENS.items() if stored.get(key, len(tokens)) < len(tokens)}
+
+
+def _merges(file: GgufFile, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The merges whose tokens are there; a blank may be the first letter of one."""
+    cuts = ((merge, merge.find(" ", 1)) for merge in file.strings(_MERGES))
+    pairs = ((merge[:cut], merge[cut + 1 :]) for merge, cut in cuts if cut > 0)
+    return [(a, b) for a, b in pairs if a in vocabulary and b in vocabulary and a + b in vocabulary]
+
+
+def _byte_level(file: GgufFile, tokens: list[str], rule: PreTokenizer) -> tokenizers.Tokenizer:
+    if _MERGES not in file.string_lists:
+        raise CheckpointError(f"{file.path}: no {_MERGES}", remedy="convert the model again")
+    vocabulary = {token: n for n, token in enumerate(tokens)}
+    model = models.BPE(vocab=vocabulary, merges=_merges(file, vocabulary), ignore_merges=rule.whole)
+    made = tokenizers.Tokenizer(model)
+    splits, letter_splits = (
+        [pre_tokenizers.Split(tokenizers.Regex(split), "isolated") for split in regexes]
+        for regexes in (rule.splits, rule.letter_splits)
+    )
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([*splits, letters, *letter_splits])
+    made.decoder = decoders.ByteLevel()
+    _add_as_written(made, tokens, _types(file, tokens))
+    return made
+
+
+def _add_as_written(made: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """Have control and user-defined tokens found in a text as they are written, whatever their letters."""
+    added = [
+        tokenizers.AddedToken(token, normalized=False, special=kind != _Type.USER_DEFINED)
+        for token, kind in zip(tokens, types, strict=False)
+        if token and kind in (_Type.UNKNOWN, _Type.CONTROL, _Type.USER_DEFINED)
+    ]
+    made.add_tokens(added)
+
+
+def _sentencepiece(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
+    """What `from_pretrained(gguf_file=…)` makes of the vocabulary, but for spaces and for tokens that the file lacks."""
+    stored: dict[str, Any] = {**file.metadata, _TOKENS: tokens}
+    if _MERGES in file.string_lists:
+        stored[_MERGES] = [" ".join(pair) for pair in _merges(file, {token: n for n, token in enumerate(tokens)})]
+    names = GGUF_TOKENIZER_MAPPING["tokenizer"]
+    made, _ = convert_gguf_tokenizer(
+        file.architecture, {name: stored[f"tokenizer.{key}"] for key, name in names.items() if f"tokenizer.{key}" in stored}
+    )
+    # transformers adds special tokens that are not in the file, with ids beyond the model's vocabulary.
+    state = json.loads(made.to_str())
+    vocabulary = made.get_vocab(with_added_tokens=False)
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in vocabulary]
+    if (state["pre_tokenizer"] or {}).get("type") == "Metaspace":
+        # llama.cpp puts a space before every text, even one that begins with a space, or before none.
+        adds_space = file.metadata.get(_KEY + "add_space_prefix", True)
+        steps = [{"type": "Prepend", "prepend": "▁"}] if adds_space else []
+        space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+        state["normalizer"], state["pre_tokenizer"] = {"type": "Sequence", "normalizers": [*steps, space]}, None
+    return tokenizers.Tokenizer.from_str(json.dumps(state))
