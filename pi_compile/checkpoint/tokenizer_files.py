@@ -3,7 +3,6 @@
 The reference is what transformers does with the checkpoint. The checkpoint's own code is never run.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from transformers.utils import logging
 from pi_compile.checkpoint.end_tokens import named_ends
 from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE
 from pi_compile.checkpoint.gguf.file import GgufFile
-from pi_compile.checkpoint.gguf.tokenizer import gguf_tokenizer
+from pi_compile.checkpoint.gguf.tokenizer import gguf_tokenizer, split_notices
 from pi_compile.checkpoint.json_file import read_json
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.schema import Text
@@ -82,7 +81,7 @@ def _faults_of_libraries(location: Path) -> Iterator[None]:
 
 
 def _read(location: Path, vocab_size: int, config: Mapping[str, Any], gguf: GgufFile | None) -> TextFiles:
-    notices: list[str] = []
+    notices = [] if gguf is None else split_notices(gguf)
     beside = location / GENERATION_FILE
     generation_config = read_json(beside) if gguf is None and beside.is_file() else None
     end_ids = _configured_end_ids(config, generation_config or {}, location)

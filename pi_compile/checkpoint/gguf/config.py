@@ -10,7 +10,6 @@ from typing import Any
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.gguf.architectures import ACTIVATION_KEY, EXPERTS, MULTIPLIERS, Architecture, architecture
 from pi_compile.checkpoint.gguf.file import GgufFile
-from pi_compile.checkpoint.gguf.pre_tokenizers import DEFAULT, PRE_TOKENIZERS, REFUSED
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.formats import FORMATS
 
@@ -97,15 +96,6 @@ def gguf_config(file: GgufFile) -> Config:
 
 def _notices(file: GgufFile) -> list[str]:
     notices = []
-    split = file.metadata.get("tokenizer.ggml.pre")
-    if file.metadata.get("tokenizer.ggml.model") == "gpt2":
-        if split is None:
-            notices.append(f"the file names no pre-tokenizer: text is split by the rule {DEFAULT!r}, as by llama.cpp")
-        elif split not in PRE_TOKENIZERS and split not in REFUSED:
-            notices.append(
-                f"tokenizer.ggml.pre = {split!r} is not known: text is split by the rule {DEFAULT!r}, and may become "
-                "other tokens than those that the model was trained on"
-            )
     down = [file.format(name) for name in file.tensors if "ffn_down" in name and "ffn_down_t" not in name]
     if any(name in FORMATS and FORMATS[name].quantised for name in down):
         notices.append(

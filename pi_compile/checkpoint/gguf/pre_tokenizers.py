@@ -57,7 +57,7 @@ _LATIN_GREEK_CYRILLIC = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-"
     "ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
-_BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"  # noqa: RUF001 (as it is published)
+_BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"
 _HALVES_OF_BLANKS = "|".join(rf"\s{{{2**n}}}(?!\S)" for n in range(9, 1, -1))
 
 _RULES: Mapping[str, PreTokenizer] = {
@@ -68,9 +68,7 @@ _RULES: Mapping[str, PreTokenizer] = {
     "glm4 glm5": PreTokenizer((_LLAMA3,), whole=True),
     "chatglm-bpe dbrx smaug-bpe": PreTokenizer((_LLAMA3,)),
     "minicpm5": PreTokenizer((_THREE_DIGITS, _words(r"\p{N}+")), whole=True),
-    "jais-2": PreTokenizer(
-        (_words(_THREE_DIGITS, blanks=rf"\s*[\r\n]+|{_HALVES_OF_BLANKS}|\s{{1,2}}(?!\S)|\s{{1}}"),)
-    ),
+    "jais-2": PreTokenizer((_words(_THREE_DIGITS, blanks=rf"\s*[\r\n]+|{_HALVES_OF_BLANKS}|\s{{1,2}}(?!\S)|\s{{1}}"),)),
     "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": PreTokenizer((_QWEN2,)),
     "qwen35": PreTokenizer((_words(_DIGIT, letters=r"[\p{L}\p{M}]"),)),
     "ufakzeka": PreTokenizer((_words(_DIGIT, endings=""),)),
@@ -92,7 +90,7 @@ _RULES: Mapping[str, PreTokenizer] = {
     "granite-embed-multi-97m": PreTokenizer((_cased(_THREE_DIGITS),), whole=True),
     "tiny_aya cohere2moe": PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _cased(_THREE_DIGITS))),
     "youtu": PreTokenizer(
-        ("[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|" + _CHINESE_AND_KANA, _cased(_DIGIT)),  # noqa: RUF001
+        ("[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|" + _CHINESE_AND_KANA, _cased(_DIGIT)),
         whole=True,
     ),
     "kimi-k2": PreTokenizer((r"[\p{Han}]+|" + _cased(_THREE_DIGITS, but=r"&&[^\p{Han}]", after=r"[\r\n]*"),)),
@@ -107,16 +105,14 @@ _RULES: Mapping[str, PreTokenizer] = {
         (
             r"[\r\n]",
             rf"\s?[{_LATIN_GREEK_CYRILLIC}]+",
-            r"\s?[!-/:-~！-／：-～‘-‟　-。]+",  # noqa: RUF001
+            r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
             r"\s+$",
             "[一-龥ࠀ-一가-퟿]+",
             _DIGIT,
         )
     ),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", _DIGIT)),
-    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": PreTokenizer(
-        (_THREE_DIGITS, _CHINESE_AND_KANA, _MAIN_OF_DEEPSEEK3)
-    ),
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": PreTokenizer((_THREE_DIGITS, _CHINESE_AND_KANA, _MAIN_OF_DEEPSEEK3)),
     "spark2_5": PreTokenizer(
         (
             _THREE_DIGITS,
@@ -129,7 +125,7 @@ _RULES: Mapping[str, PreTokenizer] = {
         (
             r"\p{N}+",
             r"(?=(\p{N}{3})+(?!\p{N}))",
-            "[一-鿿㐀-䶿\uf900-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+",  # noqa: RUF001
+            "[一-鿿㐀-䶿\uf900-﫿぀-ゟ゠-ヿ･-ﾟ⼀-⿟เ-๿຀-໿ក-៿က-႟ꩠ-ꩿꧠ-꧿가-힯ᄀ-ᇿ]+",
             _MAIN_OF_DEEPSEEK3,
         )
     ),

@@ -20,7 +20,7 @@ from pi_compile.errors import CheckpointError
 
 _BYTE_LEVEL = "gpt2"
 _KEY = "tokenizer.ggml."
-_TOKENS, _MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges"
+_TOKENS, _MERGES, _TYPES, _MODEL, _PRE = (_KEY + name for name in ("tokens", "merges", "token_type", "model", "pre"))
 _SPECIAL_TOKENS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -40,28 +40,38 @@ class _Type(IntEnum):
     USER_DEFINED = 4
 
 
+def split_notices(file: GgufFile) -> list[str]:
+    """What to say where a text may be cut into other tokens than those that the model was trained on."""
+    name = file.metadata.get(_PRE)
+    if file.metadata.get(_MODEL) != _BYTE_LEVEL or name in PRE_TOKENIZERS or name in REFUSED:
+        return []
+    found = f"{_PRE} = {name!r} is not known" if name else "the file names no pre-tokenizer"
+    return [f"{found}: text is cut by the rule {DEFAULT!r} of llama.cpp, perhaps not as the model was trained"]
+
+
 def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
     """The tokenizer, with its special tokens and chat template, that begins a text with BOS where the file's does.
 
     Raises CheckpointError for a byte-level vocabulary whose rule to split a text is known and not supported.
     """
-    tokens = file.strings(_TOKENS)
-    rule = _rule(file) if file.metadata.get(_KEY + "model") == _BYTE_LEVEL else None
+    tokens = file.strings(_TOKENS) if _TOKENS in file.string_lists else []
+    rule = _rule(file) if file.metadata.get(_MODEL) == _BYTE_LEVEL else None
     library = _sentencepiece(file, tokens) if rule is None else _byte_level(file, tokens, rule)
     special = _special_tokens(file, tokens)
-    bos = special.get("bos_token")
-    if bos is not None and _begins_with_bos(file, rule):
-        ids = [(bos, library.token_to_id(bos))]
-        library.post_processor = processors.TemplateProcessing(single=[bos, "$A"], special_tokens=ids)
+    library.post_processor = None
+    if "bos_token" in special and _begins_with_bos(file, rule):
+        bos = special["bos_token"]
+        token = {"id": "BOS", "ids": [library.token_to_id(bos)], "tokens": [bos]}
+        library.post_processor = processors.TemplateProcessing(single=["BOS", "$A"], special_tokens=[token])
     template = file.metadata.get("tokenizer.chat_template")
     return PreTrainedTokenizerFast(tokenizer_object=library, chat_template=template, **special)
 
 
 def _rule(file: GgufFile) -> PreTokenizer:
-    name = file.metadata.get(_KEY + "pre", DEFAULT)
+    name = file.metadata.get(_PRE) or DEFAULT
     if name in REFUSED:
         raise CheckpointError(
-            f"{file.path}: tokenizer.ggml.pre = {name!r} is not supported",
+            f"{file.path}: {_PRE} = {name!r} is not supported",
             expected="tokens of bytes",
             found="tokens of letters",
             remedy="use the model's Hugging Face checkpoint, whose tokenizer.json says how a text is split",
@@ -70,23 +80,40 @@ def _rule(file: GgufFile) -> PreTokenizer:
 
 
 def _begins_with_bos(file: GgufFile, rule: PreTokenizer | None) -> bool:
-    default = file.metadata.get(_KEY + "model") != "t5" if rule is None else rule.bos
+    default = file.metadata.get(_MODEL) != "t5" if rule is None else rule.bos
     return bool(file.metadata.get(_KEY + "add_bos_token", default))
 
 
-def _types(file: GgufFile, tokens: list[str]) -> list[int]:
-    found = file.metadata.get(_KEY + "token_type") or []
-    return [*found, *[_Type.NORMAL] * (len(tokens) - len(found))]
-
-
 def _special_tokens(file: GgufFile, tokens: list[str]) -> dict[str, str]:
-    """Name → token. An id outside the vocabulary is as if its key were missing."""
-    stored = {**_DEFAULT_IDS.get(str(file.metadata.get(_KEY + "model")), {})}
-    for key in _SPECIAL_TOKENS.values():
-        token_id = file.metadata.get(_KEY + key)
-        if type(token_id) is int and 0 <= token_id < len(tokens):
-            stored[key] = token_id
-    return {name: tokens[stored[key]] for name, key in _SPECIAL_TOKENS.items() if stored.get(key, len(tokens)) < len(tokens)}
+    """Name → token. An id outside the vocabulary is as if its key were missing.
+
+    An ordinary token is never the unknown or the padding token: its text would be lost.
+    """
+    types = _types(file, tokens)
+    defaults = _DEFAULT_IDS.get(str(file.metadata.get(_MODEL)), {})
+    found = {}
+    for name, key in _SPECIAL_TOKENS.items():
+        ids = (file.metadata.get(_KEY + key), defaults.get(key))
+        token_id = next((i for i in ids if type(i) is int and 0 <= i < len(tokens)), None)
+        if token_id is None:
+            continue
+        if name in ("bos_token", "eos_token") or types.get(tokens[token_id]) != _Type.NORMAL:
+            found[name] = tokens[token_id]
+    return found
+
+
+def _types(file: GgufFile, tokens: list[str]) -> dict[str, int]:
+    return dict(zip(tokens, file.metadata.get(_TYPES) or [], strict=False))
+
+
+def _found_whole(types: Mapping[str, int]) -> list[tokenizers.AddedToken]:
+    """The tokens that are found in a text as they are written, whatever their letters."""
+    kinds = (_Type.UNKNOWN, _Type.CONTROL, _Type.USER_DEFINED)
+    return [
+        tokenizers.AddedToken(token, normalized=False, special=kind != _Type.USER_DEFINED)
+        for token, kind in types.items()
+        if token and kind in kinds
+    ]
 
 
 def _merges(file: GgufFile, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -97,8 +124,8 @@ def _merges(file: GgufFile, vocabulary: Mapping[str, int]) -> list[tuple[str, st
 
 
 def _byte_level(file: GgufFile, tokens: list[str], rule: PreTokenizer) -> tokenizers.Tokenizer:
-    if _MERGES not in file.string_lists:
-        raise CheckpointError(f"{file.path}: no {_MERGES}", remedy="convert the model again")
+    if missing := [key for key in (_TOKENS, _MERGES) if key not in file.string_lists]:
+        raise CheckpointError(f"{file.path}: no {', '.join(missing)}", remedy="convert the model again")
     vocabulary = {token: n for n, token in enumerate(tokens)}
     model = models.BPE(vocab=vocabulary, merges=_merges(file, vocabulary), ignore_merges=rule.whole)
     made = tokenizers.Tokenizer(model)
@@ -109,37 +136,32 @@ def _byte_level(file: GgufFile, tokens: list[str], rule: PreTokenizer) -> tokeni
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer = pre_tokenizers.Sequence([*splits, letters, *letter_splits])
     made.decoder = decoders.ByteLevel()
-    _add_as_written(made, tokens, _types(file, tokens))
+    made.add_tokens(_found_whole(_types(file, tokens)))
     return made
 
 
-def _add_as_written(made: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Have control and user-defined tokens found in a text as they are written, whatever their letters."""
-    added = [
-        tokenizers.AddedToken(token, normalized=False, special=kind != _Type.USER_DEFINED)
-        for token, kind in zip(tokens, types, strict=False)
-        if token and kind in (_Type.UNKNOWN, _Type.CONTROL, _Type.USER_DEFINED)
-    ]
-    made.add_tokens(added)
-
-
 def _sentencepiece(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
-    """What `from_pretrained(gguf_file=…)` makes of the vocabulary, but for spaces and for tokens that the file lacks."""
+    """What `from_pretrained(gguf_file=…)` makes of it, but for spaces and for tokens that the file lacks."""
     stored: dict[str, Any] = {**file.metadata, _TOKENS: tokens}
     if _MERGES in file.string_lists:
         stored[_MERGES] = [" ".join(pair) for pair in _merges(file, {token: n for n, token in enumerate(tokens)})]
-    names = GGUF_TOKENIZER_MAPPING["tokenizer"]
-    made, _ = convert_gguf_tokenizer(
-        file.architecture, {name: stored[f"tokenizer.{key}"] for key, name in names.items() if f"tokenizer.{key}" in stored}
-    )
-    # transformers adds special tokens that are not in the file, with ids beyond the model's vocabulary.
-    state = json.loads(made.to_str())
+    names = {name: f"tokenizer.{key}" for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items()}
+    described = {name: stored[key] for name, key in names.items() if key in stored}
+    made, _ = convert_gguf_tokenizer(file.architecture, described)
+    state, types = json.loads(made.to_str()), _types(file, tokens)
     vocabulary = made.get_vocab(with_added_tokens=False)
-    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in vocabulary]
+    # transformers adds special tokens that are ordinary ones of the file, or not in it, with ids beyond the model's.
+    state["added_tokens"] = [
+        token
+        for token in state["added_tokens"]
+        if token["content"] in vocabulary and types.get(token["content"]) != _Type.NORMAL
+    ]
     if (state["pre_tokenizer"] or {}).get("type") == "Metaspace":
         # llama.cpp puts a space before every text, even one that begins with a space, or before none.
         adds_space = file.metadata.get(_KEY + "add_space_prefix", True)
         steps = [{"type": "Prepend", "prepend": "▁"}] if adds_space else []
         space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
         state["normalizer"], state["pre_tokenizer"] = {"type": "Sequence", "normalizers": [*steps, space]}, None
-    return tokenizers.Tokenizer.from_str(json.dumps(state))
+    found = tokenizers.Tokenizer.from_str(json.dumps(state))
+    found.add_tokens([token for token in _found_whole(types) if token.content in vocabulary])
+    return found
