@@ -33,9 +33,9 @@ FAMILIES = {
     "SmolDocling": ["<end_of_utterance>"],
 }
 _OTHERS = """
-    <|user|> <|assistant|> <|system|> <|im_start|> <start_of_turn> <|start|> <|message|> <|channel|> <|constrain|>
-    <s> <bos> <unk> <pad> <|begin_of_text|> <|start_header_id|> <|observation|> <|eot_id| [INST] [/INST] <think> </think>
-    <tool_call> <\uff5cUser\uff5c> <\uff5cAssistant\uff5c> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|IM_END|> <|python_tag|>
+    <|user|> <|assistant|> <|system|> <|im_start|> <start_of_turn> <|start|> <|message|> <|channel|> <|constrain|> <s>
+    <bos> <unk> <pad> <|begin_of_text|> <|start_header_id|> <|observation|> <|eot_id| [INST] [/INST] <think> </think>
+    <tool_call> <\uff5cUser\uff5c> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|IM_END|> <|python_tag|>
 """
 NO_ENDS = _OTHERS.split()
 
