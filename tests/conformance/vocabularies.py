@@ -63,16 +63,15 @@ def _vocabulary(path: Path, rng: random.Random, count: int) -> int:
     ours = gguf_tokenizer(file).backend_tokenizer
     pairs = list(_pairs(path))
     wrong = _differing(ours, pairs)
-    print(f"{path.stem}: {len(pairs) - wrong} of {len(pairs)} pairs alike", end="", flush=True)
     markers = _markers(file)
     texts = [_text(rng, markers) for _ in range(count)]
     if file.metadata.get("tokenizer.ggml.pre") in OTHER_BLANKS:
         texts = ["".join(c for c in text if c.isascii() or not c.isspace()) for text in texts]
     theirs = _of_llama_cpp(path, texts)
     more = _differing(ours, theirs)
-    print(f"; {len(theirs) - more} of {len(theirs)} random texts")
-    wrong += more
-    return wrong
+    alike = f"{len(pairs) - wrong} of {len(pairs)} pairs and {len(theirs) - more} of {len(theirs)} random texts"
+    print(f"{path.stem}: {alike} alike", flush=True)
+    return wrong + more
 
 
 def _pairs(path: Path) -> Iterable[tuple[str, list[int]]]:
@@ -90,7 +89,7 @@ def _differing(ours: Any, pairs: Iterable[tuple[str, list[int]]]) -> int:
         found = ours.encode(text, add_special_tokens=False).ids
         if found != ids:
             wrong += 1
-            print(f"\n  {text!a}: {found} for {ids}", end="")
+            print(f"  {text!a}: {found} for {ids}")
     return wrong
 
 

@@ -106,13 +106,22 @@ def _types(file: GgufFile, tokens: list[str]) -> dict[str, int]:
     return dict(zip(tokens, file.metadata.get(_TYPES) or [], strict=False))
 
 
-def _found_whole(types: Mapping[str, int]) -> list[tokenizers.AddedToken]:
-    """The tokens that are found in a text as they are written, whatever their letters."""
-    kinds = (_Type.UNKNOWN, _Type.CONTROL, _Type.USER_DEFINED)
+def _found_whole(file: GgufFile, types: Mapping[str, int]) -> list[tokenizers.AddedToken]:
+    """The tokens that are found in a text as they are written, whatever their letters.
+
+    Those of Phi-3 take the blanks behind them, which only the model's name tells, as in llama.cpp.
+    """
+    name = str(file.metadata.get("general.name", "")).lower()
+    takes_blanks = any(phi in name for phi in ("phi-3", "phi3"))
     return [
-        tokenizers.AddedToken(token, normalized=False, special=kind != _Type.USER_DEFINED)
+        tokenizers.AddedToken(
+            token,
+            normalized=False,
+            special=kind != _Type.USER_DEFINED,
+            rstrip=takes_blanks and token not in ("<unk>", "<s>", "<|endoftext|>"),
+        )
         for token, kind in types.items()
-        if token and kind in kinds
+        if token and kind in (_Type.UNKNOWN, _Type.CONTROL, _Type.USER_DEFINED)
     ]
 
 
@@ -136,7 +145,7 @@ def _byte_level(file: GgufFile, tokens: list[str], rule: PreTokenizer) -> tokeni
     letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer = pre_tokenizers.Sequence([*splits, letters, *letter_splits])
     made.decoder = decoders.ByteLevel()
-    made.add_tokens(_found_whole(_types(file, tokens)))
+    made.add_tokens(_found_whole(file, _types(file, tokens)))
     return made
 
 
@@ -145,17 +154,15 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
     stored: dict[str, Any] = {**file.metadata, _TOKENS: tokens}
     if _MERGES in file.string_lists:
         stored[_MERGES] = [" ".join(pair) for pair in _merges(file, {token: n for n, token in enumerate(tokens)})]
-    names = {name: f"tokenizer.{key}" for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items()}
-    described = {name: stored[key] for name, key in names.items() if key in stored}
+    keys = {name: f"tokenizer.{key}" for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items()}
+    described = {name: stored[key] for name, key in keys.items() if key in stored}
     made, _ = convert_gguf_tokenizer(file.architecture, described)
     state, types = json.loads(made.to_str()), _types(file, tokens)
     vocabulary = made.get_vocab(with_added_tokens=False)
     # transformers adds special tokens that are ordinary ones of the file, or not in it, with ids beyond the model's.
-    state["added_tokens"] = [
-        token
-        for token in state["added_tokens"]
-        if token["content"] in vocabulary and types.get(token["content"]) != _Type.NORMAL
-    ]
+    names = {token["content"] for token in state["added_tokens"]}
+    kept = {token for token in names if token in vocabulary and types.get(token) not in set(_Type)}
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in kept]
     if (state["pre_tokenizer"] or {}).get("type") == "Metaspace":
         # llama.cpp puts a space before every text, even one that begins with a space, or before none.
         adds_space = file.metadata.get(_KEY + "add_space_prefix", True)
@@ -163,5 +170,5 @@ def _sentencepiece(file: GgufFile, tokens: list[str]) -> tokenizers.Tokenizer:
         space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
         state["normalizer"], state["pre_tokenizer"] = {"type": "Sequence", "normalizers": [*steps, space]}, None
     found = tokenizers.Tokenizer.from_str(json.dumps(state))
-    found.add_tokens([token for token in _found_whole(types) if token.content in vocabulary])
+    found.add_tokens([token for token in _found_whole(file, types) if token.content in vocabulary])
     return found

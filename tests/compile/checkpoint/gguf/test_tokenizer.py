@@ -1,5 +1,6 @@
 """Vocabulary, special tokens, begin and end of a GGUF file's text are those that llama.cpp reads from it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -164,6 +165,16 @@ def test_a_sentencepiece_vocabulary_with_merges() -> None:
             "<t>",
             "\u2581h",
         ]
+
+
+@pytest.mark.parametrize(
+    ("name", "takes"), [("Phi-3 mini", True), ("my-phi3-tune", True), ("Phi 2", False), (None, False)]
+)
+def test_the_markers_of_phi_3_take_the_blanks_behind_them(name: str | None, takes: bool) -> None:
+    file = sentencepiece([("<|end|>", CONTROL), ("▁", NORMAL), ("h", NORMAL)], add_space_prefix=False)
+    file = replace(file, metadata=dict(file.metadata) | {"general.name": name})
+    blanks = [] if takes else ["▁", "<0x0A>"]
+    assert tokens(file, "h<|end|> \n<s> h") == ["h", "<|end|>", *blanks, "<s>", "▁", "h"]
 
 
 @pytest.mark.parametrize("add", [None, True, False])
