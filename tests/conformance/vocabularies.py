@@ -58,7 +58,7 @@ def _names(source: str) -> int:
 def _vocabulary(path: Path, rng: random.Random, count: int) -> int:
     file = open_gguf(path)
     if file.metadata["tokenizer.ggml.model"] not in MODELS:
-        print(f"{path.stem}: {file.metadata['tokenizer.ggml.model']}, which is not read")
+        print(f"{path.stem}: {file.metadata['tokenizer.ggml.model']}, which is not compared")
         return 0
     ours = gguf_tokenizer(file).backend_tokenizer
     pairs = list(_pairs(path))
