@@ -233,6 +233,24 @@ def quantised(session: nox.Session) -> None:
 
 
 @nox.session
+def vocabularies(session: nox.Session) -> None:
+    """Hold what is read of GGUF files' tokenizers against llama.cpp's vocabularies and its tokenizer. Outside CI.
+
+    They are in llama-cpp-python's source package, which is fetched and built: half an hour. `-- FOLDER` is one that is
+    unpacked already; then random texts are compared only where the package is installed.
+    """
+    session.install(TORCH)
+    session.install("-e", ".[compile]")
+    folder, *rest = session.posargs if session.posargs and Path(session.posargs[0]).is_dir() else ["", *session.posargs]
+    if not folder:
+        package, folder = "llama-cpp-python==0.3.36", session.create_tmp()
+        session.run("pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", folder, package)
+        shutil.unpack_archive(next(Path(folder).glob("*.tar.gz")), folder)
+        session.install("--no-binary", "llama-cpp-python", package)
+    session.run("python", "tests/conformance/vocabularies.py", folder, *rest)
+
+
+@nox.session
 def frameworks(session: nox.Session) -> None:
     """The examples for LangChain and llama-index against the server. Outside CI: these packages are large."""
     session.install("-e", ".[serve]", *TEST_TOOLS, "langchain-openai==1.7.3", "llama-index-llms-openai-like==0.8.1")

@@ -3,7 +3,6 @@
 The reference is what transformers does with the checkpoint. The checkpoint's own code is never run.
 """
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+from transformers import AutoTokenizer
 from transformers.utils import logging
 
+from pi_compile.checkpoint.end_tokens import named_ends
 from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE
 from pi_compile.checkpoint.gguf.file import GgufFile
+from pi_compile.checkpoint.gguf.tokenizer import gguf_tokenizer, split_notices
 from pi_compile.checkpoint.json_file import read_json
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.schema import Text
@@ -26,13 +26,6 @@ from pi_runtime.errors import PiError
 GENERATION_KEYS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 TOKENIZER, TEMPLATE = "tokenizer.json", "chat_template.jinja"
 _OTHER_FORMS = (("vocab.json", "merges.txt"), ("tokenizer.model",))
-_LISTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
-_SPECIAL_TOKENS = {
-    "bos_token": "bos_token_id",
-    "eos_token": "eos_token_id",
-    "unk_token": "unknown_token_id",
-    "pad_token": "padding_token_id",
-}
 _PROBES = (
     "Hello world",
     " two  spaces, a\ttab\nand\r\n\nlines ",
@@ -88,7 +81,7 @@ def _faults_of_libraries(location: Path) -> Iterator[None]:
 
 
 def _read(location: Path, vocab_size: int, config: Mapping[str, Any], gguf: GgufFile | None) -> TextFiles:
-    notices: list[str] = []
+    notices = [] if gguf is None else split_notices(gguf)
     beside = location / GENERATION_FILE
     generation_config = read_json(beside) if gguf is None and beside.is_file() else None
     end_ids = _configured_end_ids(config, generation_config or {}, location)
@@ -129,41 +122,6 @@ def _stored_tokenizer(folder: Path) -> bytes | None:
     )
 
 
-def _load_from_gguf(file: GgufFile) -> Any:
-    loaded = _as_transformers_reads(file)
-    # transformers adds special tokens that are not in the file, with ids beyond the model's vocabulary.
-    state = json.loads(loaded.backend_tokenizer.to_str())
-    vocabulary, special = state["model"]["vocab"], loaded.special_tokens_map
-    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] in vocabulary]
-    if (state["pre_tokenizer"] or {}).get("type") == "Metaspace":
-        # llama.cpp puts a space before every text, even one that begins with a space, or before none.
-        adds_space = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
-        steps = [{"type": "Prepend", "prepend": "▁"}] if adds_space else []
-        space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-        state["normalizer"], state["pre_tokenizer"] = {"type": "Sequence", "normalizers": [*steps, space]}, None
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(state)),
-        chat_template=loaded.chat_template,
-        **{name: token for name, token in special.items() if isinstance(token, str) and token in vocabulary},
-    )
-
-
-def _as_transformers_reads(file: GgufFile) -> Any:
-    """What `from_pretrained(gguf_file=…)` makes of a file, which needs torch to read it."""
-    stored = {**file.metadata, **{key: file.strings(key) for key in _LISTS if key in file.string_lists}}
-    described, settings = (
-        {name: stored[f"tokenizer.{key}"] for key, name in names.items() if f"tokenizer.{key}" in stored}
-        for names in (GGUF_TOKENIZER_MAPPING["tokenizer"], GGUF_TOKENIZER_MAPPING["tokenizer_config"])
-    )
-    if described.get("tokenizer_type") == "llama":
-        settings.setdefault("add_bos_token", True)
-    for name, key in _SPECIAL_TOKENS.items():
-        token = stored.get(f"tokenizer.ggml.{key}")
-        settings[name] = None if token is None else described["tokens"][token]
-    made, more = convert_gguf_tokenizer(file.architecture, described)
-    return PreTrainedTokenizerFast(tokenizer_object=made, **settings, **more)
-
-
 def _load(location: Path, gguf: GgufFile | None) -> Any:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # transformers warns of model types that it does not know
@@ -171,7 +129,7 @@ def _load(location: Path, gguf: GgufFile | None) -> Any:
         if gguf is None:
             tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False, local_files_only=True)
         else:
-            tokenizer = _load_from_gguf(gguf)
+            tokenizer = gguf_tokenizer(gguf)
     finally:
         logging.set_verbosity(verbosity)
     if not getattr(tokenizer, "is_fast", False):
@@ -252,15 +210,17 @@ def _configured_end_ids(config: Mapping[str, Any], generation_config: Mapping[st
 
 
 def _end_ids(configured: Sequence[int], tokenizer: Any, vocab_size: int, notices: list[str]) -> tuple[int, ...]:
-    """The configured end tokens that are in the vocabulary; if none is configured, the tokenizer's own."""
+    """The configured end tokens that are in the vocabulary, or the tokenizer's own; then those that have its name."""
     eos = tokenizer.eos_token_id
     ids = configured or ([] if eos is None else [eos])
-    kept = tuple(i for i in ids if 0 <= i < vocab_size)
+    kept = [i for i in ids if 0 <= i < vocab_size]
     if len(kept) < len(ids):
         notices.append(f"end tokens {sorted(set(ids) - set(kept))} are outside the vocabulary: they are dropped")
+    control = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    kept += sorted(i for i in (control[token] for token in named_ends(control)) if i < vocab_size)
     if not kept:
         notices.append("no end token is known: a generation ends only at its limit")
-    return kept
+    return tuple(dict.fromkeys(kept))
 
 
 def _sampling_defaults(fields: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -53,8 +53,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Keys that change the function unless they hold one of these values."""
 _HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout")
-_SPLITS = ("gpt-2", "llama-bpe", "qwen2", "tekken")
-"""Pre-tokenizers that transformers reads from a file."""
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _SAMPLING = {
     "temp": "temperature",
@@ -98,9 +96,6 @@ def gguf_config(file: GgufFile) -> Config:
 
 def _notices(file: GgufFile) -> list[str]:
     notices = []
-    split = file.metadata.get("tokenizer.ggml.pre")
-    if file.metadata.get("tokenizer.ggml.model") == "gpt2" and split not in _SPLITS:
-        notices.append(f"tokenizer.ggml.pre = {split!r}: text may be split into other tokens than by llama.cpp")
     down = [file.format(name) for name in file.tensors if "ffn_down" in name and "ffn_down_t" not in name]
     if any(name in FORMATS and FORMATS[name].quantised for name in down):
         notices.append(
@@ -155,7 +150,7 @@ def _vocabulary(file: GgufFile, keys: dict[str, Any]) -> dict[str, Any]:
     return {
         "vocab_size": keys.pop("vocab_size", stored),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "eos_token_id": list(dict.fromkeys(i for i in ends if type(i) is int)),
+        "eos_token_id": list(dict.fromkeys(i for i in ends if type(i) is int and (stored is None or 0 <= i < stored))),
         **sampling,
         **({"do_sample": True} if sampling.get("temperature") else {}),
     }

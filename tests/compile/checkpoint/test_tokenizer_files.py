@@ -160,9 +160,9 @@ def test_a_suffix_is_said_and_left_out(folder: Path) -> None:
         ([2, 7], None, (2, 7)),
         (2, 5, (5, 2)),
         (2, [7, 2, 9], (7, 2, 9)),
-        (None, 3, (3,)),
+        (None, 3, (3, 2)),
         (None, None, (2,)),
-        (999, 3, (3,)),
+        (999, 3, (3, 2)),
     ],
 )
 def test_end_tokens_are_the_union(folder: Path, config: Any, generation: Any, ids: tuple[int, ...]) -> None:

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader
 from hypothesis import given
 from hypothesis import strategies as st
-from support.gguf_files import rounded_checkpoint, write_byte_tokenizer, write_gguf
+from support.gguf_files import rounded_checkpoint, write_gguf
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import CheckpointError
@@ -212,11 +212,3 @@ def test_a_file_without_a_tokenizer(file: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot read the tokenizer") as caught:
         _ = open_checkpoint(file).text_files
     assert "with a tokenizer of the kind llama or gpt2" in str(caught.value)
-
-
-def test_another_way_to_split_text(folders: dict[str, Path], tmp_path: Path) -> None:
-    write_byte_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_bytes((folders["llama"] / "config.json").read_bytes())
-    (tmp_path / "model.safetensors").write_bytes((folders["llama"] / "model.safetensors").read_bytes())
-    write_gguf(tmp_path, tmp_path / "model.gguf", "f16", **{"tokenizer.ggml.pre": "viking"})
-    assert any("'viking'" in line for line in open_checkpoint(tmp_path / "model.gguf").notices)
