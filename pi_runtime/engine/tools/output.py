@@ -91,12 +91,13 @@ class OutputFormat:
         if self.reasoning and self.reasoning.answer:
             return OutputParser(HarmonyParser(names, make_id, thinks=self.reasoning.is_open(prompt)), None)
         calls: CallParser | None = None
-        if self.tools and self.tools.has_pairs and names:
+        if self.tools and self.tools.pairs and names:
             schemas = {_name(tool): tool["function"].get("parameters") or NO_PARAMETERS for tool in tools}
             calls = PairParser(self.tools, schemas, make_id)
         elif self.tools and names:
             calls = CallParser(self.tools, names, make_id)
-        return OutputParser(ReasoningParser(self.reasoning, prompt) if self.reasoning else None, calls)
+        call = self.tools.trigger if self.tools and self.tools.ends_thoughts and names else None
+        return OutputParser(ReasoningParser(self.reasoning, prompt, call) if self.reasoning else None, calls)
 
     def grammar(
         self,
@@ -177,7 +178,7 @@ def _function(n: int, tool: Tool, tools: ToolFormat, *, strictly: bool) -> tuple
         place = Setting(f"tools[{n}].function.parameters")
         raise UsageError("parameters must be an object's schema", setting=place)
     is_followed = strictly or _is_strict(tool)
-    if is_followed and tools.has_pairs and (found := sorted(BEYOND_PAIRS & parameters.keys())):
+    if is_followed and tools.pairs and (found := sorted(BEYOND_PAIRS & parameters.keys())):
         what = f"{found[0]} of all arguments together cannot be followed in this model's form of calls"
         raise UsageError(what, setting=Setting(f"tools[{n}].function.parameters"))
     return _name(tool), {**parameters, "type": "object"} if is_followed else {"type": "object"}
