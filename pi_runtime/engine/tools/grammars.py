@@ -13,9 +13,9 @@ from pi_runtime.engine.tools.formats import Pairs, ToolFormat
 from pi_runtime.engine.tools.harmony import CONSTRAIN, MESSAGE
 from pi_runtime.engine.tools.pairs import text_schema
 from pi_runtime.engine.tools.reasoning import ReasoningFormat
-from pi_runtime.text.grammar import with_fixed_separators
+from pi_runtime.text.grammar import with_white_space
+from pi_runtime.text.schemas import Schema
 
-Schema = Mapping[str, Any] | bool
 TERMINALS = r"""TEXT: /(.|\n)*/
 SPACE: /[ \n]{0,4}/
 PLAIN: /\s*[^{\s](.|\n)*/
@@ -36,13 +36,13 @@ class GrammarWriter:
         rules = {"start": start, **self._rules}
         return "".join(f"{name}: {body}\n" for name, body in rules.items()) + TERMINALS
 
-    def json(self, schema: Schema) -> str:
+    def json(self, schema: Schema, *, fixed: bool = False) -> str:
         """JSON that a schema describes."""
-        return f"%json {json.dumps(schema)}"
+        return f"%json {json.dumps(with_white_space(schema, fixed=fixed))}"
 
     def arguments(self, schema: Schema) -> str:
         """JSON that a schema describes, with the white space of templates."""
-        return self.json(with_fixed_separators(schema))
+        return self.json(schema, fixed=True)
 
     def calls(self, tools: ToolFormat, functions: Sequence[tuple[str, Mapping[str, Any]]], *, parallel: bool) -> str:
         """Calls of these functions, each with the schema of its arguments; one of them unless `parallel`."""

@@ -2,7 +2,7 @@
 
 
 class MarkerWatch:
-    """Lets text through until one of some markers comes. White space is held too, for what precedes a marker belongs to it."""
+    """Lets text through until a marker comes. White space is held too, for what precedes a marker belongs to it."""
 
     def __init__(self, *markers: str) -> None:
         self._markers = markers
