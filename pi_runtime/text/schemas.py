@@ -20,19 +20,21 @@ Schema = Mapping[str, Any] | bool
 
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose values have a schema for each key; see also `LISTS` and `SINGLE`."""
-LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+BRANCHES = ("allOf", "anyOf", "oneOf")
+LISTS = (*BRANCHES, "prefixItems")
 SINGLE = ("items", "additionalProperties", "unevaluatedProperties")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-BEYOND = frozenset(
-    """
-    not if then else uniqueItems contains minContains maxContains propertyNames dependentRequired dependentSchemas
-    dependencies unevaluatedItems $dynamicRef $dynamicAnchor $recursiveRef $recursiveAnchor
-    """.split()
+BEYOND = (
+    *("not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "propertyNames"),
+    *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems"),
+    *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
 )
 """Keywords that llguidance does not know how to follow."""
 TYPES = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
-FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri unknown".split())
+FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
+)
 """What llguidance knows of the formats of texts."""
 UNREADABLE = re.compile(r"\(\?<?[=!]|\(\?>|\\[bBzZAG1-9]|\\k<|\(\?P=")
 """Parts of regular expressions that say more than which characters follow one another."""
@@ -177,7 +179,7 @@ class _Reader:
         found = UNREADABLE.search(value)
         if found is None:
             return value
-        is_around = found[0][0] == "(" and found[0][-1] in "=!" or found[0] in {r"\b", r"\B"}
+        is_around = found[0][-1] in "=!bB" and not found[0].startswith("(?P")
         return self._out(place, f"{'look-around' if is_around else found[0]} cannot be followed")
 
     def _format(self, _: str, value: Any, place: str) -> Any:
@@ -234,9 +236,10 @@ def closed(schema: Schema) -> Schema:
     {'properties': {'a': {'properties': {}, 'additionalProperties': False}}, 'additionalProperties': False}
     """
     try:
-        return _Closer(schema).alone(schema)
+        shut: Schema = _Closer(schema).alone(schema)
     except RecursionError:
         raise UsageError("too deep", setting=Setting("json_schema")) from None
+    return shut
 
 
 class _Closer:
@@ -247,24 +250,26 @@ class _Closer:
         """A schema that stands by itself, shut."""
         if not isinstance(schema, Mapping):
             return schema
-        parts = [key for key in ("$ref", "allOf", "anyOf", "oneOf") if key in schema]
+        parts = [key for key in ("$ref", *BRANCHES) if isinstance(schema.get(key), str if key == "$ref" else list)]
         if not parts:
             return self._shut(self._inner(schema), ())
         has_own = not schema.keys().isdisjoint(("properties", "patternProperties", "required", "additionalProperties"))
         branches = schema[parts[0]]
-        is_one = len(parts) == 1 and (parts[0] != "allOf" or len(_listed(branches)) == 1)
+        is_one = len(parts) == 1 and (parts[0] != "allOf" or len(branches) == 1)
         if is_one and not has_own and "unevaluatedProperties" not in schema:
             found = self._inner(schema)
-            return found if parts[0] == "$ref" else {**found, parts[0]: [self.alone(one) for one in _listed(branches)]}
+            return found if parts[0] == "$ref" else {**found, parts[0]: [self.alone(one) for one in branches]}
         return self._together(schema)
 
     def _together(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         """A schema of several parts that hold together, shut together."""
         names = self._names(schema)
-        found = self._open(schema)
+        found: dict[str, Any] = self._open(schema)
         if names is None or "additionalProperties" in schema:
             return found
-        for key in {"anyOf", "oneOf"} & schema.keys():
+        for key in ("anyOf", "oneOf"):
+            if not isinstance(found.get(key), list):
+                continue
             # One branch has no room for another's properties, but for those of all that stands around it.
             around = self._names({name: value for name, value in schema.items() if name != key}) or {}
             found[key] = [
@@ -280,7 +285,8 @@ class _Closer:
         if "additionalProperties" in found or not has_shape:
             return found
         required = [] if "patternProperties" in found else _texts(found.get("required"))
-        properties = found.get("properties", {})
+        given = found.get("properties")
+        properties = given if isinstance(given, Mapping) else {}
         missing = [name for name in [*names, *required] if name not in properties]
         if missing:
             found = {**found, "properties": {**properties, **dict.fromkeys(missing, True)}}
@@ -290,12 +296,11 @@ class _Closer:
         """A schema whose values and items are shut, and itself is not."""
         self._count()
         found = dict(schema)
-        for key in found:
-            value = found[key]
+        for key, value in schema.items():
             if key in MAPS and isinstance(value, Mapping):
                 found[key] = {name: self.alone(part) for name, part in value.items()}
-            elif key == "prefixItems" or (key == "items" and isinstance(value, list)):
-                found[key] = [self.alone(part) for part in _listed(value)]
+            elif key in {"prefixItems", "items"} and isinstance(value, list):
+                found[key] = [self.alone(part) for part in value]
             elif key in SINGLE:
                 found[key] = self.alone(value)
         return found
@@ -306,16 +311,16 @@ class _Closer:
             return schema
         found = self._inner(schema)
         found.pop("unevaluatedProperties", None)
-        for key in ("allOf", "anyOf", "oneOf"):
-            if key in found:
-                found[key] = [self._open(part, inside) for part in _listed(schema[key])]
+        for key in BRANCHES:
+            if isinstance(found.get(key), list):
+                found[key] = [self._open(part, inside) for part in schema[key]]
         target = self._target(schema)
         if not isinstance(target, Mapping) or id(target) in inside:
             return found
         opened, inlined = self._open(target, (*inside, id(target))), dict[str, Any]()
         for key, value in found.items():  # the order of keywords is that of properties
             if key in {"$ref", "allOf"}:
-                inlined["allOf"] = [*inlined.get("allOf", ()), *([opened] if key == "$ref" else value)]
+                inlined["allOf"] = [*inlined.get("allOf", ()), *([opened] if key == "$ref" else _listed(value))]
             else:
                 inlined[key] = value
         return inlined
@@ -334,7 +339,7 @@ class _Closer:
             properties = part.get("properties")
             names |= dict.fromkeys(properties if isinstance(properties, Mapping) else ())
             names |= dict.fromkeys(_texts(part.get("required")))
-            rest += [one for key in ("allOf", "anyOf", "oneOf") for one in _listed(part.get(key))]
+            rest += [one for key in BRANCHES for one in _listed(part.get(key))]
             rest.append(self._target(part))
         return names
 

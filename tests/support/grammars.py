@@ -1,9 +1,8 @@
 """What a grammar takes."""
 
-from support.synthetic import END_ID
-
 from pi_runtime.text.grammar import Grammar
 from pi_runtime.text.tokenizer import Tokenizer
+from support.synthetic import END_ID
 
 
 def takes(tokenizer: Tokenizer, grammar: Grammar | None, text: str) -> bool:

@@ -1,6 +1,8 @@
-"""Schemas of somebody else: what is left out of them, what shut objects hold, and how much white space JSON may have."""
+"""Schemas of somebody else: what is left out of them, what shut objects hold, and the white space of JSON."""
 
 import json
+import random
+import re
 from typing import Any
 
 import pytest
@@ -73,7 +75,7 @@ PLAIN = {
     ),
     "null that is meant": ({"const": None}, {"const": None}),
     "items that may be the same": ({"type": "array", "uniqueItems": False}, {"type": "array"}),
-    "branches of nothing": ({"then": S, "dependentRequired": {}, "if": None, "then": None}, {}),
+    "branches of nothing": ({"dependentRequired": {}, "if": None, "then": None}, {}),
     "a whole length": ({"type": "string", "minLength": 2.0}, {"type": "string", "minLength": 2}),
     "words about it": (
         {"title": 3, "default": {}, "nullable": True, "x-y": []},
@@ -134,6 +136,18 @@ def test_a_schema_that_is_all_of_itself_is_read_to_its_end() -> None:
 DEEP: Any = {}
 for _ in range(5000):
     DEEP = {"items": DEEP}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_what_is_no_schema_is_shut_as_far_as_it_is_one(case: str) -> None:
+    given, _ = ODD[case]
+    for schema in (
+        given,
+        {**A, "allOf": [given, K]},
+        {"anyOf": [given], **A},
+        {**(given if isinstance(given, dict) else {}), "required": ["z"]},
+    ):
+        closed(schema)
 
 
 def test_what_is_too_deep_or_too_large() -> None:
@@ -246,6 +260,51 @@ def test_objects_are_shut_unless_their_schema_opens_them(case: str, tokenizer: T
         assert not jsonschema.Draft202012Validator(shut).is_valid(value)
     assert closed(shut) == shut
     assert Grammar.json_schema(shut) == grammar
+
+
+def random_together(rng: random.Random, depth: int = 3) -> dict[str, Any]:
+    """An object whose schema has several parts that hold together, now and then within one another."""
+    kinds: list[dict[str, Any]] = [{"enum": ["x", 1]}, {"type": "boolean"}, {"const": None}, {"$ref": "#/$defs/d"}]
+
+    def part(names: str) -> dict[str, Any]:
+        chosen = rng.sample(names, rng.randint(0, len(names)))
+        values = [
+            random_together(rng, depth - 1) if depth and rng.random() < 0.4 else rng.choice(kinds) for _ in chosen
+        ]
+        found: dict[str, Any] = {"properties": dict(zip(chosen, values, strict=True))}
+        found["required"] = [name for name in chosen if rng.random() < 0.4]
+        return {**found, "type": "object"} if rng.random() < 0.3 else found
+
+    whole = {"type": "object", **(part("abc") if rng.random() < 0.7 else {})}
+    ways: dict[str, Any] = {
+        "allOf": [part("def"), part("gh"), {"$ref": "#/$defs/d"}],
+        "anyOf": [part("ij"), part("kl"), {"required": ["i"]}, {"$ref": "#/$defs/e"}],
+        "$ref": rng.choice(["#/$defs/d", "#/$defs/e"]),
+    }
+    for key in rng.sample([*ways], rng.randint(0, 2)):
+        whole[key] = ways[key] if key == "$ref" else rng.sample(ways[key], rng.randint(1, 3))
+    return whole
+
+
+D, E = props(("m",), m={"enum": [1, 2]}), {"allOf": [{"$ref": "#/$defs/d"}], **props(n={"type": "null"})}
+
+
+def test_random_texts_of_schemas_with_parts_validate(tokenizer: Tokenizer, long: bool) -> None:
+    """What a grammar lets through follows the schema as it was given, and has no names that it has not."""
+    jsonschema = pytest.importorskip("jsonschema")
+    rng, finished, wanted = random.Random(5), 0, 1000 if long else 50
+    for _ in range(wanted):
+        schema = {**random_together(rng), "$defs": {"d": D, "e": E}}
+        state, ids = tokenizer.grammars.start(Grammar.json_schema(schema, fixed_separators=True)), list[int]()
+        while ids[-1:] != [END_ID] and not state.is_complete(ids) and len(ids) < 600:
+            ids.append(rng.choice(state.allowed(ids).nonzero()[0].tolist()))
+        text = bytes(one for one in ids if one != END_ID).decode()
+        if len(ids) < 600:
+            jsonschema.validate(json.loads(text), schema)
+            jsonschema.validate(json.loads(text), closed(schema))
+            finished += 1
+            assert set(re.findall(r'"(\w)":', text)) <= set("abcdefghijklmn"), text
+    assert finished > 0.9 * wanted
 
 
 SPACES = {
