@@ -183,7 +183,8 @@ class _Reader:
         return self._out(place, f"{'look-around' if is_around else found[0]} cannot be followed")
 
     def _format(self, _: str, value: Any, place: str) -> Any:
-        return value if value in FORMATS else self._out(place, f"{str(value)[:40]!r} is no format that is known here")
+        is_known = isinstance(value, str) and value in FORMATS
+        return value if is_known else self._out(place, f"{str(value)[:40]!r} is no format that is known here")
 
     def _ref(self, _: str, value: Any, place: str) -> Any:
         if isinstance(value, str):

@@ -77,7 +77,6 @@ class CallParser:
 
     def _begin_call(self, raw: str) -> None:
         self._raw = raw
-        """The call as it was written up to here."""
         self._scanner = JsonScanner()
         self._key, self._member, self._name = "", "", ""
         self._in_arguments = self._has_begun = False
@@ -89,6 +88,19 @@ class CallParser:
         """Follows arguments that are text."""
         self._pending = ""
         """Arguments that were not shown yet."""
+
+    @property
+    def _raw(self) -> str:
+        """The call as it was written up to here."""
+        self._written = ["".join(self._written)]
+        return self._written[0]
+
+    @_raw.setter
+    def _raw(self, raw: str) -> None:
+        self._written = [raw]
+
+    def _keep(self, text: str) -> None:
+        self._written.append(text)
 
     def push(self, text: str) -> list[Delta]:
         """Take more of the answer's text; returns what it shows."""
@@ -126,7 +138,7 @@ class CallParser:
         if self._in_arguments and scanner.is_in_text and self._scanner.state == STRING:
             match = PLAIN.match(text, at)
             if match is not None:
-                self._raw += match[0]
+                self._keep(match[0])
                 self._pending += match[0]
                 self._show_arguments()
                 return match.end()
@@ -155,20 +167,20 @@ class CallParser:
         if char not in SPACE + self._format.begin:
             self._break_off(char)
             return
-        self._raw += char
+        self._keep(char)
         if char == self._format.begin:
             self._read = self._read_call
 
     def _read_call(self, char: str) -> None:
         """Read white space before a call, and its first character."""
         if char in SPACE:
-            self._raw += char
+            self._keep(char)
         elif char == "{":
             self._read = self._read_object
             self._read_object(char)
         elif char == "[" and self._format.is_tagged and not self._is_list:
             self._is_list = True
-            self._raw += char
+            self._keep(char)
         else:
             self._break_off(char)
 
@@ -179,25 +191,25 @@ class CallParser:
             if len(head) > HEAD_LENGTH or not (char.isalnum() or char in SPACE + "_.-[]"):
                 self._break_off(char)
             else:
-                self._raw += char
+                self._keep(char)
             return
         match = HEAD.fullmatch(head)
         if match is None or match[1] not in self._names:
             self._break_off(char)
         else:
-            self._raw += char
+            self._keep(char)
             self._name, self._read = match[1], self._read_arguments
 
     def _read_arguments(self, char: str) -> None:
         """Read the arguments after a head."""
         scanner = self._scanner
         if not scanner.depth and char in SPACE:
-            self._raw += char
+            self._keep(char)
         elif (not scanner.depth and char != "{") or not scanner.push(char):
             self._break_off(char)
         else:
             self._in_arguments = True
-            self._raw += char
+            self._keep(char)
             self._add_argument(char)
             if not scanner.depth:
                 self._end_call()
@@ -208,7 +220,7 @@ class CallParser:
         if not scanner.push(char):
             self._break_off(char)
             return
-        self._raw += char
+        self._keep(char)
         if self._quoted is not None:
             self._add_quoted(char, self._quoted)
         elif self._in_arguments:
@@ -311,7 +323,7 @@ class CallParser:
 
     def _read_end(self, char: str) -> None:
         """Read what ends a call, or what separates it from the next."""
-        self._raw += char
+        self._keep(char)
         tail = self._raw.strip()
         if tail and tail == self._format.end:
             self._read = self._read_text

@@ -94,8 +94,11 @@ class PairParser(CallParser):
         self._is_text = self._has_value = False
         """Whether the present value is text as it is written; whether some of it has come."""
         self._part = StopStrings([])
-        self._after = ""
-        """What was read behind what may be the end of a value."""
+        self._value: list[str] = []
+        """The present value, where it is not shown as it comes."""
+        self._after: list[str] = []
+        """What was read behind what may be the end of a value; `_tag` is the beginning of a tag in it."""
+        self._tag = ""
 
     def _read_call(self, char: str) -> None:
         """Read the name, and what stands around it."""
@@ -105,13 +108,13 @@ class PairParser(CallParser):
         if is_name and name[:-1] in self._names and char in (self._closing or f"{SPACE}<"):
             self._name, self._text, self._read = name[:-1], "", self._read_tag
             if self._closing:
-                self._raw += char
+                self._keep(char)
             else:
                 self._read_tag(char)
         elif len(head) < HEAD_LENGTH and (
             self._opening.startswith(head) or (is_name and (char.isalnum() or char in "_.-"))
         ):
-            self._raw += char
+            self._keep(char)
             self._text = head
         else:
             self._break_off(char)
@@ -122,7 +125,7 @@ class PairParser(CallParser):
         if not any(expected.startswith(tag) for expected in self._expected):
             self._break_off(char)
             return
-        self._raw += char
+        self._keep(char)
         self._text = tag
         if tag in self._expected:
             self._take_tag(tag)
@@ -142,7 +145,7 @@ class PairParser(CallParser):
             self._begin_value()
 
     def _read_key(self, char: str) -> None:
-        self._raw += char
+        self._keep(char)
         shown, ended = self._part.push(char)
         self._text += shown
         if not ended:
@@ -164,42 +167,48 @@ class PairParser(CallParser):
         self._add('"' if self._is_text else "")
 
     def _read_value(self, char: str) -> None:
-        self._raw += char
+        self._keep(char)
         self._push_value(char)
 
     def _push_value(self, char: str) -> None:
         shown, ended = self._part.push(char)
         self._take_value(shown)
         if ended:
-            self._read, self._after = self._read_after_value, ""
+            self._read, self._after, self._tag = self._read_after_value, [], ""
 
     def _take_value(self, text: str) -> None:
         """Take more of a value; a line end at either side of it is dropped where values stand on lines."""
         if not self._value_tag and text and not self._has_value:
             text = text.removeprefix("\n")
             self._has_value = True
-        self._text += text
-        if self._is_text:
+        if not self._is_text:
+            self._value.append(text)
+        else:
+            self._text += text
             cut = len(self._text) - (not self._value_tag and self._text.endswith("\n"))
             self._add(json.dumps(self._text[:cut], ensure_ascii=False)[1:-1])
             self._text = self._text[cut:]
 
     def _read_after_value(self, char: str) -> None:
         """Read what follows the end of a value: the next tag, or the value was not at its end."""
-        self._raw += char
-        self._after += char
-        tag, expected = self._after.lstrip(), (self._key_tag, *self._ends)
-        if tag in expected:
-            text = self._text if self._value_tag else self._text.removesuffix("\n")
-            self._add('"' if self._is_text else _as_json(text, types(self._schema, self._functions[self._name])))
-            self._expected = expected
-            self._read = self._read_tag
-            self._take_tag(tag)
-        elif not any(one.startswith(tag) for one in expected):
+        self._keep(char)
+        self._after.append(char)
+        self._tag += char if self._tag or char not in SPACE else ""
+        expected = (self._key_tag, *self._ends)
+        if self._tag in expected:
+            self._add('"' if self._is_text else self._as_json())
+            self._expected, self._read, self._value = expected, self._read_tag, []
+            self._take_tag(self._tag)
+        elif not any(one.startswith(self._tag) for one in expected):
             after, self._part, self._read = self._after, StopStrings([self._value_end]), self._read_value
             self._take_value(self._value_end)
             for late in after:
                 self._push_value(late)
+
+    def _as_json(self) -> str:
+        text = "".join(self._value)
+        text = text if self._value_tag else text.removesuffix("\n")
+        return _as_json(text, types(self._schema, self._functions[self._name]))
 
     def _add(self, arguments: str) -> None:
         self._pending += arguments

@@ -42,6 +42,7 @@ ODD = {
     "if": ({**props(a=S), "if": props(a=S), "then": props(b=S), "else": False}, props(a=S)),
     "dependent properties": ({**props(a=S), "dependentRequired": {"a": ["b"]}}, props(a=S)),
     "names of properties": ({"type": "object", "propertyNames": S}, {"type": "object"}),
+    "a format that is a list": ({"type": "string", "format": ["date"]}, S),
     "an unknown format": ({"type": "string", "format": "postcode"}, S),
     "a reference to nothing": (props(a={"$ref": "#/$defs/a"}), props(a={})),
     "a reference to another document": ({"$ref": "https://example.org/a"}, {}),
