@@ -71,6 +71,8 @@ class CallParser:
         """Whether a call without trigger may begin, since nothing but white space has come."""
         self._is_list = False
         """Whether the calls of a trigger stand in brackets that the format does not ask for."""
+        self._written: list[str] = []
+        """The call as it was written up to here, in parts."""
         self._follows_call = False
         """Whether nothing but white space has come since the last call, which is then dropped."""
         self._begin_call("")
