@@ -17,6 +17,7 @@ import tokenizers
 from pi_runtime.errors import ArtifactError, PiError, Setting, UsageError
 from pi_runtime.errors.exit_codes import missing_extra
 from pi_runtime.text.kept import Kept
+from pi_runtime.text.schemas import Schema, closed
 
 Mask = npt.NDArray[np.bool_]
 Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -30,13 +31,18 @@ LEAST_COMPILED = 64 << 10
 STAND_IN_END = "<|end of grammar|>"
 """Ends the text for llguidance, which needs such a token, where the model has none."""
 
-FIXED_SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""White space of JSON as `json.dumps` and chat templates write it. A weak model that may put in any puts in a lot."""
+FIXED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""White space of JSON as `json.dumps` and chat templates write it."""
+BOUNDED = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}"}
+"""White space of JSON where it may be: as in llama.cpp's grammars. A weak model that may put in any puts in a lot."""
 
 
-def with_fixed_separators(schema: Mapping[str, Any] | bool) -> Mapping[str, Any] | bool:
-    """A schema of the same JSON, with the white space of `json.dumps` and no other; `x-guidance` is of llguidance."""
-    return {**({} if schema is True else schema), "x-guidance": FIXED_SEPARATORS} if schema is not False else schema
+def with_white_space(schema: Schema, *, fixed: bool) -> Schema:
+    """A schema of the same JSON, with bounded white space, or that of `json.dumps`; `x-guidance` is of llguidance."""
+    if schema is False:
+        return False
+    own = {} if schema is True else schema
+    return {**own, "x-guidance": FIXED if fixed else own.get("x-guidance", BOUNDED)}
 
 
 @dataclass(frozen=True)
@@ -60,10 +66,12 @@ class Grammar:
         return Setting(self.kind.replace("-", "_"))
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | bool | str, *, fixed_separators: bool | None = None) -> Self:
+    def json_schema(cls, schema: Schema | str, *, fixed_separators: bool | None = None) -> Self:
         """JSON that a schema describes. The schema may be JSON text itself; raises UsageError where that is no JSON.
 
-        `fixed_separators`: white space is as `json.dumps` writes it, `, ` and `: ` and no other; else any is allowed.
+        Objects with properties have no others, unless the schema says so (`additionalProperties`). White space is a
+        blank, or one or two line ends and up to 20 blanks or tabs, wherever it may be. `fixed_separators`: it is as
+        `json.dumps` writes it, `, ` and `: ` and no other.
         """
         if fixed_separators not in (None, False, True):
             found = repr(fixed_separators)[:80]
@@ -72,7 +80,7 @@ class Grammar:
             value = json.loads(schema) if isinstance(schema, str) else schema
             if not isinstance(value, Mapping | bool):
                 raise UsageError(setting=Setting("json_schema"), expected="a JSON object", found=repr(value)[:80])
-            return cls("json-schema", json.dumps(with_fixed_separators(value) if fixed_separators else value))
+            return cls("json-schema", json.dumps(with_white_space(closed(value), fixed=bool(fixed_separators))))
         except (ValueError, TypeError, RecursionError) as error:
             raise UsageError("not JSON", setting=Setting("json_schema"), found=str(error)[:200]) from None
 

@@ -1,6 +1,8 @@
 """Calls of tools as models write them."""
 
+import itertools
 import json
+import random
 from typing import Any
 
 from pi_runtime.engine.tools.formats import (
@@ -11,10 +13,12 @@ from pi_runtime.engine.tools.formats import (
     MISTRAL,
     MISTRAL_CALL_ID,
     MISTRAL_LIST,
+    QWEN_3_CODER,
+    Pairs,
     ToolFormat,
 )
 
-FORMATS = [HERMES, LLAMA_3, MISTRAL_LIST, MISTRAL, MISTRAL_CALL_ID, GLM_4_5, GLM_4_7]
+FORMATS = [HERMES, LLAMA_3, MISTRAL_LIST, MISTRAL, MISTRAL_CALL_ID, GLM_4_5, GLM_4_7, QWEN_3_CODER]
 
 
 def written(tools: ToolFormat, *calls: tuple[str, dict[str, Any]]) -> str:
@@ -22,8 +26,8 @@ def written(tools: ToolFormat, *calls: tuple[str, dict[str, Any]]) -> str:
     bodies = [json.dumps({"name": name, tools.arguments: found}, ensure_ascii=False) for name, found in calls]
     if tools is HERMES:
         return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
-    if tools.has_pairs:
-        return tools.gap.join(_paired(tools.gap, *call) for call in calls)
+    if tools.pairs:
+        return tools.gap.join(f"{tools.trigger}{_paired(tools.pairs, *call)}{tools.end}" for call in calls)
     if tools is LLAMA_3:
         return "; ".join(bodies)
     if tools is MISTRAL_LIST:
@@ -32,7 +36,16 @@ def written(tools: ToolFormat, *calls: tuple[str, dict[str, Any]]) -> str:
     return "".join(f"[TOOL_CALLS]{name}{call_id}[ARGS]{json.dumps(found)}" for name, found in calls)
 
 
-def _paired(gap: str, name: str, arguments: dict[str, Any]) -> str:
+def _paired(pairs: Pairs, name: str, arguments: dict[str, Any]) -> str:
     texts = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in arguments.items()}
-    pairs = [f"<arg_key>{k}</arg_key>{gap}<arg_value>{v}</arg_value>{gap}" for k, v in texts.items()]
-    return f"<tool_call>{name}{gap}{''.join(pairs)}</tool_call>"
+    written = [
+        f"{pairs.before_key}{k}{pairs.after_key}{pairs.before_value}{v}{pairs.after_value}" for k, v in texts.items()
+    ]
+    return f"{pairs.before_name}{name}{pairs.after_name}{''.join(written)}{pairs.after_all}"
+
+
+def cuts_of(text: str) -> list[list[str]]:
+    """The text whole, in letters, and in random parts."""
+    rng = random.Random(text)
+    at = sorted({0, len(text), *(rng.randrange(len(text) + 1) for _ in range(6))})
+    return [[text], list(text), [text[a:b] for a, b in itertools.pairwise(at)]]

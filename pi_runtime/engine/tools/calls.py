@@ -5,6 +5,16 @@ known name and the beginning of its arguments are there; until then nothing of i
 none, all of it is text. From then on arguments are shown as they come. If they break off or are no JSON, a `CallBroken`
 says so, and what follows is text. They are not closed: they would be a call that nobody made. Whole answers have such a
 call as text; streams, which cannot take it back, leave it to the finish reason to say that it is not to be run.
+
+A call that is JSON is read as it is meant, for models write it in several ways, whatever their templates say:
+
+    {"name": NAME, "arguments": {…}}                   `parameters` for `arguments`, in any order, others among them
+    {"name": NAME, "arguments": "{…}"}                 the arguments as text
+    {"name": NAME}                                     none: no key, or null, or an empty text
+    {"type": "function", "function": {"name": …, …}}   as the API has it; and `"function": NAME`
+
+Between tags several may follow one another, or stand in a list. vLLM and SGLang (function_call/base_format_detector)
+take these ways too, each a part of them.
 """
 
 import json
@@ -15,7 +25,19 @@ from collections.abc import Callable, Collection
 
 from pi_runtime.engine.events import CallArguments, CallBegan, CallBroken, Delta, TextDelta
 from pi_runtime.engine.tools.formats import ToolFormat
-from pi_runtime.engine.tools.json_scanner import AFTER, COLON, FIRST_KEY, KEY, SPACE, VALUE, JsonScanner
+from pi_runtime.engine.tools.json_scanner import (
+    AFTER,
+    COLON,
+    FIRST_KEY,
+    FIRST_VALUE,
+    KEY,
+    SCALAR_TEXT,
+    SPACE,
+    STRING,
+    VALUE,
+    JsonScanner,
+    QuotedScanner,
+)
 from pi_runtime.engine.tools.marker import MarkerWatch
 
 ID_LETTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
@@ -25,6 +47,8 @@ HEAD_LENGTH = 256
 PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 """Characters that stay within a text of JSON."""
 ARGS = "[ARGS]"
+ARGUMENTS, NAME, WRAPPER = ("arguments", "parameters"), ("name", "function"), "function"
+"""The keys of arguments and of the name in a call that is JSON, and the one that may hold both."""
 
 
 def new_id() -> str:
@@ -42,23 +66,43 @@ class CallParser:
         self._deltas: list[Delta] = []
         self._read = self._read_text
         """Takes the next character: a method for each part of an answer."""
-        self._watch = MarkerWatch(tools.trigger)
+        self._watch = MarkerWatch(*tools.triggers)
         self._may_be_bare = tools.is_bare
         """Whether a call without trigger may begin, since nothing but white space has come."""
+        self._is_list = False
+        """Whether the calls of a trigger stand in brackets that the format does not ask for."""
+        self._written: list[str] = []
+        """The call as it was written up to here, in parts."""
         self._follows_call = False
         """Whether nothing but white space has come since the last call, which is then dropped."""
         self._begin_call("")
 
     def _begin_call(self, raw: str) -> None:
         self._raw = raw
-        """The call as it was written up to here."""
         self._scanner = JsonScanner()
         self._key, self._member, self._name = "", "", ""
         self._in_arguments = self._has_begun = False
+        self._level = 1
+        """How many brackets stand around the members that are read: the name and the arguments."""
         self._base = 0
         """How many brackets stand around the arguments."""
+        self._quoted: QuotedScanner | None = None
+        """Follows arguments that are text."""
         self._pending = ""
         """Arguments that were not shown yet."""
+
+    @property
+    def _raw(self) -> str:
+        """The call as it was written up to here."""
+        self._written = ["".join(self._written)]
+        return self._written[0]
+
+    @_raw.setter
+    def _raw(self, raw: str) -> None:
+        self._written = [raw]
+
+    def _keep(self, text: str) -> None:
+        self._written.append(text)
 
     def push(self, text: str) -> list[Delta]:
         """Take more of the answer's text; returns what it shows."""
@@ -92,10 +136,11 @@ class CallParser:
 
     def _read_plain(self, text: str, at: int) -> int:
         """Read at once what changes no state, in text or in an argument that is a text; returns where it ends."""
-        if self._in_arguments and self._scanner.is_in_text:
+        scanner = self._scanner if self._quoted is None else self._quoted.object
+        if self._in_arguments and scanner.is_in_text and self._scanner.state == STRING:
             match = PLAIN.match(text, at)
             if match is not None:
-                self._raw += match[0]
+                self._keep(match[0])
                 self._pending += match[0]
                 self._show_arguments()
                 return match.end()
@@ -114,6 +159,7 @@ class CallParser:
             return
         self._show_text(shown)
         if found:
+            self._is_list = False
             self._begin_call(self._watch.take())
             after = self._read_begin if self._format.begin else self._read_call
             self._read = self._read_head if self._format.has_head else after
@@ -123,17 +169,20 @@ class CallParser:
         if char not in SPACE + self._format.begin:
             self._break_off(char)
             return
-        self._raw += char
+        self._keep(char)
         if char == self._format.begin:
             self._read = self._read_call
 
     def _read_call(self, char: str) -> None:
         """Read white space before a call, and its first character."""
         if char in SPACE:
-            self._raw += char
+            self._keep(char)
         elif char == "{":
             self._read = self._read_object
             self._read_object(char)
+        elif char == "[" and self._format.is_tagged and not self._is_list:
+            self._is_list = True
+            self._keep(char)
         else:
             self._break_off(char)
 
@@ -144,25 +193,25 @@ class CallParser:
             if len(head) > HEAD_LENGTH or not (char.isalnum() or char in SPACE + "_.-[]"):
                 self._break_off(char)
             else:
-                self._raw += char
+                self._keep(char)
             return
         match = HEAD.fullmatch(head)
         if match is None or match[1] not in self._names:
             self._break_off(char)
         else:
-            self._raw += char
+            self._keep(char)
             self._name, self._read = match[1], self._read_arguments
 
     def _read_arguments(self, char: str) -> None:
         """Read the arguments after a head."""
         scanner = self._scanner
         if not scanner.depth and char in SPACE:
-            self._raw += char
+            self._keep(char)
         elif (not scanner.depth and char != "{") or not scanner.push(char):
             self._break_off(char)
         else:
             self._in_arguments = True
-            self._raw += char
+            self._keep(char)
             self._add_argument(char)
             if not scanner.depth:
                 self._end_call()
@@ -173,23 +222,56 @@ class CallParser:
         if not scanner.push(char):
             self._break_off(char)
             return
-        self._raw += char
-        if self._in_arguments:
+        self._keep(char)
+        if self._quoted is not None:
+            self._add_quoted(char, self._quoted)
+        elif self._in_arguments:
             self._add_argument(char)
-        elif scanner.depth == 2 and scanner.state == FIRST_KEY and self._is_value_of_arguments:
-            self._in_arguments, self._base = True, 1
-            self._add_argument(char)
-        elif scanner.depth == 1:
+        elif scanner.depth < self._level:
+            self._level = scanner.depth
+            if not scanner.depth:
+                self._end_object()
+        elif self._awaits_arguments and self._begins_arguments(char):
+            pass
+        elif scanner.depth == 2 > self._level and scanner.state == FIRST_KEY and self._key == WRAPPER:
+            self._level = 2
+        elif scanner.depth == self._level:
             self._add_member(char)
-        elif not scanner.depth and self._has_begun:
-            self._end_call()
-        elif not scanner.depth:
-            self._break_off("")
 
     @property
-    def _is_value_of_arguments(self) -> bool:
-        """Whether the object that begins now is the call's arguments, the first that it has."""
-        return self._key == self._format.arguments and not self._has_begun and not self._pending
+    def _awaits_arguments(self) -> bool:
+        """Whether what is read now is the value of the call's arguments, the first that it has."""
+        return self._key in ARGUMENTS and not self._has_begun and not self._pending
+
+    def _begins_arguments(self, char: str) -> bool:
+        """Begin the arguments where this character does; a value that they cannot be is no call."""
+        state, within = self._scanner.state, self._scanner.depth - self._level
+        if within == 1 and state == FIRST_KEY:
+            self._in_arguments, self._base = True, self._level
+            self._add_argument(char)
+        elif not within and char == '"' and self._scanner.is_in_text:
+            self._quoted = QuotedScanner()
+        elif (within == 1 and state == FIRST_VALUE) or (not within and state == SCALAR_TEXT and char not in "nul"):
+            self._break_off("")
+        else:
+            return False
+        return True
+
+    def _add_quoted(self, char: str, quoted: QuotedScanner) -> None:
+        """Take a character of arguments that are text."""
+        state = self._scanner.state
+        if state == AFTER:
+            self._quoted, self._key = None, ""
+            if not quoted.has_ended and quoted.other.strip() not in {"", "null"}:
+                self._break_off("")
+            return
+        shown = quoted.push(char, is_between=state == STRING)
+        if shown is None:
+            self._break_off("")
+        elif shown:
+            self._pending += shown
+            self._in_arguments = not quoted.has_ended
+            self._show_arguments()
 
     def _add_member(self, char: str) -> None:
         """Take a character of a call outside its arguments."""
@@ -200,12 +282,22 @@ class CallParser:
         self._member += char
         if char == '"' and state == COLON:
             self._key = json.loads(self._member)
-        elif char == '"' and state == AFTER and self._key == "name" and not self._name:
+        elif char == '"' and state == AFTER and self._key in NAME and not self._name:
             self._name = json.loads(self._member)
             if self._name in self._names:
                 self._show_arguments()
             else:
                 self._break_off("")
+
+    def _end_object(self) -> None:
+        """End a call that is JSON; one without arguments begins here."""
+        if self._name and not self._has_begun:
+            self._pending = "{}"
+            self._show_arguments()
+        if self._has_begun:
+            self._end_call()
+        else:
+            self._break_off("")
 
     def _add_argument(self, char: str) -> None:
         self._pending += char
@@ -233,13 +325,20 @@ class CallParser:
 
     def _read_end(self, char: str) -> None:
         """Read what ends a call, or what separates it from the next."""
-        self._raw += char
+        self._keep(char)
         tail = self._raw.strip()
         if tail and tail == self._format.end:
             self._read = self._read_text
         elif tail and tail == self._format.separator:
             self._begin_call(self._raw)
             self._read = self._read_call
+        elif self._is_list and tail == "]":
+            self._raw, self._is_list = "", False
+        elif self._format.is_tagged and tail in {",", "{"}:
+            self._begin_call(self._raw[:-1] if tail == "{" else self._raw)
+            self._read = self._read_call
+            if tail == "{":
+                self._read_call(char)
         elif not self._format.end.startswith(self._raw.lstrip()):
             text, self._raw, self._read = self._raw, "", self._read_text
             for late in text:

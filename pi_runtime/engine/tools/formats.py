@@ -5,13 +5,28 @@ from dataclasses import dataclass, replace
 
 from pi_runtime.engine.tools.harmony import CHANNEL
 
-KEY, VALUE = "<arg_key>", "<arg_value>"
-"""The tags before a key and a value, where arguments are pairs of them."""
 
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """The texts around name, keys and values, where arguments are pairs of these; with the white space of templates.
 
-def ends_of(tag: str) -> str:
-    """The tag that ends what a tag begins."""
-    return f"</{tag[1:]}"
+    before_name NAME after_name (before_key KEY after_key before_value VALUE after_value)* after_all
+    """
+
+    before_name: str = ""
+    after_name: str = ""
+    before_key: str
+    after_key: str
+    before_value: str
+    """A tag; or a line end, and then one line end at either side of a value is not part of it."""
+    after_value: str
+    after_all: str = ""
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Texts that may be special tokens of the tokenizer."""
+        texts = (self.before_key, self.after_key, self.before_value, self.after_value)
+        return tuple(text.strip() for text in texts if text.strip().startswith("<"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +34,7 @@ class ToolFormat:
     """One way to write calls: a trigger, then calls one after the other.
 
     A call is JSON with the name and the arguments, or a head that ends with `[ARGS]`, and the arguments; or a name and
-    pairs of tags (see `pairs`).
+    pairs of keys and values (see `pairs`).
     """
 
     name: str
@@ -39,8 +54,10 @@ class ToolFormat:
     """Whether a call is a head and arguments."""
     has_call_id: bool = False
     """Whether the head holds an id, after `[CALL_ID]`."""
-    has_pairs: bool = False
-    """Whether arguments are pairs of keys and values, with `gap` between tags."""
+    pairs: Pairs | None = None
+    """The texts around keys and values, where arguments are pairs of these."""
+    ends_thoughts: bool = False
+    """Whether a call ends thoughts that were not closed, and is a call; elsewhere it is a part of them."""
     has_channels: bool = False
     """Whether an answer is messages in channels, of which a call is one (see `harmony`)."""
     is_told: bool = False
@@ -65,13 +82,57 @@ class ToolFormat:
     def markers(self) -> tuple[str, ...]:
         """Texts that may be special tokens of the tokenizer."""
         more = ("[ARGS]", "[CALL_ID]") if self.has_head else ()
-        return (self.trigger, self.end, *more, *((KEY, ends_of(KEY), VALUE, ends_of(VALUE)) if self.has_pairs else ()))
+        return (self.trigger, self.end, *more, *(self.pairs.tags if self.pairs else ()))
+
+    @property
+    def triggers(self) -> tuple[str, ...]:
+        """Texts by which a call is found: models forget the tag around what stands before a name."""
+        opening = self.pairs.before_name.strip() if self.pairs else ""
+        return (self.trigger, opening) if opening else (self.trigger,)
+
+    @property
+    def is_tagged(self) -> bool:
+        """Whether each call that is JSON stands between tags of its own."""
+        return bool(self.end) and not self.separator and self.pairs is None
 
 
 HERMES = ToolFormat(name="hermes", trigger="<tool_call>", end="</tool_call>", gap="\n")
 GENERIC = replace(HERMES, name="generic", is_told=True)
-GLM_4_5 = ToolFormat(name="glm-4.5", trigger="<tool_call>", end="</tool_call>", gap="\n", has_pairs=True)
-GLM_4_7 = replace(GLM_4_5, name="glm-4.7", gap="")
+GLM_4_5 = ToolFormat(
+    name="glm-4.5",
+    trigger="<tool_call>",
+    end="</tool_call>",
+    gap="\n",
+    pairs=Pairs(
+        after_name="\n",
+        before_key="<arg_key>",
+        after_key="</arg_key>",
+        before_value="\n<arg_value>",
+        after_value="</arg_value>\n",
+    ),
+)
+GLM_4_7 = replace(
+    GLM_4_5,
+    name="glm-4.7",
+    gap="",
+    pairs=Pairs(before_key="<arg_key>", after_key="</arg_key>", before_value="<arg_value>", after_value="</arg_value>"),
+)
+QWEN_3_CODER = ToolFormat(
+    name="qwen-3-coder",
+    trigger="<tool_call>",
+    end="</tool_call>",
+    gap="\n",
+    pairs=Pairs(
+        before_name="\n<function=",
+        after_name=">\n",
+        before_key="<parameter=",
+        after_key=">",
+        before_value="\n",
+        after_value="\n</parameter>\n",
+        after_all="</function>\n",
+    ),
+    ends_thoughts=True,
+)
 LLAMA_3 = ToolFormat(name="llama-3", trigger="<|python_tag|>", separator=";", arguments="parameters", is_bare=True)
 MISTRAL_LIST = ToolFormat(name="mistral-list", trigger="[TOOL_CALLS]", begin="[", separator=",", end="]")
 MISTRAL = ToolFormat(name="mistral", trigger="[TOOL_CALLS]", has_head=True)
@@ -80,10 +141,12 @@ HARMONY = ToolFormat(name="harmony", trigger=f"{CHANNEL}commentary to=functions.
 
 
 def _tagged(template: str) -> ToolFormat | None:
-    """The form of calls between tags `<tool_call>`; none where XML stands between them."""
-    if KEY in template:
-        return GLM_4_7 if f"{ends_of(KEY)}{VALUE}" in template else GLM_4_5
-    return HERMES if "arguments" in template and "<function=" not in template else None
+    """The form of calls between tags `<tool_call>`; none where XML of another kind stands between them."""
+    if "<arg_key>" in template:
+        return GLM_4_7 if "</arg_key><arg_value>" in template else GLM_4_5
+    if "<function=" in template:
+        return QWEN_3_CODER if "<parameter=" in template else None
+    return HERMES if "arguments" in template else None
 
 
 def _has_any(template: str, texts: Iterable[str]) -> bool:

@@ -9,12 +9,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pi_runtime.engine.tools.formats import KEY, VALUE, ToolFormat, ends_of
+from pi_runtime.engine.tools.formats import Pairs, ToolFormat
 from pi_runtime.engine.tools.harmony import CONSTRAIN, MESSAGE
+from pi_runtime.engine.tools.pairs import text_schema
 from pi_runtime.engine.tools.reasoning import ReasoningFormat
-from pi_runtime.text.grammar import with_fixed_separators
+from pi_runtime.text.grammar import with_white_space
+from pi_runtime.text.schemas import Schema
 
-Schema = Mapping[str, Any] | bool
 TERMINALS = r"""TEXT: /(.|\n)*/
 SPACE: /[ \n]{0,4}/
 PLAIN: /\s*[^{\s](.|\n)*/
@@ -35,13 +36,13 @@ class GrammarWriter:
         rules = {"start": start, **self._rules}
         return "".join(f"{name}: {body}\n" for name, body in rules.items()) + TERMINALS
 
-    def json(self, schema: Schema) -> str:
+    def json(self, schema: Schema, *, fixed: bool = False) -> str:
         """JSON that a schema describes."""
-        return f"%json {json.dumps(schema)}"
+        return f"%json {json.dumps(with_white_space(schema, fixed=fixed))}"
 
     def arguments(self, schema: Schema) -> str:
         """JSON that a schema describes, with the white space of templates."""
-        return self.json(with_fixed_separators(schema))
+        return self.json(schema, fixed=True)
 
     def calls(self, tools: ToolFormat, functions: Sequence[tuple[str, Mapping[str, Any]]], *, parallel: bool) -> str:
         """Calls of these functions, each with the schema of its arguments; one of them unless `parallel`."""
@@ -60,7 +61,7 @@ class GrammarWriter:
             body = f"{self._marker(tools.trigger)} {_text(tools.begin)} call{more} {_text(tools.end)}"
         else:
             gap = f" {_text(tools.gap)} " if tools.gap else " "
-            around = " " if tools.has_pairs else gap
+            around = " " if tools.pairs else gap
             end = f"{around}{self._marker(tools.end)}" if tools.end else ""
             self._rules["rest_of_call"] = f"{around.strip()} call{end}".strip()
             one = f"{self._marker(tools.trigger)} rest_of_call"
@@ -102,39 +103,42 @@ class GrammarWriter:
     def _call(self, tools: ToolFormat, name: str, schema: Mapping[str, Any]) -> str:
         if tools.has_channels:
             return f"{_text(name + ' ')} {self._marker(f'{CONSTRAIN}json{MESSAGE}')} {self.arguments(schema)}"
-        if tools.has_pairs:
-            return " ".join([_text(name + tools.gap), *self._pairs(tools.gap, schema)])
+        if tools.pairs is not None:
+            pairs = tools.pairs
+            end = [_text(pairs.after_all)] if pairs.after_all else []
+            return " ".join([_text(pairs.before_name + name + pairs.after_name), *self._pairs(pairs, schema), *end])
         if not tools.has_head:
             head = f'{{"name": {json.dumps(name)}, "{tools.arguments}": '
             return f"{_text(head)} {self.arguments(schema)} {_text('}')}"
         call_id = f"{self._marker('[CALL_ID]')} CALL_ID " if tools.has_call_id else ""
         return f"{_text(name)} {call_id}{self._marker('[ARGS]')} {self.arguments(schema)}"
 
-    def _pairs(self, gap: str, schema: Mapping[str, Any]) -> Iterator[str]:
+    def _pairs(self, pairs: Pairs, schema: Mapping[str, Any]) -> Iterator[str]:
         """The pairs of a call's arguments, in the order of the schema's properties."""
         properties, required = schema.get("properties") or {}, schema.get("required") or ()
         if not properties and not required and schema.get("additionalProperties", True):
-            yield f"({self._marker(KEY)} ARG_KEY {self._pair(gap, {'type': 'string'}, {})})*"
+            yield f"({self._marker(pairs.before_key)} ARG_KEY {self._pair(pairs, {'type': 'string'}, {})})*"
         for key in dict.fromkeys([*properties, *required]):
-            pair = f"{self._marker(KEY)} {_text(key)} {self._pair(gap, properties.get(key, True), schema)}"
+            begin = f"{self._marker(pairs.before_key)} {_text(key)}"
+            pair = f"{begin} {self._pair(pairs, properties.get(key, True), schema)}"
             yield pair if key in required else f"({pair})?"
 
-    def _pair(self, gap: str, schema: Any, whole: Mapping[str, Any]) -> str:
+    def _pair(self, pairs: Pairs, schema: Any, whole: Mapping[str, Any]) -> str:
         """A pair behind its key; `whole` is the schema with the definitions to which `schema` refers."""
-        end, before = ends_of(VALUE), f"{self._marker(ends_of(KEY))} {self._marker(gap + VALUE)}"
-        after = f" {_text(gap)}" if gap else ""
-        if not isinstance(schema, Mapping) or schema.get("type") != "string":
+        before, after = self._marker(pairs.after_key + pairs.before_value), self._marker(pairs.after_value)
+        text = text_schema(schema, whole)
+        if text is None:
             definitions = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
             value = self.arguments({**schema, **definitions} if isinstance(schema, Mapping) else schema)
-            return f"{before} {value} {self._marker(end)}{after}"
-        texts = [schema["const"]] if "const" in schema else schema.get("enum")
-        if texts is not None:
-            return f"{before} ({' | '.join(map(_text, texts))}) {self._marker(end)}{after}"
-        if end in self._tokens:
-            return f"{before} {_text_rule(schema)} {self._marker(end)}{after}"
+            return f"{before} {value} {after}"
+        values = [text["const"]] if "const" in text else text.get("enum") or ()
+        if texts := [value for value in values if isinstance(value, str)]:
+            return f"{before} ({' | '.join(map(_text, texts))}) {after}"
+        if pairs.after_value.strip() in self._tokens:
+            return f"{before} {_text_rule(text)} {after}"
         name = f"text_{len(self._rules)}"
-        self._rules[f"{name}[lazy]"] = f"{_text_rule(schema)} {_text(end)}"
-        return f"{before} {name}{after}"
+        self._rules[f"{name}[lazy]"] = f"{_text_rule(text)} {_text(pairs.after_value)}"
+        return f"{before} {name}"
 
     def _marker(self, marker: str) -> str:
         """A text, whose parts that are tokens of their own are asked for by their numbers."""

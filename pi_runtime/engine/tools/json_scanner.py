@@ -1,5 +1,6 @@
 """Follows JSON that arrives character by character: whether it is valid so far, and where it is."""
 
+import json
 import re
 
 SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null")
@@ -93,3 +94,50 @@ class JsonScanner:
         else:
             return False
         return True
+
+
+class QuotedScanner:
+    r"""Follows a JSON object that is written within a text of JSON, after the quotation mark that begins it.
+
+    >>> quoted = QuotedScanner()
+    >>> "".join(quoted.push(char, is_between=True) for char in '{"a": 1}'), quoted.has_ended
+    ('{"a": 1}', True)
+    """
+
+    def __init__(self) -> None:
+        self.object = JsonScanner()
+        """Follows the object itself."""
+        self.other = ""
+        """The text, where it is no object."""
+        self._escape = ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the object is whole."""
+        return self.object.state == DONE
+
+    def push(self, char: str, *, is_between: bool) -> str | None:
+        """Take the text's next character; returns what it says of the object, or None if it cannot stand there.
+
+        `is_between`: no escape is open behind it.
+        """
+        self._escape += char
+        if not is_between:
+            return ""
+        written, self._escape = self._escape, ""
+        meant = json.loads(f'"{written}"') if written[0] == "\\" else written
+        if "\ud800" <= meant <= "\udfff":
+            meant = written  # half a surrogate pair stays an escape, which the object may hold too
+        shown = [self._push(one) for one in meant]
+        return None if None in shown else "".join(map(str, shown))
+
+    def _push(self, char: str) -> str | None:
+        if not self.object.depth:
+            if char in SPACE and not self.other:
+                return ""
+            if self.has_ended:
+                return None
+            if self.other or char != "{":
+                self.other += char
+                return ""
+        return char if self.object.push(char) else None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 from pi_runtime.engine.events import Delta, ReasoningDelta, TextDelta, joined
 from pi_runtime.engine.tools.calls import CallParser, new_id
@@ -11,14 +11,16 @@ from pi_runtime.engine.tools.grammars import GrammarWriter
 from pi_runtime.engine.tools.harmony import HarmonyParser
 from pi_runtime.engine.tools.pairs import PairParser
 from pi_runtime.engine.tools.reasoning import ReasoningFormat, ReasoningParser
-from pi_runtime.errors import Setting, UsageError
+from pi_runtime.errors import Setting, UsageError, spelled
 from pi_runtime.text.grammar import Grammar
+from pi_runtime.text.schemas import Schema, closed, followed
 from pi_runtime.text.tokenizer import Tokenizer
 
 Tool = Mapping[str, Any]
 """A function as OpenAI's chat API has it: {"type": "function", "function": {"name": …, "parameters": …}}."""
 TOOLS = Setting("tools")
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+ANY_OBJECT = {"type": "object"}
 BEYOND_PAIRS = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "enum", "const", "minProperties", "maxProperties"}
 """Keys of a schema that pairs of keys and values, each by its own schema, do not follow."""
 
@@ -98,12 +100,13 @@ class OutputFormat:
         if self.reasoning and self.reasoning.answer:
             return OutputParser(HarmonyParser(names, make_id, thinks=self.reasoning.is_open(prompt)), None)
         calls: CallParser | None = None
-        if self.tools and self.tools.has_pairs and names:
+        if self.tools and self.tools.pairs and names:
             schemas = {_name(tool): tool["function"].get("parameters") or NO_PARAMETERS for tool in tools}
             calls = PairParser(self.tools, schemas, make_id)
         elif self.tools and names:
             calls = CallParser(self.tools, names, make_id)
-        return OutputParser(ReasoningParser(self.reasoning, prompt) if self.reasoning else None, calls)
+        call = self.tools.trigger if self.tools and self.tools.ends_thoughts and names else None
+        return OutputParser(ReasoningParser(self.reasoning, prompt, call) if self.reasoning else None, calls)
 
     def grammar(
         self,
@@ -113,14 +116,17 @@ class OutputFormat:
         choice: str | Tool = "auto",
         parallel: bool = True,
         schema: Mapping[str, Any] | bool | None = None,
+        is_good: Callable[[Mapping[str, Any]], bool] = lambda _: True,
     ) -> Grammar | None:
         """What an answer to a rendered prompt must be; None where it is free.
 
         `choice` is OpenAI's `tool_choice`: `none`, `auto`, `required`, or the one of the tools that is called, once.
-        Arguments follow the schemas of their functions. With `auto` those of functions that are `strict` do, and all
-        where the template knows no tools; others are JSON objects. The answer is free where no arguments follow a
-        schema and calls may be parallel. `schema`: JSON that the answer must be, where no tool is called. Thoughts may
-        come first, if the model thinks. Raises UsageError naming the setting for what is impossible.
+        Arguments follow the schemas of their functions. With `auto` those of functions that are `strict` do; where the
+        template knows no tools, the schemas of others are advice: what cannot be followed is left out. Elsewhere these
+        are JSON objects. The answer is free where no arguments follow a schema and calls may be parallel. `schema`:
+        JSON that the answer must be, where no tool is called. Thoughts may come first, if the model thinks. `is_good`
+        says of the schema of arguments whether a grammar can be made of it. Raises UsageError naming the setting for
+        what is impossible.
         """
         tools = () if choice == "none" else tools
         if tools and self.tools is None:
@@ -128,9 +134,9 @@ class OutputFormat:
         reasoning = None if self.reasoning is None or self.reasoning.is_closed(prompt) else self.reasoning
         writer = GrammarWriter(self.tokens)
         final = self.reasoning.answer if self.reasoning else ""
-        answer = None if schema is None else writer.answer(final, schema)
+        answer = None if schema is None else writer.answer(final, _strictly(schema, Setting("schema"), ""))
         if tools:
-            answer = self._with_calls(writer, tools, choice, parallel, answer)
+            answer = self._with_calls(writer, tools, choice, parallel, answer, is_good)
         if answer is None:
             return None
         if reasoning is not None:
@@ -144,15 +150,17 @@ class OutputFormat:
         choice: str | Tool,
         parallel: bool,
         otherwise: str | None,
+        is_good: Callable[[Mapping[str, Any]], bool],
     ) -> str | None:
         """The grammar rule of answers that call tools or follow the rule `otherwise`; None where any text may come."""
         assert self.tools is not None
         must_call, only = choice != "auto", None if isinstance(choice, str) else _name(choice)
-        strictly = must_call or self.tools.is_told
-        if not strictly and otherwise is None and parallel and not any(map(_is_strict, tools)):
+        if not (must_call or self.tools.is_told) and otherwise is None and parallel and not any(map(_is_strict, tools)):
             return None
         chosen = [(n, tool) for n, tool in enumerate(tools) if only in {None, _name(tool)}]
-        functions = [_function(n, tool, self.tools, strictly=strictly) for n, tool in chosen]
+        functions = [
+            (_name(tool), _arguments(n, tool, self.tools, must_call=must_call, is_good=is_good)) for n, tool in chosen
+        ]
         calls = writer.calls(self.tools, functions, parallel=parallel and only is None)
         if must_call:
             return calls
@@ -177,14 +185,44 @@ def _is_strict(tool: Tool) -> bool:
     return bool(tool["function"].get("strict"))
 
 
-def _function(n: int, tool: Tool, tools: ToolFormat, *, strictly: bool) -> tuple[str, Mapping[str, Any]]:
-    """A function's name, and the schema that its arguments must follow."""
-    parameters = tool["function"].get("parameters") or NO_PARAMETERS
-    if parameters.get("type", "object") != "object":
+def _arguments(
+    n: int, tool: Tool, tools: ToolFormat, *, must_call: bool, is_good: Callable[[Mapping[str, Any]], bool]
+) -> Mapping[str, Any]:
+    """The schema that the arguments of a function follow: its own, what can be followed of it, or any object."""
+    given, what = tool["function"].get("parameters") or NO_PARAMETERS, f"tool {_name(tool)!r}: "
+    if must_call or _is_strict(tool):
         place = Setting(f"tools[{n}].function.parameters")
-        raise UsageError("parameters must be an object's schema", setting=place)
-    is_followed = strictly or _is_strict(tool)
-    if is_followed and tools.has_pairs and (found := sorted(BEYOND_PAIRS & parameters.keys())):
-        what = f"{found[0]} of all arguments together cannot be followed in this model's form of calls"
-        raise UsageError(what, setting=Setting(f"tools[{n}].function.parameters"))
-    return _name(tool), {**parameters, "type": "object"} if is_followed else {"type": "object"}
+        found = _strictly(given, place, what)
+        if not _is_object(found):
+            raise UsageError(f"{what}parameters must be an object's schema", setting=place)
+        if tools.pairs and (beyond := sorted(BEYOND_PAIRS & found.keys())):
+            why = f"{beyond[0]} of all arguments together cannot be followed in this model's form of calls"
+            raise UsageError(what + why, setting=place)
+        found = {**found, "type": "object"}
+        if not is_good(found):
+            raise UsageError(f"{what}its parameters are too complex to be followed", setting=place)
+        return found
+    if not tools.is_told:
+        return ANY_OBJECT
+    try:
+        advice = closed(followed(given, is_advice=True).schema)
+    except UsageError:
+        return ANY_OBJECT
+    found = {**advice, "type": "object"} if _is_object(advice) else ANY_OBJECT
+    return found if is_good(found) else ANY_OBJECT
+
+
+def _strictly(schema: Schema, place: Setting, what: str) -> Any:
+    """A schema that is followed to the letter, its objects shut. Raises UsageError for one that cannot be."""
+    found = followed(schema)
+    if found.left_out:
+        raise UsageError(f"{what}{found.left_out[0]}", setting=place)
+    try:
+        return closed(found.schema)
+    except UsageError as error:
+        raise UsageError(f"{what}{spelled(error.reason)}", setting=place) from None
+
+
+def _is_object(schema: Schema) -> TypeGuard[Mapping[str, Any]]:
+    kinds = schema.get("type", "object") if isinstance(schema, Mapping) else ""
+    return "object" in (kinds if isinstance(kinds, list) else [kinds])

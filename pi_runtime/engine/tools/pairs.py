@@ -1,9 +1,14 @@
-"""Reads calls of tools whose arguments are pairs of tags, the form of GLM 4.5 and later.
+"""Reads calls of tools whose arguments are pairs of keys and values: GLM 4.5 and later, Qwen3-Coder and its kin.
 
     <tool_call>NAME <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value> … </tool_call>
+    <tool_call> <function=NAME> <parameter=KEY>⏎VALUE⏎</parameter> … </function> </tool_call>
 
 White space may stand between tags. A value is the text itself where the function's schema says that it is a string, and
-JSON elsewhere. Source: the chat templates of GLM-4.5 and GLM-4.7, and what vLLM reads (tool_parsers/glm4_moe).
+JSON elsewhere, or a constant as Python writes it. A tag ends a value only if what may follow it does, so that a value
+may speak of the form. A line end at either side of a value of the second form is not part of it.
+
+Sources: the chat templates of GLM-4.5, GLM-4.7, Qwen3-Coder, Qwen3.5, Nemotron 3 and Step 3.5; what vLLM reads
+(tool_parsers/glm4_moe, and qwen3coder, which is Qwen's own); llama.cpp (common/parsers/qwen3-coder.cpp).
 """
 
 import json
@@ -11,24 +16,54 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pi_runtime.engine.tools.calls import HEAD_LENGTH, CallParser, new_id
-from pi_runtime.engine.tools.formats import KEY, VALUE, ToolFormat, ends_of
+from pi_runtime.engine.tools.formats import Pairs, ToolFormat
 from pi_runtime.engine.tools.json_scanner import SPACE
+from pi_runtime.text.schemas import referred
 from pi_runtime.text.stop_strings import StopStrings
 
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+MOST_STEPS = 32
+"""References that are followed to a value's schema."""
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+"""Constants as templates write them that turn each value into text."""
 
 
-def types(schema: Any) -> set[str]:
-    """The types that a schema names; none where it names none.
+def types(schema: Any, whole: Any = None) -> set[str]:
+    """The types that a schema names; none where it names none. `whole` has the definitions to which it refers.
 
     >>> sorted(types({"anyOf": [{"type": "string"}, {"type": "null"}]}))
     ['null', 'string']
     """
-    if not isinstance(schema, Mapping):
-        return set()
-    own = schema.get("type", ())
-    found = {own} if isinstance(own, str) else set(own)
-    return found.union(*map(types, schema.get("anyOf") or schema.get("oneOf") or ()))
+    found: set[str] = set()
+    rest, seen = [schema], set[int]()
+    while rest:
+        part = rest.pop()
+        if not isinstance(part, Mapping) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part.get("$ref"), str):
+            rest.append(referred(part["$ref"], whole))
+        own, values = part.get("type"), [part["const"]] if "const" in part else part.get("enum")
+        named = {one for one in (own if isinstance(own, list | tuple) else [own]) if isinstance(one, str)}
+        if not named and isinstance(values, list):
+            named = {_KINDS.get(type(value), "null") for value in values}
+        found |= named
+        parts = part.get("anyOf") or part.get("oneOf")
+        rest += parts if isinstance(parts, list) else []
+    return found
+
+
+def text_schema(schema: Any, whole: Any) -> Mapping[str, Any] | None:
+    """The schema, behind references, of a value that stands as it is: of a string and nothing else; None for others.
+
+    >>> text_schema({"enum": ["a", "b"]}, {}), text_schema({"type": ["string", "null"]}, {})
+    ({'enum': ['a', 'b']}, None)
+    """
+    steps = 0
+    while isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str) and steps < MOST_STEPS:
+        schema, steps = referred(schema["$ref"], whole), steps + 1
+    is_text = isinstance(schema, Mapping) and not schema.keys() & {"anyOf", "oneOf", "allOf", "$ref"}
+    return schema if is_text and types(schema) == {"string"} else None
 
 
 class PairParser(CallParser):
@@ -37,28 +72,50 @@ class PairParser(CallParser):
     def __init__(
         self, tools: ToolFormat, functions: Mapping[str, Mapping[str, Any]], make_id: Callable[[], str] = new_id
     ) -> None:
+        assert tools.pairs is not None
+        self._pairs: Pairs = tools.pairs
+        pairs = self._pairs
+        self._opening, self._closing = pairs.before_name.strip(), pairs.after_name.strip()
+        self._key_tag, self._value_tag, self._value_end = (
+            text.strip() for text in (pairs.before_key, pairs.before_value, pairs.after_value)
+        )
+        self._ends = tuple(tag for tag in (pairs.after_all.strip(), tools.end) if tag)
         super().__init__(tools, functions, make_id)
         self._functions = functions
 
     def _begin_call(self, raw: str) -> None:
         super()._begin_call(raw)
-        self._text = ""
+        self._text = raw.strip().removeprefix(self._format.trigger)
         """What was read of the present part: the name, a tag, a key, or a value that is not shown yet."""
-        self._expected: tuple[str, ...] = (KEY, self._format.end)
+        self._expected: tuple[str, ...] = (self._key_tag, *self._ends)
         """The tags that may come next."""
         self._schema: Any = {}
         """What the function says of the present value."""
+        self._is_text = self._has_value = False
+        """Whether the present value is text as it is written; whether some of it has come."""
         self._part = StopStrings([])
+        self._value: list[str] = []
+        """The present value, where it is not shown as it comes."""
+        self._after: list[str] = []
+        """What was read behind what may be the end of a value; `_tag` is the beginning of a tag in it."""
+        self._tag = ""
 
     def _read_call(self, char: str) -> None:
-        """Read the name, up to white space or a tag."""
-        name = self._text.strip()
-        if name in self._names and char in f"{SPACE}<":
-            self._name, self._text, self._read = name, "", self._read_tag
-            self._read_tag(char)
-        elif (char.isalnum() or char in "_.-" or (char in SPACE and not name)) and len(self._text) < HEAD_LENGTH:
-            self._raw += char
-            self._text += char
+        """Read the name, and what stands around it."""
+        head = (self._text + char).lstrip()
+        name = head.removeprefix(self._opening)
+        is_name = head.startswith(self._opening)
+        if is_name and name[:-1] in self._names and char in (self._closing or f"{SPACE}<"):
+            self._name, self._text, self._read = name[:-1], "", self._read_tag
+            if self._closing:
+                self._keep(char)
+            else:
+                self._read_tag(char)
+        elif len(head) < HEAD_LENGTH and (
+            self._opening.startswith(head) or (is_name and (char.isalnum() or char in "_.-"))
+        ):
+            self._keep(char)
+            self._text = head
         else:
             self._break_off(char)
 
@@ -68,49 +125,90 @@ class PairParser(CallParser):
         if not any(expected.startswith(tag) for expected in self._expected):
             self._break_off(char)
             return
-        self._raw += char
+        self._keep(char)
         self._text = tag
-        if tag not in self._expected:
-            return
+        if tag in self._expected:
+            self._take_tag(tag)
+
+    def _take_tag(self, tag: str) -> None:
         self._text, begins = "", not self._in_arguments
-        if tag == self._format.end:
+        if tag in self._ends:
             self._in_arguments = False
             self._add("{}" if begins else "}")
             self._begin_call("")
-            self._read = self._read_text
-            return
-        self._part, self._in_arguments = StopStrings([ends_of(tag)]), True
-        if tag == KEY:
+            self._read = self._read_text if tag == self._format.end else self._read_end
+        elif tag == self._key_tag:
+            self._part, self._in_arguments = StopStrings([self._pairs.after_key]), True
             self._read = self._read_key
             self._add("{" if begins else ", ")
         else:
-            self._read = self._read_value
-            self._add('"' if self._is_text else "")
+            self._begin_value()
 
     def _read_key(self, char: str) -> None:
-        self._raw += char
+        self._keep(char)
         shown, ended = self._part.push(char)
         self._text += shown
-        if ended:
-            key, self._text, self._read, self._expected = self._text.strip(), "", self._read_tag, (VALUE,)
-            properties = self._functions[self._name].get("properties")
-            self._schema = properties.get(key) if isinstance(properties, Mapping) else None
-            self._add(f"{json.dumps(key, ensure_ascii=False)}: ")
+        if not ended:
+            return
+        key, self._text = self._text.strip(), ""
+        whole = self._functions[self._name]
+        properties = whole.get("properties")
+        known = properties if isinstance(properties, Mapping) else {}
+        self._schema = known.get(key, whole.get("additionalProperties"))
+        self._is_text = text_schema(self._schema, whole) is not None
+        self._add(f"{json.dumps(key, ensure_ascii=False)}: ")
+        if self._value_tag:
+            self._read, self._expected = self._read_tag, (self._value_tag,)
+        else:
+            self._begin_value()
+
+    def _begin_value(self) -> None:
+        self._part, self._read, self._has_value = StopStrings([self._value_end]), self._read_value, False
+        self._add('"' if self._is_text else "")
 
     def _read_value(self, char: str) -> None:
-        self._raw += char
-        shown, ended = self._part.push(char)
-        if self._is_text:
-            self._add(json.dumps(shown, ensure_ascii=False)[1:-1])
-        else:
-            self._text += shown
-        if ended:
-            self._add('"' if self._is_text else _as_json(self._text, types(self._schema)))
-            self._text, self._read, self._expected = "", self._read_tag, (KEY, self._format.end)
+        self._keep(char)
+        self._push_value(char)
 
-    @property
-    def _is_text(self) -> bool:
-        return types(self._schema) == {"string"}
+    def _push_value(self, char: str) -> None:
+        shown, ended = self._part.push(char)
+        self._take_value(shown)
+        if ended:
+            self._read, self._after, self._tag = self._read_after_value, [], ""
+
+    def _take_value(self, text: str) -> None:
+        """Take more of a value; a line end at either side of it is dropped where values stand on lines."""
+        if not self._value_tag and text and not self._has_value:
+            text = text.removeprefix("\n")
+            self._has_value = True
+        if not self._is_text:
+            self._value.append(text)
+        else:
+            self._text += text
+            cut = len(self._text) - (not self._value_tag and self._text.endswith("\n"))
+            self._add(json.dumps(self._text[:cut], ensure_ascii=False)[1:-1])
+            self._text = self._text[cut:]
+
+    def _read_after_value(self, char: str) -> None:
+        """Read what follows the end of a value: the next tag, or the value was not at its end."""
+        self._keep(char)
+        self._after.append(char)
+        self._tag += char if self._tag or char not in SPACE else ""
+        expected = (self._key_tag, *self._ends)
+        if self._tag in expected:
+            self._add('"' if self._is_text else self._as_json())
+            self._expected, self._read, self._value = expected, self._read_tag, []
+            self._take_tag(self._tag)
+        elif not any(one.startswith(self._tag) for one in expected):
+            after, self._part, self._read = self._after, StopStrings([self._value_end]), self._read_value
+            self._take_value(self._value_end)
+            for late in after:
+                self._push_value(late)
+
+    def _as_json(self) -> str:
+        text = "".join(self._value)
+        text = text if self._value_tag else text.removesuffix("\n")
+        return _as_json(text, types(self._schema, self._functions[self._name]))
 
     def _add(self, arguments: str) -> None:
         self._pending += arguments
@@ -119,13 +217,15 @@ class PairParser(CallParser):
 
 def _as_json(text: str, kinds: set[str]) -> str:
     """A value as JSON: as it is written where that is JSON of a type that may be, else as a string."""
+    constant = _PYTHON.get(text.strip())
+    written = constant if constant is not None and "string" not in kinds else text.strip()
     try:
-        value = json.loads(text, parse_constant=_refuse)
+        value = json.loads(written, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     kind = _KINDS.get(type(value), "null")
     is_meant = "string" not in kinds or kind in kinds or (kind == "integer" and "number" in kinds)
-    return text.strip() if is_meant else json.dumps(text, ensure_ascii=False)
+    return written if is_meant else json.dumps(text, ensure_ascii=False)
 
 
 def _refuse(constant: str) -> None:

@@ -1,4 +1,9 @@
-"""Models that think before they answer: their thoughts come apart from the answer."""
+"""Models that think before they answer: their thoughts come apart from the answer.
+
+A call within thoughts that were not closed is a part of them: the model may only speak of it. It is a call, and ends
+the thoughts, where the template has Qwen3-Coder's form of calls (`ToolFormat.ends_thoughts`): these templates allow a
+model to reason before a call and to write nothing behind it, and llama.cpp reads their models so.
+"""
 
 from dataclasses import dataclass
 from typing import Self
@@ -56,14 +61,18 @@ class ReasoningFormat:
 
 
 class ReasoningParser:
-    """Splits thoughts from an answer that begins with them; white space around both is dropped."""
+    """Splits thoughts from an answer that begins with them; white space around both is dropped.
 
-    def __init__(self, reasoning: ReasoningFormat, prompt: str) -> None:
-        self._format = reasoning
+    `call` begins a call of a tool, where such a call ends thoughts too.
+    """
+
+    def __init__(self, reasoning: ReasoningFormat, prompt: str, call: str | None = None) -> None:
+        self._format, self._call = reasoning, call
+        self._ends = (reasoning.end,) if call is None else (reasoning.end, call)
         self.thinks = reasoning.is_open(prompt)
         """Whether the text that comes next is part of the thoughts."""
         self._may_begin = not self.thinks and not reasoning.is_closed(prompt)
-        self._watch = MarkerWatch(reasoning.end if self.thinks else reasoning.begin)
+        self._watch = MarkerWatch(*(self._ends if self.thinks else (reasoning.begin,)))
         self._is_blank = self.thinks and prompt.rstrip().endswith(reasoning.begin)
         """Whether nothing but white space has come of the present part, which is then dropped."""
 
@@ -83,9 +92,10 @@ class ReasoningParser:
     def _push(self, char: str) -> Delta | None:
         shown, found = self._watch.push(char)
         if found:
+            marker = self._watch.take()
             self.thinks, self._may_begin = self._may_begin, False
-            self._watch, self._is_blank = MarkerWatch(self._format.end), True
-            return None
+            self._watch, self._is_blank = MarkerWatch(*self._ends), True
+            return self._shown(marker) if marker.lstrip() == self._call else None
         if self._may_begin and shown:
             # It begins with something else: all of it is text, and stays as it is.
             self._may_begin = False

@@ -1,7 +1,9 @@
 """Prompts of chats: what the model's template makes of messages and tools, and what the answer may be."""
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pi_runtime.errors import InputError, MissingExtraError, UsageError, spelled
@@ -19,9 +21,9 @@ from pi_runtime.server.api.conversation import (
 )
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.served import Served
-from pi_runtime.server.errors import described, refused
+from pi_runtime.server.errors import refused
 from pi_runtime.text.grammar import Grammar
-from pi_runtime.text.grammar_check import check_grammar
+from pi_runtime.text.grammar_check import LIMITS, check_grammar
 
 
 def chat_prompt(
@@ -44,28 +46,48 @@ def chat_prompt(
     ids = served.encode(text, field)
     served.check_length(len(ids), field)
     output = served.model.output
-    try:
-        grammar = output.grammar(text, tools=tools, choice=choice, parallel=parallel, schema=schema)
-    except UsageError as error:
-        name = error.setting.name if error.setting else "tools"
-        raise invalid(schema_field if name == "schema" else name, spelled(error.reason)) from None
-    if grammar is not None:
-        _check(grammar, "tools" if schema is None else schema_field, served)
+    make = partial(output.grammar, text, tools=tools, choice=choice, parallel=parallel, schema=schema)
+    grammar = _grammar(served, make, "tools" if schema is None else schema_field, schema_field)
     settings = AnswerSettings(grammar=grammar, shown_tokens=output.shown_tokens(tools))
     return Prompt(texts=[ids], rendered=text, tools=tools, output=output, settings=settings)
 
 
-def _check(grammar: Grammar, field: str, served: Served) -> None:
-    """Compile a grammar now, and keep it: the engine's error would not name the field."""
+def _grammar(served: Served, make: Callable[..., Grammar | None], field: str, schema_field: str) -> Grammar | None:
+    """The grammar of answers, which is compiled now, and kept: the engine's error would not name the field.
+
+    `make` makes it. Where it cannot be compiled, the schema of each tool is tried alone, and `make` told of the result.
+    """
+    grammar = _made(make, schema_field)
+    if grammar is None or _compiles(grammar, field, served):
+        return grammar
+    until = time.monotonic() + LIMITS.seconds
+    is_good = lambda alone: time.monotonic() < until and _compiles(Grammar.json_schema(alone), field, served)  # noqa: E731
+    grammar = _made(partial(make, is_good=is_good), schema_field)
+    if grammar is not None and not _compiles(grammar, field, served):
+        raise invalid(field, "cannot be used: it is too complex, or no text follows it")
+    return grammar
+
+
+def _made(make: Callable[..., Grammar | None], schema_field: str) -> Grammar | None:
+    try:
+        return make()
+    except UsageError as error:
+        name = error.setting.name if error.setting else "tools"
+        raise invalid(schema_field if name == "schema" else name, spelled(error.reason)) from None
+
+
+def _compiles(grammar: Grammar, field: str, served: Served) -> bool:
+    """Whether a grammar can be compiled."""
     try:
         check_grammar(grammar)
         served.model.tokenizer.grammars.start(grammar)
     except MissingExtraError as error:
         raise invalid(field, f"{spelled(error.what)}: {spelled(error.remedy)}", code="unsupported_value") from None
-    except UsageError as error:
-        raise invalid(field, described(error, error.reason)) from None
+    except UsageError:
+        return False
     except InputError as error:
         raise invalid(field, spelled(error.what)) from None
+    return True
 
 
 def rendered(

@@ -3,13 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from pi_runtime.server.api.body import MANY, TOKENS, Body, Unsupported, invalid
 from pi_runtime.server.api.other_servers import OtherServersChatFields
-from pi_runtime.text.grammar import with_fixed_separators
+from pi_runtime.text.grammar import with_white_space
 
 Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+SchemaFields = Annotated[dict[str, Any], MANY, BeforeValidator(lambda value: {} if value == [] else value)]
+"""A schema's keywords. PHP writes an empty object as an empty list."""
 
 
 class TextFormat(Body):
@@ -30,10 +33,10 @@ class JsonSchema(Body):
 
     name: Name
     description: str | None = None
-    schema_: Annotated[dict[str, Any], MANY] | None = Field(default=None, alias="schema")
+    schema_: SchemaFields | None = Field(default=None, alias="schema")
     strict: bool | None = Field(default=None, description="Accepted; every answer follows its schema.")
     fixed_separators: bool | None = Field(
-        default=None, description="White space is `, ` and `: ` and no other; else the model may put in any."
+        default=None, description="White space is `, ` and `: ` and no other; else the model may put in a little."
     )
 
 
@@ -150,10 +153,10 @@ class Function(Body):
 
     name: Name
     description: str | None = None
-    parameters: Annotated[dict[str, Any], MANY] | None = Field(
-        default=None, description="JSON Schema of its arguments."
+    parameters: SchemaFields | None = Field(default=None, description="JSON Schema of its arguments.")
+    strict: bool | None = Field(
+        default=None, description="Arguments follow the schema to the letter; else it is advice with `auto`."
     )
-    strict: bool | None = None
 
 
 class Tool(Body):
@@ -224,7 +227,7 @@ def schema_of(response_format: ResponseFormat | JsonSchema | None) -> Mapping[st
             return {"type": "object"}
         case JsonSchemaFormat(json_schema=JsonSchema() as asked) | (JsonSchema() as asked):
             schema = asked.schema_ or {}
-            return with_fixed_separators(schema) if asked.fixed_separators else schema
+            return with_white_space(schema, fixed=True) if asked.fixed_separators else schema
     return None
 
 

@@ -78,7 +78,7 @@ def test_a_tool_of_a_template_that_knows_none(model: Model) -> None:
         ({"tools": [TOOL], "tool_choice": "requird"}, "tool_choice='requird'"),
         ({"tools": [TOOL], "tool_choice": {"function": {"name": "get"}}}, "one of the tools"),
         ({"tool_choice": "required"}, "there are no tools"),
-        ({"schema": {"type": "nothing"}}, "schema: cannot be used"),
+        ({"schema": {"type": "nothing"}}, "schema: type: no type of JSON"),
     ],
 )
 def test_what_cannot_be(model: Model, settings: Any, message: str) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.tool_calls import FORMATS, written
+from support.tool_calls import FORMATS, cuts_of, written
 
 from pi_runtime.engine.events import CallArguments, CallBegan, CallBroken, Delta, TextDelta, joined
 from pi_runtime.engine.tools.calls import CallParser, new_id
 from pi_runtime.engine.tools.formats import (
+    GENERIC,
     GLM_4_5,
     GLM_4_7,
     HERMES,
@@ -34,7 +35,7 @@ FUNCTIONS: dict[str, Any] = {"look": {"properties": {"city": {"type": "string"}}
 def parse(tools: ToolFormat, pieces: list[str]) -> list[Delta]:
     count = itertools.count()
     make_id = lambda: f"id{next(count)}"  # noqa: E731
-    parser = PairParser(tools, FUNCTIONS, make_id) if tools.has_pairs else CallParser(tools, FUNCTIONS, make_id)
+    parser = PairParser(tools, FUNCTIONS, make_id) if tools.pairs else CallParser(tools, FUNCTIONS, make_id)
     deltas = [delta for piece in pieces for delta in parser.push(piece)]
     return joined(deltas + parser.finish())
 
@@ -73,40 +74,120 @@ def test_text_after_a_call_is_text(tools: ToolFormat) -> None:
     assert gathered(parse(tools, [written(tools, *CALLS[:1]) + "\n\nThere."])) == ("There.", CALLS[:1])
 
 
-OTHER_WAYS = {
-    "arguments first": (
-        HERMES,
-        '<tool_call>{"arguments": {"a": [1]}, "name": "add"}</tool_call>',
-        [("add", {"a": [1]})],
+ADD, ADD_1, ADD_X = ("add", {}), ("add", {"a": 1}), ("add", {"a": "x"})
+HERMES_WAYS: dict[str, tuple[str, list[Any]]] = {
+    "arguments first": ('{"arguments": {"a": 1}, "name": "add"}', [ADD_1]),
+    "no white space": ('{"name":"add","arguments":{"a":"x"}}', [ADD_X]),
+    "more members": ('{"id": [{}], "name": "add", "arguments": {"a": 1}, "x": {"name": "y"}}', [ADD_1]),
+    "parameters": ('{"name": "add", "parameters": {"a": 1}}', [ADD_1]),
+    "arguments, then parameters": ('{"name": "add", "arguments": {"a": 1}, "parameters": {"a": 2}}', [ADD_1]),
+    "null, then parameters": ('{"name": "add", "arguments": null, "parameters": {"a": 1}}', [ADD_1]),
+    "as text": (r'{"name": "add", "arguments": "{\"a\": \"x\"}"}', [ADD_X]),
+    "as text, first": (r'{"arguments": "{\"a\": \"x\"}", "name": "add"}', [ADD_X]),
+    "parameters as text": (r'{"name": "add", "parameters": "{\"a\": 1}"}', [ADD_1]),
+    "as text, with white space": (r'{"name": "add", "arguments": " \n{ \"a\" : 1 }\t"}', [ADD_1]),
+    "as text, with escapes": (
+        r'{"name": "add", "arguments": "{\"a\": \"\u00e9\ud83d\ude00\\n\\\"\\u0041\"}"}',
+        [("add", {"a": 'é😀\n"A'})],
     ),
-    "more members": (
-        LLAMA_3,
-        '{"type": "function", "name": "add", "parameters": {"a": 1}, "x": {}}',
-        [("add", {"a": 1})],
+    "as text, escaped wholly": (r'{"name": "add", "arguments": "\u007b\u0022a\u0022:1\u007d"}', [ADD_1]),
+    "no object as text": (r'{"name": "add", "arguments": "{}"}', [ADD]),
+    "no key": ('{"name": "add"}', [ADD]),
+    "null": ('{"name": "add", "arguments": null}', [ADD]),
+    "null, first": ('{"arguments": null, "name": "add"}', [ADD]),
+    "an empty text": ('{"name": "add", "arguments": ""}', [ADD]),
+    "blanks": (r'{"name": "add", "arguments": " \n"}', [ADD]),
+    "null as text": ('{"name": "add", "arguments": "null"}', [ADD]),
+    "nothing": ('{"name": "add", "arguments": {}}', [ADD]),
+    "as the API has it": ('{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}', [ADD_1]),
+    "as the API sends it": (
+        r'{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{\"a\": 1}"}}',
+        [ADD_1],
     ),
-    "an id": (MISTRAL_LIST, '[TOOL_CALLS] [{"name": "add", "arguments": {}, "id": "a1b2c3d4e"}]', [("add", {})]),
-    "a tag": (LLAMA_3, '<|python_tag|>{"name": "add", "parameters": {}}', [("add", {})]),
-    "no end": (HERMES, '<tool_call>{"name": "add", "arguments": {}}', [("add", {})]),
-    "half an end": (HERMES, '<tool_call>{"name": "add", "arguments": {}}\n</tool', [("add", {})]),
-    "no white space": (HERMES, '<tool_call>{"name":"add","arguments":{"a":"b"}}</tool_call>', [("add", {"a": "b"})]),
+    "as the API has it, without arguments": ('{"function": {"name": "add"}, "type": "function"}', [ADD]),
+    "a function": ('{"type": "function", "function": "add", "parameters": {"a": 1}}', [ADD_1]),
+    "a list": ('[{"name": "add"}]', [ADD]),
+    "a list of two": ('[{"name": "add", "arguments": {"a": 1}} , {"name": "add"}]', [ADD_1, ADD]),
+    "two": ('{"name": "add", "arguments": {"a": 1}}\n{"name": "add"}', [ADD_1, ADD]),
+    "two with a comma": ('{"name": "add"}, {"name": "add", "arguments": {"a": 1}}', [ADD, ADD_1]),
+}
+"""What may stand between the tags of Hermes, and what is called."""
+OTHER_WAYS: dict[str, tuple[ToolFormat, str, list[Any]]] = {
+    **{
+        f"{tools.name}: {way}": (tools, f"<tool_call>{gap}{text}{gap}</tool_call>", calls)
+        for tools, gap in ((HERMES, ""), (GENERIC, "\n"))
+        for way, (text, calls) in HERMES_WAYS.items()
+    },
+    **{
+        f"llama: {way}": (LLAMA_3, f"{before}{text}", calls)
+        for before in ("", "<|python_tag|>")
+        for way, (text, calls) in HERMES_WAYS.items()
+        if len(calls) == 1 and text[0] == "{"
+    },
+    **{
+        f"mistral: {way}": (MISTRAL_LIST, f"[TOOL_CALLS][{text}]", calls)
+        for way, (text, calls) in HERMES_WAYS.items()
+        if text[0] == "{" and way != "two"
+    },
+    "an id": (MISTRAL_LIST, '[TOOL_CALLS] [{"name": "add", "arguments": {}, "id": "a1b2c3d4e"}]', [ADD]),
+    "no end": (HERMES, '<tool_call>{"name": "add", "arguments": {}}', [ADD]),
+    "no end of a list": (HERMES, '<tool_call>[{"name": "add", "arguments": {}}', [ADD]),
+    "half an end": (HERMES, '<tool_call>{"name": "add"}\n</tool', [ADD]),
     "spaces": (LLAMA_3, '\n { "name" : "add" , "parameters" : { "a" : [ ] } } \n', [("add", {"a": []})]),
+    "two of Llama": (LLAMA_3, '{"name": "add"}; {"name": "add", "arguments": "{}"}', [ADD, ADD]),
 }
 
 
 @pytest.mark.parametrize("way", OTHER_WAYS)
 def test_other_ways_to_write_a_call(way: str) -> None:
     tools, text, calls = OTHER_WAYS[way]
-    deltas = parse(tools, [text])
-    assert gathered(deltas) == ("", calls)
-    assert not any(isinstance(delta, CallBroken) for delta in deltas)
+    found = [parse(tools, cut) for cut in cuts_of(text)]
+    assert gathered(found[0]) == ("", calls)
+    assert found == found[:1] * 3
+    assert not any(isinstance(delta, CallBroken) for delta in found[0])
+
+
+def test_arguments_that_are_text_come_as_they_are_read() -> None:
+    parser = CallParser(HERMES, ["add"], lambda: "id")
+    text = r'<tool_call>{"name": "add", "arguments": "{\"a\": \"xy\"}'
+    deltas = [delta for char in text for delta in parser.push(char)]
+    assert [delta.text for delta in deltas if isinstance(delta, CallArguments)] == list('{"a": "xy"}')
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        (r'"{\"a\": 1', '{"a": 1'),
+        (r'"{\"a\": \"x\\', '{"a": "x\\'),
+        (r'"{\"a\" 1}"', '{"a" '),
+        (r'"{\"a\": 1"', '{"a": 1'),
+    ],
+)
+def test_arguments_as_text_that_break_off(written: str, shown: str) -> None:
+    text = f'<tool_call>{{"name": "add", "arguments": {written}'
+    for cut in cuts_of(text):
+        began, arguments, broken, *rest = parse(HERMES, cut)
+        assert (began, arguments) == (CallBegan(0, "id0", "add"), CallArguments(0, shown))
+        assert isinstance(broken, CallBroken)
+        assert broken.text + "".join(delta.text for delta in rest if isinstance(delta, TextDelta)) == text
 
 
 NO_CALLS = {
     "plain": (HERMES, "a < b, <tool> and </tool_call>\n "),
     "another name": (HERMES, 'x <tool_call>\n{"name": "hack", "arguments": {}}\n</tool_call>\n'),
-    "no arguments": (HERMES, '<tool_call>{"name": "add"}</tool_call>'),
-    "arguments as text": (HERMES, '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>'),
     "a list": (HERMES, '<tool_call>["name", {"name": "add"}]</tool_call>'),
+    "a list of an unknown name": (HERMES, '<tool_call>[{"name": "hack"}]</tool_call>'),
+    "arguments that are a word": (HERMES, '<tool_call>{"name": "add", "arguments": "x"}</tool_call>'),
+    "arguments that are a list as text": (HERMES, '<tool_call>{"name": "add", "arguments": "[1]"}</tool_call>'),
+    "arguments that are a list": (HERMES, '<tool_call>{"name": "add", "arguments": [1]}</tool_call>'),
+    "arguments that are a number": (HERMES, '<tool_call>{"name": "add", "arguments": 1}</tool_call>'),
+    "arguments that are true": (HERMES, '<tool_call>{"name": "add", "parameters": true}</tool_call>'),
+    "arguments in the wrong place": (HERMES, '<tool_call>{"x": {"name": "add", "arguments": {}}}</tool_call>'),
+    "an unknown name without arguments": (HERMES, '<tool_call>{"name": "hack"}</tool_call>'),
+    "an unknown function": (HERMES, '<tool_call>{"function": {"name": "hack", "arguments": {}}}</tool_call>'),
+    "a name that is no text": (HERMES, '<tool_call>{"name": {"name": "add"}}</tool_call>'),
+    "cut before its end": (HERMES, '<tool_call>{"name": "add"'),
+    "JSON with a name": (LLAMA_3, '{"name": "Ada", "age": 3}'),
     "words": (HERMES, "<tool_call>add(1)</tool_call>"),
     "broken before": (HERMES, '<tool_call>{"name": "add", "arguments" {}}</tool_call>'),
     "end of text": (HERMES, 'x <tool_call>{"name": "add", "argu'),
@@ -127,7 +208,7 @@ NO_CALLS = {
 @pytest.mark.parametrize("case", NO_CALLS)
 def test_what_is_no_call_is_text(case: str) -> None:
     tools, text = NO_CALLS[case]
-    assert parse(tools, [text]) == [TextDelta(text)]
+    assert [parse(tools, cut) for cut in cuts_of(text)] == [[TextDelta(text)]] * 3
 
 
 def test_a_call_within_what_is_none() -> None:
@@ -178,7 +259,7 @@ def test_a_call_after_one_that_broke_off() -> None:
     [
         ("<arg_key>a</arg_key><arg_value>1", '{"a": '),
         ("<arg_key>city</arg_key><arg_value>x</arg_", '{"city": "x'),
-        ("<arg_key>a</arg_key><arg_value>1</arg_value>", '{"a": 1'),
+        ("<arg_key>a</arg_key><arg_value>1</arg_value><", '{"a": '),
         ("<arg_key>a", "{"),
     ],
 )

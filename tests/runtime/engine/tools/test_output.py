@@ -97,6 +97,7 @@ def test_published_templates_have_the_formats_of_their_models(shared: Path) -> N
         ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral"),
         ("{{ '[TOOL_CALLS]' + name + '[CALL_ID]' + id + '[ARGS]' }}", "mistral-call-id"),
         ("{{ '<tool_call>\\n<function=' + name }}arguments", "generic"),
+        ("{{ '<tool_call>\\n<function=' + name + '>\\n<parameter=' + key }}", "qwen-3-coder"),
         ("<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>", "glm-4.5"),
         ("<tool_call>{{ name }}<arg_key>{{ k }}</arg_key><arg_value>", "glm-4.7"),
         ("{{ '<|start_header_id|>' }}", "generic"),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.synthetic import random_artifact, small_decoder
+from support.synthetic import END_ID, random_artifact, small_decoder
 
 from pi_runtime import Engine, load
 from pi_runtime.artifact.schema import Text
@@ -67,3 +67,13 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, 
     files = {"chat_template.jinja": f"{template}{{# <|channel|>commentary to=functions. #}}".encode()}
     text = Text(prefix_ids=(), end_ids=())
     yield from served_by(random_artifact(path, small_decoder(context_length=512), scale=3.0, text=text, files=files))
+
+
+@pytest.fixture(scope="session")
+def toolless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Engine]]:
+    """A model whose template knows no tools, so that messages tell of them."""
+    path = tmp_path_factory.mktemp("api") / "toolless.pi"
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>{# system #}"
+    text, decoder = Text(prefix_ids=(), end_ids=(END_ID,)), small_decoder(context_length=2048)
+    files = {"chat_template.jinja": template.encode()}
+    yield from served_by(random_artifact(path, decoder, scale=3.0, text=text, files=files))

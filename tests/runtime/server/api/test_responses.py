@@ -194,7 +194,7 @@ def test_json_follows_a_schema(random_chat: Chat) -> None:
         (
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}},
             "text.format",
-            "text.format: cannot be used",
+            "text.format: type: no type of JSON",
         ),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater"),
         ({"n": 2}, "n", "not supported"),
