@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from support.guess_heads import drafted, help_head
 from support.requests import CAN_CONSTRAIN, Request, alone, assert_same, found_by, random_requests, together
-from support.synthetic import random_artifact, small_decoder, small_guess_head, stored_plan
+from support.synthetic import FACTS, frequencies, random_artifact, small_decoder, small_guess_head, stored_plan
 
 from pi_runtime import Engine, Grammar, Model, Sampling, load
-from pi_runtime.artifact.guess_head import PREFIX
+from pi_runtime.artifact.guess_head import PREFIX, GuessHead
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Text
+from pi_runtime.artifact.verification import verify
 from pi_runtime.engine.loading import NO_HEAD
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import SequenceStep
@@ -46,7 +47,33 @@ def states_of(model: Model, tokens: Sequence[int], select: bool) -> tuple[Floats
 @pytest.mark.parametrize("fmt", ["f32", "f16", "q8", "q4"])
 @pytest.mark.parametrize("fields", [{}, {"d_embedding": 24}], ids=["", "narrow"])
 def test_the_head_is_its_definition(fmt: str, fields: dict[str, Any], tmp_path: Path) -> None:
-    path, tokens = artifact(tmp_path / "a.pi", fmt, **fields), [5, 200, 7, 9, 31, 8, 90, 13]
+    assert_is_its_definition(artifact(tmp_path / "a.pi", fmt, **fields), fmt)
+
+
+@pytest.mark.parametrize("kind", FACTS)
+def test_the_head_is_its_definition_beside_every_kind_of_model(kind: str, tmp_path: Path) -> None:
+    """What its model has (latents, windows, layers without rotation) is not the head's, and nor is its cache's page."""
+    decoder = small_decoder(context_length=CONTEXT, n_layers=3, **FACTS[kind])
+    fields = {"n_heads": 6, "n_kv_heads": 3, "head_dim": 40, "rotary_frequencies": frequencies(40)}
+    path = random_artifact(tmp_path / "a.pi", decoder, format="f32", guess=small_guess_head(decoder, **fields), scale=2.0)
+    verify(path)
+    with load(path, device="cpu") as model:
+        assert model.executor.guess_head is not None
+        (one,) = model.executor.guess_head.new_cache().pool.classes
+        assert (one.page.shape, one.window) == ((1, 2, 3, 32, 40), 0)
+    assert_is_its_definition(path, "f32")
+
+
+def test_a_head_that_does_not_fit_its_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = small_decoder(**FACTS["latents of keys and of queries, experts of groups by their largest"])
+    head = small_guess_head(decoder)
+    assert not [*head.problems(decoder)]
+    monkeypatch.setattr(GuessHead, "layer_of", lambda _, d: d)
+    assert any("a page of its cache" in problem for problem in head.problems(decoder))
+
+
+def assert_is_its_definition(path: Path, fmt: str) -> None:
+    tokens = [5, 200, 7, 9, 31, 8, 90, 13]
     with load(path, device="cpu") as model, Artifact.open(path) as file:
         head, runner = file.manifest.guess, model.executor.guess_head
         assert head is not None
