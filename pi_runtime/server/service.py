@@ -112,7 +112,9 @@ class Service:
             _ = self._engine.stalled_s  # it compares with what there was when it was last looked at
             await asyncio.sleep(WATCH_S)
         ended, cause = self._engine.ended, self._engine.ended.__cause__
-        self.fail(cause if isinstance(cause, PiError) else PiError(ended.what, found=ended.found))
+        # The message is for who runs the server, on stderr.
+        found = ended.found if cause is None else f"{type(cause).__name__}: {cause}"
+        self.fail(cause if isinstance(cause, PiError) else PiError(ended.what, found=found))
 
     def fail(self, error: BaseException) -> None:
         """End the server for this error; any thread may say so."""
