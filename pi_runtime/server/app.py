@@ -1,6 +1,7 @@
 """The application: the routes behind the guard, from the engine's opening to its end.
 
-A request is admitted before its body is read, so that one too many is refused at once. While it is answered a task
+One request too many is refused before its body is read, and one whose body has come whole is admitted: who sends nothing
+more takes no place of others. While it is answered a task
 waits for the client to leave: then everything that was begun for it ends, wherever it is.
 """
 

@@ -1,7 +1,7 @@
 """An answer from the engine to the wire: events are made of what the engine gives, and a writer makes bytes of them."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -17,7 +17,24 @@ from pi_runtime.text.tokenizer import Tokenizer
 SSE, NDJSON = "text/event-stream", "application/x-ndjson"
 DONE = b"data: [DONE]\n\n"
 """The mark of the end of a stream in OpenAI's forms."""
-ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=lambda value: value.listed())
+
+
+class Lazily(Sequence[Any]):
+    """A list whose items are made when they are asked for: all of them at once would take much memory."""
+
+    def __init__(self, make: Callable[[Any], Any], given: Sequence[Any]) -> None:
+        self._make, self._given = make, given
+
+    def listed(self) -> list[Any]:
+        """All of them."""
+        return [*self]
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._make(self._given[place])
 
 
 def to_json(value: Any) -> bytes:
