@@ -1,6 +1,8 @@
 """An answer from the engine to the wire: events are made of what the engine gives, and a writer makes bytes of them."""
 
 import json
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -40,6 +42,18 @@ class Lazily(Sequence[Any]):
 def to_json(value: Any) -> bytes:
     """JSON as it goes over the wire."""
     return ENCODER.encode(value).encode("utf-8", "replace")
+
+
+def bounded(text: str) -> Any:
+    """Parse JSON that a model wrote, so that it can be sent: a number beyond the range of floats is the largest."""
+
+    def number(digits: str) -> int | float:
+        found = float(digits)
+        if math.isinf(found):
+            return math.copysign(sys.float_info.max, found)
+        return int(digits) if digits.lstrip("-").isdecimal() else found
+
+    return json.loads(text, parse_constant=lambda _: None, parse_float=number, parse_int=number)
 
 
 def sse(data: Any, name: str | None = None) -> bytes:

@@ -1,13 +1,14 @@
 """How answers are written."""
 
 import json
+import sys
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pi_runtime.server.api.answer import Lazily, to_json
+from pi_runtime.server.api.answer import Lazily, bounded, to_json
 from pi_runtime.server.response import PIECE_BYTES, _piece, in_parts
 
 ITEMS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
@@ -46,3 +47,24 @@ def test_a_long_list_is_made_piece_by_piece() -> None:
     while len(piece := _piece(parts)) >= PIECE_BYTES:
         rest += piece
     assert len(made) == 100_000
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e999", sys.float_info.max),
+        ("-1e999", -sys.float_info.max),
+        ("1" * 5000, sys.float_info.max),
+        ("Infinity", None),
+        ("NaN", None),
+        ("12345678901234567890", 12345678901234567890),
+        ("-7", -7),
+        ("1.5", 1.5),
+        ('"1e999"', "1e999"),
+    ],
+)
+def test_what_a_model_wrote_can_be_sent(text: str, value: Any) -> None:
+    found = bounded(f'{{"x": [{text}]}}')
+    assert found == {"x": [value]}
+    assert type(found["x"][0]) is type(value)
+    json.dumps(found, allow_nan=False)
