@@ -45,7 +45,7 @@ class GuessHead:
     rotary_scale: float = 1.0
 
     def layer_of(self, d: Decoder) -> Decoder:
-        """Its layer as a decoder of one layer, beside a model, whose windows, latents and lists of layers it has not."""
+        """Its layer as a decoder of one layer, beside a model, without what the model has besides: windows, latents."""
         return replace(
             d,
             n_layers=1,

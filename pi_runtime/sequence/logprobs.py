@@ -27,7 +27,11 @@ class TokenLogprobs:
     _top: bytes
 
     def __init__(self, token: int, logprob: float, top: Sequence[tuple[int, float]] = ()) -> None:
-        for name, value in (("token", token), ("logprob", logprob), ("_top", b"".join(PAIR.pack(*pair) for pair in top))):
+        for name, value in (
+            ("token", token),
+            ("logprob", logprob),
+            ("_top", b"".join(PAIR.pack(*pair) for pair in top)),
+        ):
             object.__setattr__(self, name, value)
 
     @property

@@ -1,8 +1,8 @@
 """The application: the routes behind the guard, from the engine's opening to its end.
 
-One request too many is refused before its body is read, and one whose body has come whole is admitted: who sends nothing
-more takes no place of others. While it is answered a task
-waits for the client to leave: then everything that was begun for it ends, wherever it is.
+One request too many is refused before its body is read; one whose body has come whole is admitted: who sends nothing
+takes no place of others. While it is answered a task waits for the client to leave: then everything that was begun for
+it ends, wherever it is.
 """
 
 from collections.abc import AsyncIterator, Callable

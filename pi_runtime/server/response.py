@@ -44,7 +44,7 @@ class ResponseSender:
         yield from in_parts(self._writer.response(answers))
 
     async def _send_whole(self, parts: Iterator[bytes]) -> None:
-        """Send a JSON in pieces. All log-probabilities take long and much memory: beside the loop, a piece at a time."""
+        """Send a JSON in pieces. All log-probabilities take long and much memory: in pieces, beside the loop."""
         piece = await asyncio.to_thread(_piece, parts)
         await self._begin(JSON)
         while len(piece) >= PIECE_BYTES:

@@ -31,8 +31,8 @@ LEAST_COMPILED = 64 << 10
 BEGUN_ANEW = 3
 """How many times an answer's grammar is compiled anew, where it became too complex after other tokens."""
 FIRST_S, EACH_S = 1.0, 0.002
-"""Processor time that following a grammar may take in all, and for each token besides. The engine's thread waits for it;
-usual grammars take a hundredth of that."""
+"""Processor time that following a grammar may take in all, and for each token besides. The engine's thread waits for
+it; usual grammars take a hundredth of that."""
 STAND_IN_END = "<|end of grammar|>"
 """Ends the text for llguidance, which needs such a token, where the model has none."""
 

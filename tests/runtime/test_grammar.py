@@ -219,9 +219,9 @@ def test_a_drafted_text_that_grows_too_complex_changes_nothing(talker: Model) ->
     """A draft may go where the answer never comes: what follows is as if it had not been tried."""
     state, fresh = (talker.tokenizer.grammars.start(TANGLED, 1) for _ in range(2))
     before, tangled = [1, *b'"y'], b"qwertyuiopas" * 4
+    masks = (state.allowed([*before, *tangled[:length]]) for length in range(len(tangled)))
     with pytest.raises(PiError, match="cannot be followed"):
-        for length in range(len(tangled)):
-            assert state.allowed([*before, *tangled[:length]]).any()
+        assert all(mask.any() for mask in masks)
     fresh = talker.tokenizer.grammars.start(TANGLED, 1)
     for seen in (before, [*before, ord("y")]):
         assert np.array_equal(state.allowed(seen), fresh.allowed(seen))
@@ -320,7 +320,7 @@ ENOUGH: dict[str, Grammar] = {
 
 @pytest.mark.parametrize("kind", TOO_MUCH)
 def test_a_grammar_that_costs_much_is_refused_before_it_is_compiled(kind: str) -> None:
-    with pytest.raises(UsageError, match="too complex|cannot be used"):
+    with pytest.raises(UsageError, match=r"too complex|cannot be used"):
         check_grammar(TOO_MUCH[kind])
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from pi_runtime.engine.tools.formats import KEY, VALUE, ToolFormat, ends_of
 from pi_runtime.engine.tools.harmony import CONSTRAIN, MESSAGE
 from pi_runtime.engine.tools.reasoning import ReasoningFormat
+from pi_runtime.errors import Setting, UsageError
 from pi_runtime.text.grammar import with_fixed_separators
 
 Schema = Mapping[str, Any] | bool
@@ -21,6 +22,9 @@ PLAIN: /\s*[^{\s](.|\n)*/
 CALL_ID: /[a-zA-Z0-9]{9}/
 ARG_KEY: /[^<>\n]{1,64}/
 """
+DEFINITIONS = ("$defs", "definitions")
+MOST_DEFINED = 4 << 20
+"""Bytes of definitions, all their copies together, in the grammar of a function's pairs."""
 
 
 class GrammarWriter:
@@ -112,19 +116,30 @@ class GrammarWriter:
 
     def _pairs(self, gap: str, schema: Mapping[str, Any]) -> Iterator[str]:
         """The pairs of a call's arguments, in the order of the schema's properties."""
-        properties, required = schema.get("properties") or {}, schema.get("required") or ()
+        properties = schema.get("properties") or {}
+        required = dict.fromkeys(name for name in schema.get("required") or () if isinstance(name, str))
+        self._check_definitions(schema, len(properties))
         if not properties and not required and schema.get("additionalProperties", True):
             yield f"({self._marker(KEY)} ARG_KEY {self._pair(gap, {'type': 'string'}, {})})*"
         for key in dict.fromkeys([*properties, *required]):
             pair = f"{self._marker(KEY)} {_text(key)} {self._pair(gap, properties.get(key, True), schema)}"
             yield pair if key in required else f"({pair})?"
 
+    def _check_definitions(self, schema: Mapping[str, Any], pairs: int) -> None:
+        """Raise UsageError where definitions, which each pair's value has with it, would make a long grammar."""
+        nbytes = pairs * sum(len(json.dumps(schema[key])) for key in DEFINITIONS if key in schema)
+        if nbytes > MOST_DEFINED:
+            found = f"{nbytes // pairs} bytes for each of {pairs} properties"
+            raise UsageError(
+                f"in this model's form of calls these definitions are too long: {found}", setting=Setting("tools")
+            )
+
     def _pair(self, gap: str, schema: Any, whole: Mapping[str, Any]) -> str:
         """A pair behind its key; `whole` is the schema with the definitions to which `schema` refers."""
         end, before = ends_of(VALUE), f"{self._marker(ends_of(KEY))} {self._marker(gap + VALUE)}"
         after = f" {_text(gap)}" if gap else ""
         if not isinstance(schema, Mapping) or schema.get("type") != "string":
-            definitions = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
+            definitions = {key: whole[key] for key in DEFINITIONS if key in whole}
             value = self.arguments({**schema, **definitions} if isinstance(schema, Mapping) else schema)
             return f"{before} {value} {self._marker(end)}{after}"
         texts = [schema["const"]] if "const" in schema else schema.get("enum")

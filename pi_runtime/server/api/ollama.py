@@ -4,7 +4,6 @@ Streams are lines of JSON. Options have Ollama's names; those that set up a mach
 nothing here.
 """
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -332,7 +332,7 @@ def test_who_asks_later_is_told_nothing_that_a_fault_quotes(model: Model, monkey
     with Engine(model) as engine:
         with pytest.raises(RuntimeError):
             "".join(engine.generate([1]))
-        with pytest.raises(UsageError, match="the engine has failed\n  found: RuntimeError$") as found:
+        with pytest.raises(UsageError, match=r"the engine has failed\n  found: RuntimeError$") as found:
             engine.generate([1])
         assert "secret" not in str(found.value)
 

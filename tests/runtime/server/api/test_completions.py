@@ -253,7 +253,9 @@ def test_a_body_that_is_no_object(random_chat: Chat, body: object) -> None:
     asking.refused(COMPLETIONS, body, random_chat[0], None, "not a JSON object")
 
 
-@pytest.mark.parametrize("prompt", [["a"] * 17, [""] * (1 << 20), [[97]] * 17, ["a"] * ((1 << 20) + 1)], ids=lambda p: f"{len(p)}")
+@pytest.mark.parametrize(
+    "prompt", [["a"] * 17, [""] * (1 << 20), [[97]] * 17, ["a"] * ((1 << 20) + 1)], ids=lambda p: f"{len(p)}"
+)
 def test_many_prompts_are_counted_before_they_are_looked_at(
     random_chat: Chat, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
