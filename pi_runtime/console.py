@@ -14,9 +14,11 @@ import io
 import json
 import os
 import re
+import select
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
+SHORT = 1000
+"""Characters of a line that is written without waiting: a pipe that has room at all has room for more bytes."""
 _WIDEST = 10_000
 """Columns of the widest line."""
 
@@ -116,6 +120,7 @@ def _options(group: type[Any], flags: Mapping[str, Any], title: str | None) -> l
 def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
     """Run a command line. Every result becomes an exit code, every error a message on stderr."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    _open_streams()
     debug = "--debug" in arguments or os.environ.get("PI_DEBUG", "").lower() in ("1", "true", "t", "yes", "y", "on")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks must not end the text
@@ -142,8 +147,20 @@ def run(app: typer.Typer, arguments: list[str] | None = None) -> int:
         message = json.dumps({"error": message.removeprefix("error: "), "exit_code": code}, ensure_ascii=False)
     elif sys.stderr.isatty() and not os.environ.get("NO_COLOR"):
         message = re.sub(r"\A(?:error|Error): |(?m:^  \w+: )", "\033[1;31m\\g<0>\033[0m", message)
-    print(message, file=sys.stderr)  # noqa: T201
+    say(message)
     return code
+
+
+def _open_streams() -> None:
+    """Open what this process was started without (`2>&-`): else a file or a connection gets the number of stderr."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("r" if name == "stdin" else "w"))  # noqa: SIM115  it stays open
 
 
 def _reader_gone() -> int:
@@ -158,8 +175,27 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def say(message: str) -> None:
-    """Print a line for the user on stderr."""
-    sys.stderr.write(message + "\n")
+    """Print a line for the user on stderr. Where nobody reads it, or the disk is full, nothing else ends for that."""
+    try:
+        sys.stderr.write(message + "\n")
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    except OSError:
+        pass
+
+
+def say_now(message: str) -> None:
+    """The same without waiting: a line for which a pipe has no room is left out."""
+    try:
+        number = sys.stderr.fileno()
+    except (OSError, ValueError):  # it is no file
+        number = None
+    if number is not None and hasattr(select, "poll"):
+        looked = select.poll()
+        looked.register(number, select.POLLOUT)
+        if not looked.poll(0):
+            return
+    say(message[:SHORT])
 
 
 def say_softly(text: str) -> None:

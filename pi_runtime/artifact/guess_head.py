@@ -32,7 +32,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pi_runtime.artifact.buffers import kv_page
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.footprint import POSITIONS
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.sizes import ArraySpec, layer_specs
 
@@ -60,7 +62,7 @@ class GuessHead:
     rotary_scale: float = 1.0
 
     def layer_of(self, d: Decoder) -> Decoder:
-        """Its layer as a decoder of one layer, beside a model."""
+        """Its layer as a decoder of one layer, beside a model, without what the model has besides: windows, latents."""
         return replace(
             d,
             n_layers=1,
@@ -72,6 +74,12 @@ class GuessHead:
             rotary_scale=self.rotary_scale,
             window=0,
             windowed_layers=(),
+            windowed_frequencies=(),
+            unrotated_layers=(),
+            latent_rank=0,
+            query_rank=0,
+            value_dim=0,
+            score_scale=1.0,
         )
 
     def arrays(self, d: Decoder) -> Iterator[tuple[str, ArraySpec]]:
@@ -106,6 +114,9 @@ class GuessHead:
                 yield f"guess.{name}: {getattr(self, name)} is not a size"
         if self.n_kv_heads > 0 and self.n_heads % self.n_kv_heads:
             yield f"guess.n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}"
+        page, own = kv_page(self.layer_of(d), "f32", 1).shape, (1, 2, self.n_kv_heads, POSITIONS, self.head_dim)
+        if page != own:
+            yield f"guess: a page of its cache holds {page} numbers, and its keys and values take {own}"
         if not 1 <= self.shortlist <= d.vocab_size:
             yield f"guess.shortlist: {self.shortlist} tokens of {d.vocab_size}"
         if not (self.norm_eps > 0 and self.rotary_scale > 0):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -111,8 +110,8 @@ def serve(
     settings = _settings(listen, engine_options.slots)
     listen = replace(listen, artifact=checked_artifact(listen))
     tls = access.checked_tls(listen.ssl_certfile, listen.ssl_keyfile)
-    say = console.say if listen.log_format == "text" else _say_json
-    built = build_app(settings, _opening(listen.artifact, model_options, engine_options, say), console.say)
+    say = console.say_now if listen.log_format == "text" else _say_json
+    built = build_app(settings, _opening(listen.artifact, model_options, engine_options, say), console.say_now)
     service = built.state.service
     if listen.verify_meanwhile:
         threading.Thread(target=verify_meanwhile, args=(listen.artifact, service), daemon=True).start()
@@ -121,7 +120,8 @@ def serve(
     _listen(server, settings)
     if service.is_held_up:
         code, message = (0, "") if service.failure is None else code_and_message(service.failure)
-        sys.stderr.write(f"{message}\n" if message else "")
+        if message:
+            console.say_now(message)
         os._exit(code)
     if service.failure is not None:
         raise service.failure
@@ -158,7 +158,7 @@ def _settings(listen: ListenOptions, slots: int) -> "ServerSettings":
 def _say_json(said: str) -> None:
     from pi_runtime.server.request_log import event_fields
 
-    console.say(json.dumps(event_fields(said)))
+    console.say_now(json.dumps(event_fields(said)))
 
 
 def _opening(

@@ -6,6 +6,7 @@ An engine does so in a thread of its own, for many; `Model.generate` in the call
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
@@ -99,7 +100,8 @@ class Core:
         results = self._executor.step([step for _, step in parts])
         seconds = time.perf_counter() - began
         for (sequence, _), result in zip(parts, results, strict=True):
-            self._advance(sequence, result)
+            with self._fault_of(sequence):
+                self._advance(sequence, result)
         self._count(parts, decoding, seconds, self.generated_tokens - generated)
 
     def leave(self, sequence: TokenSequence, error: BaseException | None = None) -> None:
@@ -127,6 +129,14 @@ class Core:
                 sequence.finish_reason = sequence.finish_reason or reason
                 self.leave(sequence)
 
+    @contextmanager
+    def _fault_of(self, sequence: TokenSequence) -> Iterator[None]:
+        """Let what fails in the block end the sequence that it is done for, and no other."""
+        try:
+            yield
+        except Exception as error:
+            self.leave(sequence, error)
+
     # Plan.
 
     def _drop_cancelled(self) -> None:
@@ -139,17 +149,14 @@ class Core:
     def _admit(self) -> None:
         """Let those that wait join, in order, as slots and memory allow."""
         while self._caches.may_open and (sequence := self.scheduler.next_to_join()) is not None:
-            try:
+            with self._fault_of(sequence):
                 cache = self._caches.open(sequence)
-            except Exception as error:  # a fault of this sequence ends no other
-                self.leave(sequence, error)
-                continue
-            if cache is not None:
-                self._join(sequence, cache)
-            elif sequence.reads_ahead:
-                self.leave(sequence)  # reading ahead waits for nothing
-            else:
-                return
+                if cache is not None:
+                    self._join(sequence, cache)
+                elif sequence.reads_ahead:
+                    self.leave(sequence)  # reading ahead waits for nothing
+                else:
+                    return
 
     def _join(self, sequence: TokenSequence, cache: KVCache) -> None:
         if sequence.status is Status.WAITING and not sequence.reads_ahead:
@@ -169,30 +176,25 @@ class Core:
         self._shares_pieces = len(reading) > 1 or (self._shares_pieces and len(reading) == 1)
         if self._shares_pieces:
             sequence, cache = reading[0], self._caches.held[reading[0]]
-            try:
+            with self._fault_of(sequence):
                 self._caches.catch_up(sequence)
-            except Exception as error:  # a fault of this sequence ends no other
-                self.leave(sequence, error)
-                return
-            gained, sequence.num_computed = cache.length - sequence.num_computed, cache.length
-            if len(sequence.tokens) == sequence.prompt_tokens:
-                sequence.cached_tokens += gained
-                self.cached_tokens += gained
+                gained, sequence.num_computed = cache.length - sequence.num_computed, cache.length
+                if len(sequence.tokens) == sequence.prompt_tokens:
+                    sequence.cached_tokens += gained
+                    self.cached_tokens += gained
 
     def _plan(self) -> list[tuple[TokenSequence, SequenceStep]]:
         """What runs in the next step: tokens for which there is memory, and what may come after them."""
         planned = self.scheduler.plan(self._pace.tokens(self.scheduler.decoding))
         for sequence, tokens in planned:
-            try:
+            with self._fault_of(sequence):
                 self._make_room(sequence, tokens)
-            except Exception as error:  # a fault of this sequence ends no other
-                self.leave(sequence, error)
         work = [(sequence, tokens) for sequence, tokens in planned if sequence.is_running]
         for leader, _ in work:
             for sequence in (leader, *leader.samples):
                 sequence.start_step()
         drafts = self._drafts([sequence for sequence, _ in work])
-        return [(s, self._step_of(s, tokens, draft)) for (s, tokens), draft in zip(work, drafts, strict=True)]
+        return [(s, self._step_of(s, tokens, drafts[s])) for s, tokens in work if s.is_running]
 
     def _make_room(self, sequence: TokenSequence, tokens: int) -> None:
         """Give a sequence memory for its part of a step; where there is too little, those that joined last wait."""
@@ -204,20 +206,24 @@ class Core:
             last.num_computed, last.status = 0, Status.PREEMPTED
             self.preemptions += 1
 
-    def _drafts(self, sequences: Sequence[TokenSequence]) -> list[Draft]:
+    def _drafts(self, sequences: Sequence[TokenSequence]) -> dict[TokenSequence, Draft]:
         """For each sequence of a step what may come next; none where any prompt is read.
 
-        Drafts take only memory that nobody uses.
+        Drafts take only memory that nobody uses. A sequence for which it fails leaves.
         """
+        found, possible = dict.fromkeys(sequences, NO_DRAFT), dict[TokenSequence, Sequence[Draft]]()
         answers = [s for s in sequences if isinstance(s, AnswerSequence) and s.is_decoding]
         if not self._speculation.is_on or len(answers) < len(sequences):
-            return [NO_DRAFT] * len(sequences)
-        planned = self._speculation.planned([answer.drafts() for answer in answers])
-        plain_s = self._speculation.times.plain(len(answers))
-        found = []
-        for answer, (draft, length) in zip(answers, planned, strict=True):
-            fits = length and self._caches.grow_freely(self._caches.held[answer], 1 + length)
-            found.append(self._speculation.run(draft, length if fits else 0, plain_s))
+            return found
+        for answer in answers:
+            with self._fault_of(answer):
+                possible[answer] = answer.drafts()
+        planned = self._speculation.planned([*possible.values()])
+        plain_s = self._speculation.times.plain(len(possible))
+        for sequence, (draft, length) in zip(possible, planned, strict=True):
+            with self._fault_of(sequence):
+                fits = length and self._caches.grow_freely(self._caches.held[sequence], 1 + length)
+                found[sequence] = self._speculation.run(draft, length if fits else 0, plain_s)
         return found
 
     def _step_of(self, sequence: TokenSequence, max_tokens: int, draft: Draft) -> SequenceStep:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pi_runtime.engine.caches import EngineCaches
 from pi_runtime.engine.core import Core
 from pi_runtime.engine.session_state import SessionState
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import PiError, UsageError
 from pi_runtime.kernels.codegen import progress
 from pi_runtime.sequence.sequence import TokenSequence
 
@@ -156,7 +156,9 @@ class Loop:
                 self.watch.end()
                 self.busy_s += time.perf_counter() - began
         except BaseException as failure:  # whatever it is, those who read streams must hear of it
-            error, reason = failure, UsageError("the engine has failed", found=f"{type(failure).__name__}: {failure}")
+            # Whoever asks next is somebody else, and the message of what is no error of ours may quote a request.
+            said = f": {failure}" if isinstance(failure, PiError) else ""
+            error, reason = failure, UsageError("the engine has failed", found=f"{type(failure).__name__}{said}")
             reason.__cause__ = failure
         self._end(error, reason)
 

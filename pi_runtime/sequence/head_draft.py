@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import PiError
 from pi_runtime.sequence.drafts import NO_DRAFT, Acceptance, Draft
 
 Floats = npt.NDArray[np.float32]
@@ -119,11 +119,12 @@ class HeadDraft:
         return found
 
     def _token(self, logits_S: Floats, seen: Sequence[int]) -> int | None:
-        """The token after those seen; None where the text may end, or a grammar lets none of the short list follow."""
+        """The token after those seen; None where the text may end, or none can be chosen: a grammar lets none of the
+        short list follow or becomes too complex there, or the head's logits have no meaning."""
         logits_V = np.full(self._runner.vocabulary, -np.inf, np.float32)
         logits_V[self._runner.ids_S] = logits_S
         try:
             token = self._choose(logits_V, seen)
-        except UsageError:
+        except PiError:  # a draft that ends here changes no text
             return None
         return None if token in self._end_ids else token

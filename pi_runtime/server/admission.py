@@ -5,7 +5,7 @@ Where there are several keys, one of them may have so many of these that others 
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pi_runtime.server.errors import ApiError
@@ -27,10 +27,7 @@ class Ticket:
         admission, more = self._admission, max(answers, 1) - self._answers
         if answers > admission.most_each:
             raise ApiError(400, f"{answers} answers", param="n", code="too_many_answers")
-        if admission.taken + more > admission.most:
-            raise admission.full(f"the server is busy: {admission.slots} answers run and {admission.queue} may wait")
-        if admission.of[self._owner] + more > admission.most_each:
-            raise admission.full(f"you have as many answers as one key may: {admission.most_each} that run or wait")
+        admission.check(self._owner, more)
         admission.of[self._owner] += more
         self._answers += more
 
@@ -56,6 +53,13 @@ class Admission:
         """Answers that run or wait."""
         return self.of.total()
 
+    def check(self, owner: str, more: int = 1) -> None:
+        """Raise ApiError (429) where so many answers more of an owner do not fit beside those that run or wait."""
+        if self.taken + more > self.most:
+            raise self.full(f"the server is busy: {self.slots} answers run and {self.queue} may wait")
+        if self.of[owner] + more > self.most_each:
+            raise self.full(f"you have as many answers as one key may: {self.most_each} that run or wait")
+
     @contextmanager
     def ticket(self, owner: str) -> Iterator[Ticket]:
         """Count one answer of an owner for as long as the block runs. Raises ApiError (429) where none is left."""
@@ -77,3 +81,38 @@ class Admission:
     def retry_s(self) -> int:
         """Whole seconds after which a place in the queue is likely to be free: one answer ends every so often."""
         return min(max(1, math.ceil(self._answer_s / self.slots)), LONGEST_RETRY_S)
+
+
+class Arriving:
+    """Bytes of bodies that have not come whole, of all clients and of each. Who sends nothing takes nothing of them.
+
+    A client has three quarters at most, so that who sends many large bodies slowly leaves room for others.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.bodies = 0
+        """Bodies that are coming."""
+        self._of: Counter[str] = Counter()
+
+    @contextmanager
+    def body(self, client: str) -> Iterator[Callable[[int], None]]:
+        """Counts the bytes of one body until the block ends: the function takes how many have come now. It raises
+        ApiError (429) where there is no room for them."""
+        taken = 0
+
+        def take(nbytes: int) -> None:
+            nonlocal taken
+            if self._of.total() + nbytes > self._most or self._of[client] + nbytes > 3 * self._most // 4:
+                said = "the server is busy receiving requests"
+                raise ApiError(429, said, code="queue_full", headers={"Retry-After": "5"})
+            self._of[client] += nbytes
+            taken += nbytes
+
+        self.bodies += 1
+        try:
+            yield take
+        finally:
+            self.bodies -= 1
+            self._of[client] -= taken
+            self._of += Counter()  # without clients that have none

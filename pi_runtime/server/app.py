@@ -1,7 +1,8 @@
 """The application: the routes behind the guard, from the engine's opening to its end.
 
-A request is admitted before its body is read, so that one too many is refused at once. While it is answered a task
-waits for the client to leave: then everything that was begun for it ends, wherever it is.
+One request too many is refused before its body is read; one whose body has come whole is admitted: who sends nothing
+takes no place of others. While it is answered a task waits for the client to leave: then everything that was begun for
+it ends, wherever it is.
 """
 
 from collections.abc import AsyncIterator, Callable

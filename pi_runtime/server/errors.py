@@ -111,9 +111,9 @@ def failed(error: BaseException) -> ApiError:
         message = error.message(field)
         if PATH.search(message) is None:
             return ApiError(500, message)
-        console.say(f"error: {message}")
+        console.say_now(f"error: {message}")
         return ApiError(500, f"internal error: {name}")
     frames = traceback.extract_tb(error.__traceback__)
     where = f" in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    console.say(f"error: internal error: {name}{where}")
+    console.say_now(f"error: internal error: {name}{where}")
     return ApiError(500, f"internal error: {name}")

@@ -91,8 +91,10 @@ class BodyEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service, arrived = self._service, time.monotonic()
         try:
+            service.check_room(scope["owner"])  # one too many is refused before its body has come
+            with service.arriving.body(Client.of(scope).name) as count:
+                body = await read_body(receive, service.settings.limits.body_bytes, Headers(scope=scope), count)
             with service.admitted(scope["owner"]) as ticket:
-                body = await read_body(receive, service.settings.limits.body_bytes, Headers(scope=scope))
                 exchange = Exchange(service, self._route, scope, send, body, ticket, arrived)
                 response = await while_connected(receive, self._route.handler(exchange))
                 if response is not None:
@@ -105,8 +107,12 @@ class ClientGone(Exception):  # noqa: N818  nothing is wrong
     """Nobody waits for the answer any more."""
 
 
-async def read_body(receive: Receive, most: int, headers: Headers) -> bytes:
-    """The whole body. Raises ApiError 413 as soon as it is known to be too large, ClientGone where it ends early."""
+async def read_body(
+    receive: Receive, most: int, headers: Headers, count: Callable[[int], None] = lambda _: None
+) -> bytes:
+    """The whole body. Raises ApiError 413 as soon as it is known to be too large, ClientGone where it ends early.
+
+    `count` is told how many bytes have come."""
     too_large = ApiError(413, f"the body is too large; at most {most} bytes", code="body_too_large")
     if int(headers.get("content-length", 0)) > most:  # h11 has checked that it is a number
         raise too_large
@@ -116,7 +122,9 @@ async def read_body(receive: Receive, most: int, headers: Headers) -> bytes:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        found += message.get("body", b"")
+        part = message.get("body", b"")
+        count(len(part))
+        found += part
         if len(found) > most:
             raise too_large
         more = message.get("more_body", False)

@@ -1,11 +1,13 @@
 """Preparing: requests are read, checked and tokenized by a few threads, on which clients take turns.
 
 What waits for a thread waits on the event loop, so a request whose client leaves is dropped at once, with its body. One
-client has all threads but one at most, however much it sends: the last one is for somebody else.
+client has all threads but one at most, however much it sends: the last one is for somebody else. One whose requests
+take long has a single one: much of their work is done by one process for all, the template's, where others wait for it.
 """
 
 import asyncio
-from collections import Counter, deque
+import time
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,6 +21,12 @@ WORKERS = 4
 """Threads that prepare requests."""
 MOST_OF_ONE = WORKERS - 1
 """Threads that one client has at once."""
+SLOW_S = 0.5
+"""Mean time of a client's latest requests above which it has one thread at a time."""
+LATEST = 0.3
+"""Weight of the latest request in this mean."""
+REMEMBERED = 1000
+"""Clients whose mean is known."""
 
 
 class Preparation:
@@ -31,6 +39,8 @@ class Preparation:
         """Those who wait, by client; the client whose turn is next comes first."""
         self._busy: Counter[str] = Counter()
         """Threads that work, by client."""
+        self._mean_s: OrderedDict[str, float] = OrderedDict()
+        """Mean time of their latest requests; the client that was served last comes last."""
 
     @property
     def waiting(self) -> int:
@@ -74,11 +84,11 @@ class Preparation:
             raise
 
     async def _work(self, client: str, call: Callable[[], T]) -> T:
-        loop = asyncio.get_running_loop()
+        loop, began = asyncio.get_running_loop(), time.monotonic()
 
         def end(_: object) -> None:
             with suppress(RuntimeError):  # the loop has been closed
-                loop.call_soon_threadsafe(self._end, client)
+                loop.call_soon_threadsafe(self._end, client, time.monotonic() - began)
 
         done = self._pool.submit(call)
         # Whoever waits may leave before: the thread is busy all the same.
@@ -88,7 +98,7 @@ class Preparation:
     def _hand_out(self) -> None:
         """Give free threads to those whose turn it is."""
         while self._busy.total() < WORKERS:
-            client = next((client for client in self._waiting if self._busy[client] < MOST_OF_ONE), None)
+            client = next((client for client in self._waiting if self._busy[client] < self._most_of(client)), None)
             if client is None:
                 return
             turns = self._waiting.pop(client)
@@ -106,7 +116,16 @@ class Preparation:
             if not turns:
                 del self._waiting[client]
 
-    def _end(self, client: str) -> None:
+    def _most_of(self, client: str) -> int:
+        """Threads that a client may have at once."""
+        return 1 if self._mean_s.get(client, 0.0) > SLOW_S else MOST_OF_ONE
+
+    def _end(self, client: str, seconds: float | None = None) -> None:
+        if seconds is not None:
+            mean = self._mean_s.pop(client, 0.0)
+            self._mean_s[client] = mean + LATEST * (seconds - mean)
+            while len(self._mean_s) > REMEMBERED:
+                self._mean_s.popitem(last=False)
         self._busy[client] -= 1
         if not self._busy[client]:
             del self._busy[client]

@@ -1,16 +1,19 @@
 """How the answers to a request are sent: their events as they come, or all of it at once."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.types import Send
 
-from pi_runtime.engine.events import PromptLogprobs
-from pi_runtime.server.api.answer import SSE, AnswerWriter, to_json
+from pi_runtime.engine.events import End, PromptLogprobs
+from pi_runtime.server.api.answer import SSE, AnswerWriter, GatheredAnswer, Lazily, to_json
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.in_flight import InFlight
 
+PIECE_BYTES = 64 << 10
+"""What is sent of a whole answer at a time."""
 KEEP_ALIVE = b": keep-alive\n\n"
 JSON = "application/json"
 STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
@@ -35,16 +38,26 @@ class ResponseSender:
         if self._streams:
             await self._say(self._writer.final_events(request.answers), more=False)
         else:
-            # All log-probabilities at once take long: beside the loop.
-            found = await asyncio.to_thread(lambda: b"".join(in_parts(self._writer.response(request.answers))))
-            await self._begin(JSON)
-            await self._say(found, more=False)
+            await self._send_whole(self._whole(request.answers))
+
+    def _whole(self, answers: Sequence[GatheredAnswer]) -> Iterator[bytes]:
+        yield from in_parts(self._writer.response(answers))
+
+    async def _send_whole(self, parts: Iterator[bytes]) -> None:
+        """Send a JSON in pieces. All log-probabilities take long and much memory: in pieces, beside the loop."""
+        piece = await asyncio.to_thread(_piece, parts)
+        await self._begin(JSON)
+        while len(piece) >= PIECE_BYTES:
+            await self._say(piece)
+            piece = await asyncio.to_thread(_piece, parts)
+        await self._say(piece, more=False)
 
     async def _written(self, request: InFlight) -> bytes:
         """Add all events that have come to their answers; returns the bytes of a stream."""
         found = []
         for answer, event in request.read():
-            answer.events.append(event)
+            # The figures of a whole answer are those of its end.
+            answer.events.append(event if self._streams or isinstance(event, End) else replace(event, stats=None))
             if self._streams and isinstance(event, PromptLogprobs):
                 found.append(await asyncio.to_thread(self._writer.write, answer, event))  # a prompt may be long
             elif self._streams:
@@ -69,9 +82,19 @@ class ResponseSender:
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
+def _piece(parts: Iterator[bytes]) -> bytes:
+    """The next parts together, of so many bytes or more; fewer at the end."""
+    found = bytearray()
+    for part in parts:
+        found += part
+        if len(found) >= PIECE_BYTES:
+            break
+    return bytes(found)
+
+
 def in_parts(value: Any, depth: int = 6) -> Iterator[bytes]:
     """A value's JSON in small parts, as no other thread runs while one is made; items below `depth` are not divided."""
-    if not value or not depth or not isinstance(value, dict | list):
+    if not isinstance(value, dict | list | Lazily) or not depth or not value:
         yield to_json(value)
         return
     opening, closing = (b"{", b"}") if isinstance(value, dict) else (b"[", b"]")

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 
 from pi_runtime.engine.engine import Engine
 from pi_runtime.errors import PiError
-from pi_runtime.server.admission import Admission, Ticket
+from pi_runtime.server.admission import Admission, Arriving, Ticket
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.in_flight import InFlight
@@ -46,6 +46,7 @@ class Service:
         self.phase: Phase = "loading"
         self.metrics = Metrics()
         self.admission = Admission(settings.slots, settings.queue, settings.answers_each)
+        self.arriving = Arriving(settings.limits.arriving_bytes)
         self.sessions = Sessions(settings.sessions, settings.sessions_each, settings.session_idle_s)
         self.failure: BaseException | None = None
         """The fault for which the server takes no more requests."""
@@ -112,20 +113,27 @@ class Service:
             _ = self._engine.stalled_s  # it compares with what there was when it was last looked at
             await asyncio.sleep(WATCH_S)
         ended, cause = self._engine.ended, self._engine.ended.__cause__
-        self.fail(cause if isinstance(cause, PiError) else PiError(ended.what, found=ended.found))
+        # The message is for who runs the server, on stderr.
+        found = ended.found if cause is None else f"{type(cause).__name__}: {cause}"
+        self.fail(cause if isinstance(cause, PiError) else PiError(ended.what, found=found))
 
     def fail(self, error: BaseException) -> None:
         """End the server for this error; any thread may say so."""
         self.phase, self.failure = "failed", error
         self.on_failure()
 
+    def check_room(self, owner: str) -> None:
+        """Raise the ApiError for which a further request of an owner would not be admitted."""
+        _ = self.engine
+        if self.phase == "draining":
+            raise unavailable("the server is stopping", "draining")
+        self.admission.check(owner)
+
     @contextmanager
     def admitted(self, owner: str) -> Iterator[Ticket]:
         """Admit one request of an owner for as long as the block runs. Raises ApiError 429 where there is none
         for it, and 503 while loading, draining, or after a fault."""
-        _ = self.engine
-        if self.phase == "draining":
-            raise unavailable("the server is stopping", "draining")
+        self.check_room(owner)
         with self.admission.ticket(owner) as ticket:
             self.open_requests += 1
             try:

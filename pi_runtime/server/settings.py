@@ -11,6 +11,8 @@ class Limits:
     """Limits of one request."""
 
     body_bytes: int = 4 << 20
+    arriving_bytes: int = 256 << 20
+    """Bytes of all bodies together that have not come whole."""
     header_bytes: int = 32 << 10
     """Request line and headers together."""
     receive_s: float = 15.0

@@ -5,9 +5,10 @@ ones keep the text within the grammar. The model's ids for the end of text may f
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -28,6 +29,11 @@ COMPILED_OF_SOURCE = 256
 """Bytes of a compiled grammar for one of its source, or less: schemas of 100 and more fields were measured."""
 LEAST_COMPILED = 64 << 10
 """What a compiled grammar takes at least."""
+BEGUN_ANEW = 3
+"""How many times an answer's grammar is compiled anew, where it became too complex after other tokens."""
+FIRST_S, EACH_S = 1.0, 0.002
+"""Processor time that following a grammar may take in all, and for each token besides. The engine's thread waits for
+it; usual grammars take a hundredth of that."""
 STAND_IN_END = "<|end of grammar|>"
 """Ends the text for llguidance, which needs such a token, where the model has none."""
 
@@ -146,10 +152,20 @@ class GrammarCompiler:
         self._compiled = Kept[Grammar, Any](COMPILED_BYTES)
 
     def start(self, grammar: Grammar, prompt_tokens: int = 0) -> "GrammarState":
-        """The state after a prompt of so many tokens. Raises UsageError for a grammar that is none."""
+        """The state after a prompt of so many tokens. Raises UsageError for a grammar that is none, and for one that is
+        too complex for its first token."""
+        compiled = self._kept(grammar)
+        if not _begins(compiled):  # it did once: what became too complex in one answer is the same for all its copies
+            self._compiled.drop(grammar)
+            compiled = self._kept(grammar)
+        if not _begins(compiled):
+            raise UsageError("too complex", setting=grammar.setting, expected="one whose first token can be found")
+        matchers = chain((compiled.deep_copy(),), (self._compile(grammar) for _ in range(BEGUN_ANEW)))
+        return GrammarState(matchers, self._end_ids, self._stand_in, self._vocab_size, prompt_tokens)
+
+    def _kept(self, grammar: Grammar) -> Any:
         nbytes = LEAST_COMPILED + COMPILED_OF_SOURCE * len(grammar.source)
-        compiled = self._compiled.get(grammar, nbytes, lambda: self._compile(grammar))
-        return GrammarState(compiled.deep_copy(), self._end_ids, self._stand_in, self._vocab_size, prompt_tokens)
+        return self._compiled.get(grammar, nbytes, lambda: self._compile(grammar))
 
     def _compile(self, grammar: Grammar) -> Any:
         matcher = self._llguidance.LLMatcher
@@ -164,41 +180,77 @@ class GrammarCompiler:
         return found
 
 
+def _begins(compiled: Any) -> bool:
+    """Whether the library finds out which tokens a text may begin with."""
+    matcher = compiled.deep_copy()
+    matcher.compute_bitmask()
+    return not matcher.is_error()
+
+
 class GrammarState:
     """How far an answer has come in its grammar. It is given the tokens so far, prompt included, which only grow."""
 
     def __init__(
-        self, matcher: Any, end_ids: npt.NDArray[np.int64], stand_in: int | None, vocab_size: int, prompt_tokens: int
+        self,
+        matchers: Iterator[Any],
+        end_ids: npt.NDArray[np.int64],
+        stand_in: int | None,
+        vocab_size: int,
+        prompt_tokens: int,
     ) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+        """`matchers` have seen nothing. A further one is taken where the library gives up the one before."""
+        self._matchers, self._matcher, self._vocab_size = matchers, next(matchers), vocab_size
+        self._spent_s = 0.0
+        """Processor time that the library has taken."""
         self._end_ids, self._stand_in = end_ids, stand_in
         self._ends = frozenset([*end_ids.tolist(), stand_in])
-        self._length = prompt_tokens
+        self._prompt_tokens = self._length = prompt_tokens
 
     def allowed(self, seen_ids: Ids) -> Mask:
         """Whether each token of the vocabulary may follow. Raises PiError where the grammar has become too complex."""
-        self._follow(seen_ids)
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self._check()
+        packed, ends = self._asked(seen_ids, lambda matcher: (matcher.compute_bitmask(), matcher.is_accepting()))
+        bits = np.frombuffer(packed, np.uint8)
         mask: Mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(np.bool_)
         if self._stand_in is not None and self._stand_in < self._vocab_size:
             mask[self._stand_in] = False
         # An id may end the text and be text itself.
-        mask[self._end_ids] = self._matcher.is_accepting()
+        mask[self._end_ids] = ends
         return mask
 
     def is_complete(self, seen_ids: Ids) -> bool:
         """Whether nothing may follow but the end."""
-        self._follow(seen_ids)
-        return bool(self._matcher.is_stopped())
+        return bool(self._asked(seen_ids, lambda matcher: matcher.is_stopped()))
 
     def forced(self, seen_ids: Ids) -> list[int]:
         """The tokens that the tokenizer makes of the text that alone may follow; none where several texts may.
 
         The model may spell the same text in other tokens.
         """
+        found = self._asked(seen_ids, lambda matcher: matcher.compute_ff_tokens())
+        return list(takewhile(lambda token: token not in self._ends, found))
+
+    def _asked(self, seen_ids: Ids, ask: Callable[[Any], Any]) -> Any:
+        """Ask the library after these tokens.
+
+        It gives a grammar up for good where it has become too complex, and all copies of its compilation with it. That
+        may have happened after drafted tokens, or in another's answer: what these tokens allow is asked anew.
+        """
+        began = time.thread_time()
         self._follow(seen_ids)
-        return list(takewhile(lambda token: token not in self._ends, self._matcher.compute_ff_tokens()))
+        found = ask(self._matcher)
+        if self._matcher.is_error() and (fresh := next(self._matchers, None)) is not None:
+            self._matcher, self._length = fresh, self._prompt_tokens
+            self._follow(seen_ids)
+            found = ask(self._matcher)
+        self._spent_s += time.thread_time() - began
+        if self._matcher.is_error():
+            # The library's message has the answer's last tokens in it, and the inside of its parser.
+            raise PiError("the grammar cannot be followed", found="it has become too complex here")
+        answered = len(seen_ids) - self._prompt_tokens
+        if self._spent_s > FIRST_S + EACH_S * answered:
+            took = f"{self._spent_s:.1f} s of processor time for {answered} tokens"
+            raise PiError("the grammar takes too long to follow", found=took)
+        return found
 
     def _follow(self, seen_ids: Ids) -> None:
         if len(seen_ids) < self._length:  # tokens that were drafted are taken back
@@ -207,8 +259,3 @@ class GrammarState:
         for token in seen_ids[self._length :]:
             self._matcher.consume_token(int(token))
         self._length = len(seen_ids)
-        self._check()
-
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise PiError("the grammar cannot be followed", found=self._matcher.get_error().strip()[:500])

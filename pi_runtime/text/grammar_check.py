@@ -1,12 +1,17 @@
 """Trying a grammar in a process of its own, before it is compiled in this one.
 
 llguidance limits most of what a grammar may cost, but not the time in which it finds out whether a regular expression
-can match at all: intersections of a few patterns take hours. So a grammar of somebody else is read by a child first
-(`_grammar_worker.py`), in bounded time and memory.
+can match at all: intersections of a few patterns take hours, and a large `multipleOf` ends never. So a grammar of
+somebody else is compiled and followed by a child first (`_grammar_worker.py`), in bounded time and memory. A child that
+had little to do stays for the next grammar.
 """
 
 import hashlib
+import time
+from collections import deque
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from pi_runtime.errors import PiError, UsageError
 from pi_runtime.errors.exit_codes import missing_extra
@@ -17,8 +22,13 @@ from pi_runtime.text.sandbox import Sandbox, SandboxEndedError, SandboxLimitErro
 CHILD = Path(__file__).with_name("_grammar_worker.py")
 LIMITS = SandboxLimits(seconds=5.0, memory_bytes=1 << 30)
 DIGEST_BYTES = 32
+IDLE_MOST = 2
+"""Children that wait for grammars."""
+QUICK_S = 1.0
+"""Time after which a child does not stay: what it was asked may have left much in its memory."""
 _known = Kept[bytes, None](256 * DIGEST_BYTES)
 """Digests of grammars that were found to be good, and are not tried again."""
+_idle: deque[Sandbox] = deque(maxlen=IDLE_MOST)
 
 
 def check_grammar(grammar: Grammar, limits: SandboxLimits = LIMITS) -> None:
@@ -29,8 +39,7 @@ def check_grammar(grammar: Grammar, limits: SandboxLimits = LIMITS) -> None:
 
 def _try(grammar: Grammar, limits: SandboxLimits) -> None:
     try:
-        with Sandbox(CHILD, ("llguidance",), limits) as child:
-            found = child.ask({"kind": grammar.kind, "source": grammar.source})
+        found = _asked(grammar, limits)
     except ModuleNotFoundError as error:
         raise missing_extra("llguidance") or error from None
     except SandboxStartError as error:
@@ -42,3 +51,22 @@ def _try(grammar: Grammar, limits: SandboxLimits) -> None:
     if found.get("text"):
         message = found["text"].strip()[:500]
         raise UsageError("cannot be used", setting=grammar.setting, found=message)
+
+
+def _asked(grammar: Grammar, limits: SandboxLimits) -> dict[str, Any]:
+    """What a child replies. Raises what `Sandbox.ask` raises, and then the child has ended."""
+    child = None
+    if limits == LIMITS:
+        with suppress(IndexError):
+            child = _idle.pop()
+    child = child or Sandbox(CHILD, ("llguidance",), limits)
+    began, stays = time.monotonic(), False
+    try:
+        found = child.ask({"kind": grammar.kind, "source": grammar.source})
+        stays = limits == LIMITS and time.monotonic() - began < QUICK_S
+    finally:
+        if stays:
+            _idle.append(child)
+        else:
+            child.close()
+    return found

@@ -36,3 +36,8 @@ class Kept(Generic[K, V]):
             while self._nbytes > self._most and len(self._values) > 1:
                 self._nbytes -= self._values.popitem(last=False)[1][1]
         return value
+
+    def drop(self, key: K) -> None:
+        """Forget the value of a key, if it is kept."""
+        with self._lock:
+            self._nbytes -= self._values.pop(key, (None, 0))[1]

@@ -5,10 +5,13 @@ import json
 import random
 import re
 import sys
+import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import requests
 from support.schemas import random_schema
@@ -20,10 +23,16 @@ from pi_runtime.artifact.schema import Text
 from pi_runtime.engine.generation import Generation
 from pi_runtime.engine.stream import Stream
 from pi_runtime.errors import MissingExtraError, PiError, UsageError
+from pi_runtime.text import grammar_check
 from pi_runtime.text.grammar import COMPILED_BYTES
+from pi_runtime.text.grammar_check import check_grammar
 
 pytest.importorskip("llguidance")
 CONTEXT = 1024
+TANGLED = Grammar.json_schema(
+    {"type": "string", "allOf": [{"pattern": f"^[a-z]{{6}}(.*[a-z]{{{3 + k}}}.*7x{k}|y*)*$"} for k in range(4)]}
+)
+"""Patterns of which the intersection grows with the text, until it is too complex."""
 DATE = Grammar.regex("[0-9]{4}-[0-9]{2}")
 
 
@@ -200,15 +209,23 @@ def test_a_bad_grammar_is_refused_at_once(loop: Model, kind: str) -> None:
 
 
 def test_a_grammar_that_grows_too_complex_is_its_requests_error(talker: Model) -> None:
-    class Broken:
-        def __getattr__(self, name: str) -> Any:
-            return {"is_error": lambda: True, "get_error": lambda: "too many items"}.get(name, lambda *_: b"")
+    """Which says nothing of the grammar, nor of the text."""
+    with pytest.raises(PiError, match="cannot be followed") as found:
+        "".join(talker.generate([1], grammar=TANGLED, sampling=Sampling(temperature=2.0, seed=1)))
+    assert str(found.value) == "the grammar cannot be followed\n  found: it has become too complex here"
 
-    answer = talker.new_answer([1], grammar=DATE)
-    assert answer._grammar is not None
-    answer._grammar._matcher = Broken()
-    with pytest.raises(PiError, match="the grammar cannot be followed\n  found: too many items"):
-        answer._grammar.allowed(answer.tokens)
+
+def test_a_drafted_text_that_grows_too_complex_changes_nothing(talker: Model) -> None:
+    """A draft may go where the answer never comes: what follows is as if it had not been tried."""
+    state, fresh = (talker.tokenizer.grammars.start(TANGLED, 1) for _ in range(2))
+    before, tangled = [1, *b'"y'], b"qwertyuiopas" * 4
+    masks = (state.allowed([*before, *tangled[:length]]) for length in range(len(tangled)))
+    with pytest.raises(PiError, match="cannot be followed"):
+        assert all(mask.any() for mask in masks)
+    fresh = talker.tokenizer.grammars.start(TANGLED, 1)
+    for seen in (before, [*before, ord("y")]):
+        assert np.array_equal(state.allowed(seen), fresh.allowed(seen))
+        assert state.forced(seen) == fresh.forced(seen)
 
 
 def test_without_the_library(loop: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,3 +266,82 @@ def test_settings_name_one_grammar_or_none() -> None:
     for two in ({"regex": "a", "json_schema": {}}, {"regex": "a", "lark": "start: /a/"}):
         with pytest.raises(UsageError, match="give one of"):
             Grammar.of(**two)
+
+
+def test_masks_that_take_too_long_end_their_request_alone(talker: Model) -> None:
+    """A text that alone may follow is looked at whole for each token: the longer it is the more each one costs."""
+    long, short = Grammar.regex("[ab]a{60000}"), Grammar.regex("[ab]{40}")
+    wanted = "".join(talker.generate([1, 2], grammar=short))
+    with Engine(talker, slots=2, speculate="off") as engine:
+        costly = engine.generate([1], grammar=long)
+        other = engine.generate([1, 2], grammar=short)
+        with pytest.raises(PiError, match="the grammar takes too long to follow"):
+            "".join(costly)
+        assert len(costly.token_ids) < 200
+        assert "".join(other) == wanted
+
+
+def test_an_answer_that_grew_too_complex_is_no_fault_of_the_next_one(talker: Model) -> None:
+    """Copies of a compilation share what the library gives up."""
+    running = talker.tokenizer.grammars.start(TANGLED, 1)
+    with pytest.raises(PiError, match="cannot be followed"):
+        "".join(talker.generate([1], grammar=TANGLED, sampling=Sampling(temperature=2.0, seed=1)))
+    later = talker.tokenizer.grammars.start(TANGLED, 1)
+    assert running.allowed([1, ord('"')]).sum() == later.allowed([1, ord('"')]).sum() > 1
+
+
+STRING = {"type": "string"}
+TOO_MUCH: dict[str, Grammar] = {
+    "a large divisor": Grammar.json_schema({"properties": {"n": {"type": "integer", "multipleOf": 10000019}}}),
+    "many optional properties": Grammar.json_schema({"properties": {f"p{n}": STRING for n in range(1000)}}),
+    "a long constant": Grammar.json_schema({"const": "x" * 1_000_000}),
+    "a schema that is itself": Grammar.json_schema(
+        {"$defs": {"n": {"allOf": [{"$ref": "#/$defs/n"}]}}, "$ref": "#/$defs/n"}
+    ),
+    "a choice of itself": Grammar.json_schema(
+        {"$defs": {"n": {"anyOf": [{"$ref": "#/$defs/n"}]}}, "$ref": "#/$defs/n"}
+    ),
+    "a long repetition": Grammar.regex("^a{100000}$"),
+    "a long pattern": Grammar.json_schema({"type": "string", "pattern": "^a{100000}$"}),
+    "repetitions of repetitions": Grammar.regex("((a?){300}){300}b{20000}"),
+}
+"""Small grammars that cost much, or fail at their first tokens."""
+ENOUGH: dict[str, Grammar] = {
+    "a divisor": Grammar.json_schema({"type": "integer", "multipleOf": 1009}),
+    "optional properties": Grammar.json_schema({"properties": {f"p{n}": STRING for n in range(300)}}),
+    "a constant": Grammar.json_schema({"const": "x" * 4000}),
+    "a tree": Grammar.json_schema(
+        {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}
+    ),
+    "tokens by number": Grammar.lark("start: <[151657]> TEXT <[151658]>\nTEXT: /(.|\\n)*/"),
+    "a date": DATE,
+}
+
+
+@pytest.mark.parametrize("kind", TOO_MUCH)
+def test_a_grammar_that_costs_much_is_refused_before_it_is_compiled(kind: str) -> None:
+    with pytest.raises(UsageError, match=r"too complex|cannot be used"):
+        check_grammar(TOO_MUCH[kind])
+
+
+@pytest.mark.parametrize("kind", ENOUGH)
+def test_a_usual_grammar_is_found_good(kind: str) -> None:
+    check_grammar(ENOUGH[kind])
+
+
+def test_what_passes_the_check_begins(talker: Model) -> None:
+    for kind, grammar in ENOUGH.items():
+        if kind != "tokens by number":  # which this model has not
+            "".join(talker.generate([1], grammar=grammar, max_tokens=20, sampling=Sampling(temperature=1.0, seed=1)))
+
+
+def test_a_child_that_had_little_to_do_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_check, "_idle", deque(maxlen=2))
+    check_grammar(Grammar.regex(f"a{{{time.time_ns() % 1000 + 1}}}b"))
+    (child,) = grammar_check._idle
+    check_grammar(Grammar.regex(f"a{{{time.time_ns() % 1000 + 1}}}c"))
+    assert [*grammar_check._idle] == [child]
+    with pytest.raises(UsageError, match="too complex"):
+        check_grammar(TOO_MUCH["a large divisor"])
+    assert not grammar_check._idle, "what took long may have left much behind"
+    child.close()

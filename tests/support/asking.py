@@ -142,6 +142,8 @@ def _events(request: Prompt, served: Served, engine: Engine) -> list[tuple[Gathe
 
 
 def _whole(writer: AnswerWriter, answers: Sequence[GatheredAnswer]) -> Any:
-    found = writer.response(answers)
-    json.dumps(found, allow_nan=False)
-    return json.loads(b"".join(in_parts(found)))
+    return json.loads(b"".join(in_parts(writer.response(answers))), parse_constant=_refused)
+
+
+def _refused(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

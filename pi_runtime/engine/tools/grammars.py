@@ -13,6 +13,7 @@ from pi_runtime.engine.tools.formats import Pairs, ToolFormat
 from pi_runtime.engine.tools.harmony import CONSTRAIN, MESSAGE
 from pi_runtime.engine.tools.pairs import text_schema
 from pi_runtime.engine.tools.reasoning import ReasoningFormat
+from pi_runtime.errors import Setting, UsageError
 from pi_runtime.text.grammar import with_white_space
 from pi_runtime.text.schemas import Schema
 
@@ -22,6 +23,9 @@ PLAIN: /\s*[^{\s](.|\n)*/
 CALL_ID: /[a-zA-Z0-9]{9}/
 ARG_KEY: /[^<>\n]{1,64}/
 """
+DEFINITIONS = ("$defs", "definitions")
+MOST_DEFINED = 4 << 20
+"""Bytes of definitions, all their copies together, in the grammar of a function's pairs."""
 
 
 class GrammarWriter:
@@ -115,7 +119,9 @@ class GrammarWriter:
 
     def _pairs(self, pairs: Pairs, schema: Mapping[str, Any]) -> Iterator[str]:
         """The pairs of a call's arguments, in the order of the schema's properties."""
-        properties, required = schema.get("properties") or {}, schema.get("required") or ()
+        properties = schema.get("properties") or {}
+        required = dict.fromkeys(name for name in schema.get("required") or () if isinstance(name, str))
+        self._check_definitions(schema, len(properties))
         if not properties and not required and schema.get("additionalProperties", True):
             yield f"({self._marker(pairs.before_key)} ARG_KEY {self._pair(pairs, {'type': 'string'}, {})})*"
         for key in dict.fromkeys([*properties, *required]):
@@ -123,12 +129,21 @@ class GrammarWriter:
             pair = f"{begin} {self._pair(pairs, properties.get(key, True), schema)}"
             yield pair if key in required else f"({pair})?"
 
+    def _check_definitions(self, schema: Mapping[str, Any], pairs: int) -> None:
+        """Raise UsageError where definitions, which each pair's value has with it, would make a long grammar."""
+        nbytes = pairs * sum(len(json.dumps(schema[key])) for key in DEFINITIONS if key in schema)
+        if nbytes > MOST_DEFINED:
+            found = f"{nbytes // pairs} bytes for each of {pairs} properties"
+            raise UsageError(
+                f"in this model's form of calls these definitions are too long: {found}", setting=Setting("tools")
+            )
+
     def _pair(self, pairs: Pairs, schema: Any, whole: Mapping[str, Any]) -> str:
         """A pair behind its key; `whole` is the schema with the definitions to which `schema` refers."""
         before, after = self._marker(pairs.after_key + pairs.before_value), self._marker(pairs.after_value)
         text = text_schema(schema, whole)
         if text is None:
-            definitions = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
+            definitions = {key: whole[key] for key in DEFINITIONS if key in whole}
             value = self.arguments({**schema, **definitions} if isinstance(schema, Mapping) else schema)
             return f"{before} {value} {after}"
         values = [text["const"]] if "const" in text else text.get("enum") or ()

@@ -1,7 +1,9 @@
 """An answer from the engine to the wire: events are made of what the engine gives, and a writer makes bytes of them."""
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -17,12 +19,41 @@ from pi_runtime.text.tokenizer import Tokenizer
 SSE, NDJSON = "text/event-stream", "application/x-ndjson"
 DONE = b"data: [DONE]\n\n"
 """The mark of the end of a stream in OpenAI's forms."""
-ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=lambda value: value.listed())
+
+
+class Lazily(Sequence[Any]):
+    """A list whose items are made when they are asked for: all of them at once would take much memory."""
+
+    def __init__(self, make: Callable[[Any], Any], given: Sequence[Any]) -> None:
+        self._make, self._given = make, given
+
+    def listed(self) -> list[Any]:
+        """All of them."""
+        return [*self]
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._make(self._given[place])
 
 
 def to_json(value: Any) -> bytes:
     """JSON as it goes over the wire."""
     return ENCODER.encode(value).encode("utf-8", "replace")
+
+
+def bounded(text: str) -> Any:
+    """Parse JSON that a model wrote, so that it can be sent: a number beyond the range of floats is the largest."""
+
+    def number(digits: str) -> int | float:
+        found = float(digits)
+        if math.isinf(found):
+            return math.copysign(sys.float_info.max, found)
+        return int(digits) if digits.lstrip("-").isdecimal() else found
+
+    return json.loads(text, parse_constant=lambda _: None, parse_float=number, parse_int=number)
 
 
 def sse(data: Any, name: str | None = None) -> bytes:

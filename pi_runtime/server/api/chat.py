@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
@@ -18,12 +19,12 @@ from pi_runtime.engine.events import (
 )
 from pi_runtime.sequence.logprobs import TokenLogprobs
 from pi_runtime.sequence.stats import Stats
-from pi_runtime.server.api.answer import GatheredAnswer
+from pi_runtime.server.api.answer import GatheredAnswer, Lazily
 from pi_runtime.server.api.body import MANY, Body, Unsupported, invalid
 from pi_runtime.server.api.chat_prompt import chat_prompt, chat_text, text_of
 from pi_runtime.server.api.choices import ChoicesWriter, Chunk, Whole
 from pi_runtime.server.api.conversation import ConversationFields, Text, allowed_tools, schema_of
-from pi_runtime.server.api.logprobs import ChatLogprobs, chat_logprobs
+from pi_runtime.server.api.logprobs import ChatLogprobs, chat_logprob, chat_logprobs
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.sampling import Count, IgnoredFields, LengthFields, StreamingFields, only_one
 from pi_runtime.server.api.served import Served
@@ -190,7 +191,7 @@ class ChatWriter(ChoicesWriter):
             {
                 "index": answer.index,
                 "message": _message(answer),
-                "logprobs": self._logprobs(answer.logprobs) if self.wants_logprobs else None,
+                "logprobs": self._all_logprobs(answer) if self.wants_logprobs else None,
                 "finish_reason": answer.finish_reason,
             }
             for answer in answers
@@ -211,6 +212,9 @@ class ChatWriter(ChoicesWriter):
 
     def _logprobs(self, found: Sequence[TokenLogprobs]) -> ChatLogprobs:
         return chat_logprobs(self.served.model.tokenizer, found)
+
+    def _all_logprobs(self, answer: GatheredAnswer) -> Any:
+        return {"content": Lazily(partial(chat_logprob, self.served.model.tokenizer), answer.logprobs), "refusal": None}
 
 
 def _delta(event: Event) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from pi_runtime.server.api.conversation import (
 )
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.served import Served
-from pi_runtime.server.errors import refused
+from pi_runtime.server.errors import described, refused
 from pi_runtime.text.grammar import Grammar
 from pi_runtime.text.grammar_check import LIMITS, check_grammar
 

@@ -79,8 +79,9 @@ class CompletionChunk(Chunk):
 def completion_request(body: CompletionRequest, served: Served) -> Prompt:
     """Make the engine's prompt of a request for completions. Raises ApiError for what is wrong."""
     served.check_name(body.model)
+    is_list = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
+    count = body.count(served, len(body.prompt) if body.prompt is not None and is_list else 1)
     prompts = _prompts(body.prompt)
-    count = body.count(served, len(prompts))
     if body.best_of not in {None, count}:
         raise invalid("best_of", f"not supported: answers are not compared; only {count}, the value of n")
     generates = body.most_tokens != 0

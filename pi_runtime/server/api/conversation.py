@@ -241,7 +241,7 @@ def allowed_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[lis
             _check_tool(choice.function.name, known)
             return [*known.values()], choice.model_dump()
         case AllowedToolsChoice():
-            names = [tool.function.name for tool in choice.allowed_tools.tools]
+            names = dict.fromkeys(tool.function.name for tool in choice.allowed_tools.tools)
             for name in names:
                 _check_tool(name, known)
             return [known[name] for name in names], choice.allowed_tools.mode

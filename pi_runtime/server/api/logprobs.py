@@ -44,16 +44,13 @@ class CompletionLogprobs(TypedDict):
 
 def chat_logprobs(tokenizer: Tokenizer, found: Sequence[TokenLogprobs]) -> ChatLogprobs:
     """Log-probabilities as chats have them."""
-    return {
-        "content": [
-            {
-                **_entry(tokenizer, x.token, x.logprob),
-                "top_logprobs": [_entry(tokenizer, token, logprob) for token, logprob in x.top],
-            }
-            for x in found
-        ],
-        "refusal": None,
-    }
+    return {"content": [chat_logprob(tokenizer, x) for x in found], "refusal": None}
+
+
+def chat_logprob(tokenizer: Tokenizer, found: TokenLogprobs) -> TokenLogprob:
+    """The log-probability of one token as chats have it."""
+    top = [_entry(tokenizer, token, logprob) for token, logprob in found.top]
+    return {**_entry(tokenizer, found.token, found.logprob), "top_logprobs": top}
 
 
 def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> TopLogprob:

@@ -4,7 +4,6 @@ Streams are lines of JSON. Options have Ollama's names; those that set up a mach
 nothing here.
 """
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from pi_runtime.engine.events import CallBroken, End, Event, GatheredCall, ReasoningDelta, TextDelta
-from pi_runtime.server.api.answer import NDJSON, GatheredAnswer, to_json
+from pi_runtime.server.api.answer import NDJSON, GatheredAnswer, bounded, to_json
 from pi_runtime.server.api.body import MANY, AtMost, Body, Unsupported, invalid
 from pi_runtime.server.api.chat_prompt import chat_prompt, rendered
 from pi_runtime.server.api.conversation import Tool, allowed_tools
@@ -303,7 +302,7 @@ class OllamaChatWriter:
             message["thinking"] = thinking
         if calls:
             message["tool_calls"] = [
-                {"id": call.id, "function": {"index": n, "name": call.name, "arguments": json.loads(call.arguments)}}
+                {"id": call.id, "function": {"index": n, "name": call.name, "arguments": bounded(call.arguments)}}
                 for n, call in enumerate(calls)
             ]
         return {"message": message}

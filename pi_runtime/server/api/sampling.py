@@ -19,6 +19,8 @@ RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 StopString = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
+SALT_CHARS = 256
+"""Characters of a salt: each stored beginning keeps its own."""
 T = TypeVar("T", bound=float)
 
 
@@ -122,7 +124,7 @@ def only_one(**given: T | None) -> T | None:
 class CacheFields(Body):
     """Who may share what is kept of a prompt."""
 
-    cache_salt: Annotated[str, Field(min_length=1)] | None = Field(
+    cache_salt: Annotated[str, Field(min_length=1, max_length=SALT_CHARS)] | None = Field(
         default=None, description="Only requests with the same key and the same salt share what is kept of prompts."
     )
 

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from pi_runtime.errors import ArtifactError, DoesNotFitError, PiError, PromptErr
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PAGE_POSITIONS
-from pi_runtime.sequence.sequence import TokenSequence
+from pi_runtime.sequence.answer import AnswerSequence
+from pi_runtime.sequence.drafts import Draft
+from pi_runtime.sequence.sequence import Origin, TokenSequence
 
 Steps = list[list[SequenceStep]]
 
@@ -274,6 +277,64 @@ def test_logits_without_meaning_end_one_request(model: Model, monkeypatch: pytes
                 "".join(bad)
         assert bad.finish_reason is None
         assert len(bad.token_ids) == 4
+
+
+def fails(self: object, *_: object) -> Any:
+    raise RuntimeError("of this sequence alone, and a secret")
+
+
+FAULTS: dict[str, Callable[[AnswerSequence], object]] = {
+    "what may be drafted": lambda s: setattr(s, "drafts", partial(fails, s)),
+    "drafting": lambda s: setattr(s, "drafts", lambda: [Draft([], 0, planned=4, make=fails)]),
+    "taking states": lambda s: setattr(s, "take_states", partial(fails, s)),
+    "advancing": lambda s: setattr(s, "advance", partial(fails, s)),
+}
+"""Places where what belongs to one sequence may fail."""
+
+
+@pytest.mark.parametrize("place", FAULTS)
+def test_a_fault_of_one_sequence_ends_no_other(talker: Model, place: str) -> None:
+    wanted = "".join(talker.generate("a", max_tokens=90))
+    with Engine(talker, slots=4, speculate=4) as engine:
+        others = [engine.generate("a", max_tokens=90) for _ in range(2)]
+        broken = talker.new_answer("b", max_tokens=90)
+        FAULTS[place](broken)
+        engine.submit(broken, Origin())
+        broken.done.wait(60)
+        assert ["".join(stream) for stream in others] == [wanted] * 2
+        assert engine.ended is None
+        while not (output := broken.outputs.get()).ended:
+            pass
+        assert output.error is not None
+        assert engine.stats.running == engine.stats.waiting == 0
+
+
+def test_logits_without_meaning_end_a_scoring_alone(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = model.executor.step
+
+    def without_meaning(sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
+        bad = [s.cache.tokens[:1] == [66] or s.tokens[0] == 66 for s in sequences]
+        return [
+            replace(result, logits_TV=result.logits_TV * np.nan) if is_bad else result
+            for result, is_bad in zip(step(sequences), bad, strict=True)
+        ]
+
+    wanted = "".join(model.generate([1, 2], max_tokens=9))
+    monkeypatch.setattr(model.executor, "step", without_meaning)
+    with Engine(model) as engine:
+        with pytest.raises(PiError, match="logits"):
+            engine.score([66, 2]).result()
+        assert "".join(engine.generate([1, 2], max_tokens=9)) == wanted
+
+
+def test_who_asks_later_is_told_nothing_that_a_fault_quotes(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model.executor, "step", partial(fails, model))
+    with Engine(model) as engine:
+        with pytest.raises(RuntimeError):
+            "".join(engine.generate([1]))
+        with pytest.raises(UsageError, match=r"the engine has failed\n  found: RuntimeError$") as found:
+            engine.generate([1])
+        assert "secret" not in str(found.value)
 
 
 def test_a_fault_of_the_model_reaches_every_stream(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

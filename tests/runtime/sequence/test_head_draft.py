@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from support.guess_heads import drafted, help_head
 from support.requests import CAN_CONSTRAIN, Request, alone, assert_same, found_by, random_requests, together
-from support.synthetic import random_artifact, small_decoder, small_guess_head, stored_plan
+from support.synthetic import FACTS, frequencies, random_artifact, small_decoder, small_guess_head, stored_plan
 
 from pi_runtime import Engine, Grammar, Model, Sampling, load
-from pi_runtime.artifact.guess_head import PREFIX
+from pi_runtime.artifact.guess_head import PREFIX, GuessHead
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Text
+from pi_runtime.artifact.verification import verify
 from pi_runtime.engine.loading import NO_HEAD
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import PiError, UsageError
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.guess_head import GuessHeadRun
 from pi_runtime.execution.plan_layout import placed_arrays
@@ -46,7 +47,35 @@ def states_of(model: Model, tokens: Sequence[int], select: bool) -> tuple[Floats
 @pytest.mark.parametrize("fmt", ["f32", "f16", "q8", "q4"])
 @pytest.mark.parametrize("fields", [{}, {"d_embedding": 24}], ids=["", "narrow"])
 def test_the_head_is_its_definition(fmt: str, fields: dict[str, Any], tmp_path: Path) -> None:
-    path, tokens = artifact(tmp_path / "a.pi", fmt, **fields), [5, 200, 7, 9, 31, 8, 90, 13]
+    assert_is_its_definition(artifact(tmp_path / "a.pi", fmt, **fields), fmt)
+
+
+@pytest.mark.parametrize("kind", FACTS)
+def test_the_head_is_its_definition_beside_every_kind_of_model(kind: str, tmp_path: Path) -> None:
+    """What its model has (latents, windows, layers without rotation) is not the head's, and nor is its cache's page."""
+    decoder = small_decoder(context_length=CONTEXT, n_layers=3, **FACTS[kind])
+    fields = {"n_heads": 6, "n_kv_heads": 3, "head_dim": 40, "rotary_frequencies": frequencies(40)}
+    path = random_artifact(
+        tmp_path / "a.pi", decoder, format="f32", guess=small_guess_head(decoder, **fields), scale=2.0
+    )
+    verify(path)
+    with load(path, device="cpu") as model:
+        assert model.executor.guess_head is not None
+        (one,) = model.executor.guess_head.new_cache().pool.classes
+        assert (one.page.shape, one.window) == ((1, 2, 3, 32, 40), 0)
+    assert_is_its_definition(path, "f32")
+
+
+def test_a_head_that_does_not_fit_its_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = small_decoder(**FACTS["latents of keys and of queries, experts of groups by their largest"])
+    head = small_guess_head(decoder)
+    assert not [*head.problems(decoder)]
+    monkeypatch.setattr(GuessHead, "layer_of", lambda _, d: d)
+    assert any("a page of its cache" in problem for problem in head.problems(decoder))
+
+
+def assert_is_its_definition(path: Path, fmt: str) -> None:
+    tokens = [5, 200, 7, 9, 31, 8, 90, 13]
     with load(path, device="cpu") as model, Artifact.open(path) as file:
         head, runner = file.manifest.guess, model.executor.guess_head
         assert head is not None
@@ -146,6 +175,33 @@ def test_keys_and_values_of_the_head_are_within_the_budget(tmp_path: Path, monke
             streams = [engine.generate([n, 6], max_tokens=CONTEXT - 30, sampling=Sampling()) for n in range(4)]
             assert all(list(stream) for stream in streams)
     assert 0 < max(most) <= budget
+
+
+def test_a_head_without_meaning_changes_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with load(artifact(tmp_path / "a.pi"), device="cpu") as model:
+        wanted = found_by(model.generate([5, 6], max_tokens=30, speculate="off"))
+        draft = GuessHeadRun.draft
+        monkeypatch.setattr(GuessHeadRun, "draft", lambda *given: tuple(x * np.nan for x in draft(*given)))
+        monkeypatch.setattr(PromptLookup, "draft", lambda *_: NO_DRAFT)
+        with Engine(model, speculate=4) as engine:
+            assert found_by(engine.generate([5, 6], max_tokens=30)) == wanted
+            assert engine.ended is None
+
+
+@pytest.mark.skipif(not CAN_CONSTRAIN, reason="needs llguidance")
+def test_a_grammar_too_complex_for_a_draft_ends_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may end its own answer, at a token that the answer has."""
+    monkeypatch.setattr(PromptLookup, "draft", lambda *_: NO_DRAFT)
+    patterns = [{"pattern": f"^[a-z]{{6}}(.*[a-z]{{{3 + k}}}.*7x{k}|y*)*$"} for k in range(4)]
+    grammar = Grammar.json_schema({"type": "string", "allOf": patterns})
+    settings: dict[str, Any] = {"grammar": grammar, "sampling": Sampling(temperature=2.0, seed=1), "max_tokens": 30}
+    with load(artifact(tmp_path / "a.pi"), device="cpu") as model:
+        plain = found_by(model.generate([5, 6], max_tokens=90))
+        with Engine(model, speculate=8) as engine:
+            other = engine.generate([5, 6], max_tokens=90)
+            with pytest.raises(PiError, match="cannot be followed"):
+                "".join(engine.generate([5, 6], **settings))
+            assert found_by(other) == plain
 
 
 def test_a_closed_model_drafts_nothing(tmp_path: Path) -> None:

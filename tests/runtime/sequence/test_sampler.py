@@ -1,6 +1,7 @@
 """Each filter is transformers' filter; the draw has the stated distribution."""
 
 import math
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from pi_runtime.errors import ArtifactError, PiError, UsageError
 from pi_runtime.sequence import sampling as ours
-from pi_runtime.sequence.logprobs import token_logprobs
+from pi_runtime.sequence.logprobs import TokenLogprobs, token_logprobs
 from pi_runtime.sequence.sampler import Sampler
 from pi_runtime.sequence.sampling import Sampling, candidates
 
@@ -346,3 +347,18 @@ def test_logprobs_with_ties_and_impossible_tokens() -> None:
     found = token_logprobs(x, 3, 2)
     assert found.logprob == -math.inf
     assert [token for token, _ in found.top] == [1, 2]
+
+
+def test_log_probabilities_that_are_kept_take_little_memory() -> None:
+    """Those of sixteen answers with twenty likely tokens each would take gigabytes as Python's numbers."""
+    top = tuple((n * 7919, -0.1 * n) for n in range(20))
+    tracemalloc.start()
+    try:
+        kept = [TokenLogprobs(n, -1.5, top) for n in range(1000)]
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < 600 * len(kept)
+    assert kept[3].top == top
+    assert kept[3] == TokenLogprobs(3, -1.5, top) != TokenLogprobs(3, -1.5, top[:19])
+    assert repr(TokenLogprobs(3, -1.5, top[:1])) == "TokenLogprobs(token=3, logprob=-1.5, top=((0, -0.0),))"

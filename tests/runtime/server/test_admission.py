@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.serving import Served, wait_until
 
-from pi_runtime.server.admission import Admission
+from pi_runtime.server.admission import Admission, Arriving
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.settings import ServerSettings
 
@@ -116,15 +116,34 @@ def test_what_one_key_may_have(keys: int, slots: int, queue: int, each: int) -> 
     assert settings.answers_each == each
 
 
-def test_requests_of_one_key_that_do_not_come_leave_places_to_others(endless: Path, serve: Serve) -> None:
+@pytest.mark.parametrize("sent", [b"", b"{"], ids=["silent", "begun"])
+def test_requests_that_do_not_come_take_no_places_of_others(endless: Path, serve: Serve, sent: bytes) -> None:
     one, two = {"Authorization": "Bearer one"}, {"Authorization": "Bearer two"}
     served = serve(endless, slots=1, queue=3, api_keys=("one", "two"))
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer one\r\nContent-Length: 9\r\n\r\n"
     with ExitStack() as stack:
-        for _ in range(4):
-            stack.enter_context(socket.create_connection(("127.0.0.1", served.port))).sendall(head)
-        wait_until(lambda: served.service.open_requests == 3)
+        for _ in range(12):
+            stack.enter_context(socket.create_connection(("127.0.0.1", served.port))).sendall(head + sent)
+        wait_until(lambda: served.service.arriving.bodies == 12)
         body = {"model": served.name, "prompt": "a", "max_tokens": 1}
-        assert served.post("/v1/completions", body, headers=one).status_code == 429
+        assert served.post("/v1/completions", body, headers=one).status_code == 200
         assert served.post("/v1/completions", body, headers=two).status_code == 200
+    wait_until(lambda: served.service.arriving.bodies == 0)
     wait_until(served.is_idle)
+
+
+def test_bodies_that_come_slowly_have_room_for_so_many_bytes() -> None:
+    arriving = Arriving(1000)
+    with ExitStack() as stack:
+        one, two, three = (stack.enter_context(arriving.body(name)) for name in ("one", "one", "another"))
+        one(700)
+        two(0)
+        with pytest.raises(ApiError) as raised:
+            two(51)
+        assert (raised.value.status, raised.value.code) == (429, "queue_full")
+        three(300)
+        with pytest.raises(ApiError):
+            three(1)
+    assert arriving.bodies == 0
+    with arriving.body("one") as again:
+        again(750)

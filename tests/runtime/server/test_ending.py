@@ -1,10 +1,12 @@
 """The end of a server: signals, faults of the engine, and what those hear whose answers were being written."""
 
+import fcntl
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +60,43 @@ def test_a_signal_lets_answers_end_with_an_error_after_a_while(endless: Path, nu
         assert running.wait(60) == 0
         assert running.stderr
         assert "Traceback" not in running.stderr.read()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["gone", "full", "closed"])
+def test_a_signal_ends_a_server_whose_lines_nobody_reads(alphabet: Path, how: str) -> None:
+    """The reader of its pipe has gone or takes nothing, or it was started without stdout and stderr."""
+    reading, writing = os.pipe()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [*PI_SERVE, str(alphabet), "--port", str(port), "--log-requests"]
+    if how == "closed":
+        command = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command]
+    url = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(command, stderr=writing, stdout=subprocess.DEVNULL) as running:
+        try:
+            os.close(writing)
+            wait_until(lambda: answers(f"{url}/health"))
+            if how == "gone":
+                os.close(reading)
+            if how == "full":
+                fcntl.fcntl(reading, fcntl.F_SETPIPE_SZ, 4096)
+            for _ in range(100 if how == "full" else 3):
+                assert httpx.get(f"{url}/health", timeout=30).status_code == 200
+            running.send_signal(signal.SIGTERM)
+            assert running.wait(60) == 0
+        finally:
+            running.kill()
+    if how != "gone":
+        os.close(reading)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=30).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 @pytest.mark.slow

@@ -80,3 +80,22 @@ def test_a_body_of_too_many_values_is_refused_before_they_are_made() -> None:
 def test_as_many_commas_as_are_allowed_are_read() -> None:
     assert refusal(b"[" + b",".join([b"1"] * 1001) + b"]") is None
     assert refusal(b"[" + b",".join([b"1"] * 1002) + b"]") == "too_complex"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-16", "utf-32", "utf-32-le", "latin-1"])
+def test_json_is_utf_8(encoding: str) -> None:
+    """In another encoding characters hide quotes and brackets: U+5B22 is both."""
+    assert refusal('{"\u00e9": 1}'.encode(encoding)) == "invalid_json"
+    assert refusal(("[" * 3 + '"\u00e9"' + "]" * 3).encode(encoding)) == "invalid_json"
+    assert parsed('\ufeff{"\u00e9": 1}'.encode(), LIMITS) == {"\u00e9": 1}
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e400", b"1" * 400 + b".0"])
+def test_what_is_no_number_is_refused(number: bytes) -> None:
+    """It would come back in an answer, which then is no JSON; and `Any` has no bounds."""
+    assert refusal(b'{"arguments": {"x": [' + number + b"]}}") == "invalid_json"
+
+
+def test_numbers_are_as_they_were() -> None:
+    body = b"[0, -1, 1.5, 1e300, -2.5e-7, 1E5, 0.1, 5e-324, 1e-999, 12345678901234567890]"
+    assert parsed(body, Limits()) == json.loads(body)

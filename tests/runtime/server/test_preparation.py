@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pi_runtime.server.errors import ApiError
-from pi_runtime.server.preparation import MOST_OF_ONE, WORKERS, Preparation
+from pi_runtime.server.preparation import MOST_OF_ONE, REMEMBERED, SLOW_S, WORKERS, Preparation
 
 LIMIT_S = 60.0
 
@@ -175,6 +175,31 @@ def test_what_takes_too_long_and_what_never_began() -> None:
         codes = [(error.status, error.code) for error in found if isinstance(error, ApiError)]
         assert codes == [(400, "too_complex")] * WORKERS + [(429, "queue_full")]
         held.gate.set()
+        preparation.close()
+
+    asyncio.run(all_of_it())
+
+
+def test_a_client_whose_requests_take_long_has_one_thread() -> None:
+    """Until they take less again: it is the mean of the latest ones that counts."""
+
+    async def all_of_it() -> None:
+        preparation = Preparation(LIMIT_S)
+        for _ in range(5):
+            preparation._end("slow", 2 * SLOW_S)
+            preparation._end("quick", 0.001)
+            preparation._busy.clear()
+        held = Held()
+        many = [run(preparation, held, client, client) for client in ("slow",) * 5 + ("quick",) * 5]
+        await until(lambda: len(held.begun) == WORKERS)
+        assert sorted(held.begun) == ["quick"] * MOST_OF_ONE + ["slow"]
+        held.gate.set()
+        await asyncio.gather(*many)
+        await until(lambda: not preparation._busy)
+        assert preparation._most_of("slow") == MOST_OF_ONE
+        for n in range(2 * REMEMBERED):
+            preparation._end(str(n), 1.0)
+        assert len(preparation._mean_s) == REMEMBERED
         preparation.close()
 
     asyncio.run(all_of_it())

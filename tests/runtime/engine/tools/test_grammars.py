@@ -215,3 +215,16 @@ def test_special_tokens_show_only_where_asked(talker: Model) -> None:
     assert texts == ['[{"name": "now", "arguments": {}}]', '[TOOL_CALLS][{"name": "now", "arguments": {}}]']
     assert forms.shown_tokens() == []
     assert [type(d) for d in forms.parser("", [now]).push(texts[0])] == [TextDelta]
+
+
+def test_definitions_that_every_pair_would_repeat_are_bounded(tokenizer: Tokenizer) -> None:
+    """Else two lists of a megabyte together would make a grammar of gigabytes."""
+    properties = {f"p{n}": {"$ref": "#/$defs/a"} for n in range(1000)}
+    schema = {"properties": properties, "required": [*properties] * 10, "$defs": {"a": {"type": "integer"}}}
+    forms = form(GLM_4_5, tokenizer)
+    grammar = forms.grammar("", tools=[function("f", schema)], choice="required")
+    assert grammar is not None
+    assert len(grammar.source) < 1_000_000
+    schema["$defs"]["b"] = {"const": "x" * 5000}
+    with pytest.raises(UsageError, match=r"too long: 5[0-9]+ bytes for each of 1000 properties"):
+        forms.grammar("", tools=[function("f", schema)], choice="required")

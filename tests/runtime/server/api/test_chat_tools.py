@@ -173,6 +173,21 @@ def test_a_call_that_is_required_is_made(hermes: tuple[Served, Engine], choice: 
         assert json.loads(call["function"]["arguments"]).keys() == {"ok"}
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_a_tool_that_is_named_many_times_is_one_tool(hermes: tuple[Served, Engine], path: str) -> None:
+    """Else a body of a megabyte would become a prompt of gigabytes."""
+    served, _ = hermes
+    names = [{"type": "function", "function": {"name": "add"}}, OTHER]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": names * 20}}
+    fields: dict[str, Any] = body()
+    if path == "/v1/responses":
+        flat = [{"type": "function", **tool["function"]} for tool in fields["tools"]]
+        choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}] * 20}
+        fields = {"model": fields["model"], "input": "x", "tools": flat}
+    text = served.model.tokenizer.decode(asking.asked(path, {**fields, "tool_choice": choice}, served).texts[0])
+    assert text.count('"name": "add"') == 1
+
+
 def test_what_the_template_is_given(hermes: tuple[Served, Engine]) -> None:
     served, _ = hermes
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"ok":true}'}}

@@ -8,6 +8,7 @@ from support import asking
 from support.asking import COMPLETIONS
 
 from pi_runtime import Engine
+from pi_runtime.server.api import completions
 from pi_runtime.server.api.answer import EventReader, GatheredAnswer
 from pi_runtime.server.api.logprobs import CompletionLogprobsWriter
 from pi_runtime.server.api.served import Served
@@ -250,3 +251,13 @@ def test_another_model_is_not_found(random_chat: Chat, model: str | None, status
 @pytest.mark.parametrize("body", [None, [], "text", 3, float("nan")])
 def test_a_body_that_is_no_object(random_chat: Chat, body: object) -> None:
     asking.refused(COMPLETIONS, body, random_chat[0], None, "not a JSON object")
+
+
+@pytest.mark.parametrize(
+    "prompt", [["a"] * 17, [""] * (1 << 20), [[97]] * 17, ["a"] * ((1 << 20) + 1)], ids=lambda p: f"{len(p)}"
+)
+def test_many_prompts_are_counted_before_they_are_looked_at(
+    random_chat: Chat, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completions, "_prompts", lambda _: pytest.fail("they are looked at"))
+    asking.refused(COMPLETIONS, {"model": random_chat[0].name, "prompt": prompt}, random_chat[0], "prompt")
