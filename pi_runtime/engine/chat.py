@@ -9,8 +9,8 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.engine.events import Gathered, TextDelta
 from pi_runtime.engine.generation import Generation
+from pi_runtime.engine.prompt_writer import PromptWriter
 from pi_runtime.engine.tools.output import OutputFormat, OutputParser
-from pi_runtime.engine.tools.told import told
 from pi_runtime.errors import ArtifactError, Setting, TemplateError, UsageError
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.sequence.settings import AnswerSettings, names_settings
@@ -165,7 +165,7 @@ class ChatModel:
     def output(self) -> OutputFormat:
         """How the model writes calls and thoughts: as plain text where it has no chat template."""
         has_template = "chat_template.jinja" in self.manifest.files
-        return OutputFormat.of(self.chat_template.source if has_template else "", self.tokenizer)
+        return OutputFormat.of(self.chat_template if has_template else "", self.tokenizer)
 
     def chat_prompt(
         self,
@@ -178,11 +178,17 @@ class ChatModel:
         """The conversation written by the model's own template, ready for the assistant's turn.
 
         Messages, `tools` and the template's further `variables`, such as `enable_thinking`, are those of
-        `ChatTemplate.render`, which says what it raises. Where the template knows no tools, the messages tell of them.
+        `ChatTemplate.render`, which says what it raises. What the template does not know, such as tools, a message
+        tells. Raises PromptError where a part of the conversation would be lost.
         Without `add_generation_prompt` the assistant's turn does not begin.
         """
-        text, template = self.manifest.text, self.chat_template
+        text = self.manifest.text
         names = {"bos_token": text.bos_token, "eos_token": text.eos_token, **text.special_tokens, **(variables or {})}
-        if tools and self.output.tools is not None and self.output.tools.is_told:
-            messages, tools = told(messages, tools, has_system="system" in template.source), None
-        return template.render(messages, variables=names, tools=tools, add_generation_prompt=add_generation_prompt)
+        writer = PromptWriter(
+            self.chat_template,
+            tools=tools or (),
+            are_told=self.output.tools is not None and self.output.tools.is_told,
+            variables=names,
+            add_generation_prompt=add_generation_prompt,
+        )
+        return writer.write(messages)
