@@ -30,6 +30,10 @@ class Way:
     """Calls are part of their message's text, and results are the user's."""
     text_in_thoughts: bool = False
     """Text beside thoughts and calls ends the thoughts."""
+    results_as_text: bool = False
+    """Results that follow no call are the user's."""
+    user_instructs: bool = False
+    """Who instructs is the user."""
     apart: frozenset[int] = frozenset()
     """Messages whose text is one message, and whose calls are another."""
 
@@ -94,10 +98,16 @@ def arranged(messages: Sequence[Message], abilities: Abilities, way: Way) -> lis
         found = with_calls_as_text(found)
     else:
         found = _with_native_calls(found, abilities.calls, way)
-    found = _with_instructions(found, abilities)
+    found = _with_instructions(found, abilities, way)
     if not abilities.repeats:
         found = _alternating(found)
-    return [as_parts(message, abilities.typed) for message in found]
+    return [as_parts(_said(message, abilities.nothing), abilities.typed) for message in found]
+
+
+def _said(message: Message, nothing: str) -> Message:
+    """The message with what stands for nothing, where an assistant says nothing."""
+    says_nothing = message["role"] == "assistant" and "tool_calls" not in message and not message["content"]
+    return {**message, "content": nothing} if says_nothing else message
 
 
 def _text(content: Any) -> str:
@@ -160,11 +170,13 @@ def _in_order(messages: list[Message]) -> list[Message]:
 
 def _with_native_calls(messages: Sequence[Message], form: CallForm, way: Way) -> list[Message]:
     """The messages with calls and results in the template's form."""
-    found, names = list[Message](), dict[str, str]()
+    found, names, follows = list[Message](), dict[str, str](), False
     for n, message in enumerate(messages):
         calls = message.get("tool_calls")
+        follows = bool(calls) or (follows and message["role"] == "tool")
         if message["role"] == "tool":
-            found.append(_result(message, form, names))
+            is_text = way.results_as_text and not follows
+            found += with_calls_as_text([message]) if is_text else [_result(message, form, names)]
         elif not calls:
             found.append(message)
         else:
@@ -222,7 +234,7 @@ def _one_at_a_time(messages: Sequence[Message], form: CallForm) -> list[Message]
     return found
 
 
-def _with_instructions(messages: Sequence[Message], abilities: Abilities) -> list[Message]:
+def _with_instructions(messages: Sequence[Message], abilities: Abilities, way: Way) -> list[Message]:
     """The messages with those of the system where the template shows them: else the user says it."""
     leading = next((n for n, message in enumerate(messages) if message["role"] not in INSTRUCTS), len(messages))
     first, rest = list(messages[:leading]), list(messages[leading:])
@@ -230,7 +242,7 @@ def _with_instructions(messages: Sequence[Message], abilities: Abilities) -> lis
         rest = [{**m, "role": "user"} if m["role"] in INSTRUCTS else m for m in rest]
         if leading > 1:
             first = [{**first[0], "content": _joined(m["content"] for m in first)}]
-    if first and not (abilities.system if rest else abilities.system_alone):
+    if first and (way.user_instructs or not (abilities.system if rest else abilities.system_alone)):
         told = _joined(m["content"] for m in first)
         if rest and rest[0]["role"] == "user":
             rest[0] = {**rest[0], "content": _joined([told, rest[0]["content"]])}

@@ -7,6 +7,7 @@ then arranged in another way. Thoughts are the template's own affair: most drop 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from pi_runtime.engine.history import INSTRUCTS, Way, arranged, one_form, unicode
@@ -70,7 +71,7 @@ class PromptWriter:
             return way
         parts, shapes = _words(messages)
         best: list[Part] | None = None
-        for _ in range(4):
+        for _ in range(6):
             text = self._template.attempt(
                 self._arranged(shapes, tools, way),
                 tools=self._given(tools),
@@ -103,8 +104,12 @@ class PromptWriter:
 
 def _next(way: Way, messages: Sequence[Message], missing: Sequence[Part] | None) -> Way | None:
     """What is tried after a way that the template failed at, or by which parts are missing."""
+    if all(m["role"] in INSTRUCTS for m in messages):
+        return None if way.user_instructs else replace(way, user_instructs=True)
     if way.calls_as_text or not any("tool_calls" in m or m["role"] == "tool" for m in messages):
         return None
+    if missing is None and not way.results_as_text and _has_result_alone(messages):
+        return replace(way, results_as_text=True)
     beside = frozenset(n for n, m in enumerate(messages) if "tool_calls" in m and m["content"])
     if missing is None and beside and not way.text_in_thoughts:
         return replace(way, text_in_thoughts=True)
@@ -112,6 +117,14 @@ def _next(way: Way, messages: Sequence[Message], missing: Sequence[Part] | None)
     if lost - way.apart:
         return replace(way, apart=way.apart | lost)
     return Way(calls_as_text=True)
+
+
+def _has_result_alone(messages: Sequence[Message]) -> bool:
+    """Whether a result follows no call, nor another result."""
+    return any(
+        m["role"] == "tool" and "tool_calls" not in before and before["role"] != "tool"
+        for before, m in pairwise([{"role": ""}, *messages])
+    )
 
 
 def _words(messages: Sequence[Message]) -> tuple[list[tuple[str, Part]], list[Message]]:

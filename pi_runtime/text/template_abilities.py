@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from types import MappingProxyType
 from typing import Any, Literal
 
 Message = Mapping[str, Any]
@@ -67,6 +68,8 @@ class Abilities:
     """Whether the role `developer` is another name for the system's."""
     repeats: bool
     """Whether a role may come twice in a row, and a conversation begin with the assistant."""
+    nothing: str
+    """What an assistant says that says nothing: a blank where the template fails without."""
     tools: bool
     """Whether the name of a function and those of its parameters do."""
     empty_tools: bool
@@ -79,8 +82,8 @@ class Abilities:
     """What the template writes because there are tools."""
     switch: bool
     """Whether `enable_thinking` changes anything."""
-    efforts: frozenset[str]
-    """The values of `reasoning_effort` that are known to it."""
+    efforts: Mapping[str, str]
+    """What `reasoning_effort` must be for each of `EFFORTS`; empty where it changes nothing."""
 
 
 UNKNOWN = Abilities(
@@ -91,13 +94,14 @@ UNKNOWN = Abilities(
     system_later=True,
     developer=False,
     repeats=True,
+    nothing="",
     tools=False,
     empty_tools=False,
     calls=None,
     written="",
     told="",
     switch=False,
-    efforts=frozenset(),
+    efforts=MappingProxyType({}),
 )
 """Of a template that renders nothing, or takes too long: messages are given as they are."""
 
@@ -130,13 +134,14 @@ def abilities_of(attempt: Attempt) -> Abilities:
             (FIRST, SECOND, SAID, EXTRA), [_user(FIRST), _user(SECOND), _assistant(SAID), _assistant(EXTRA), _user("a")]
         )
         and probe.shows((SAID, FIRST), [_assistant(SAID), _user(FIRST)]),
+        nothing="" if probe.shows((FIRST, SECOND), [_user(FIRST), _assistant(""), _user(SECOND)]) else " ",
         tools=tools,
         empty_tools=probe.no_tools is not None,
         calls=calls,
         written=probe.written(calls, tools) if calls else "",
         told=probe.told() if tools else "",
         switch=probe.changes(enable_thinking=(True, False)),
-        efforts=frozenset(probe.efforts()),
+        efforts=probe.efforts(),
     )
 
 
@@ -180,14 +185,19 @@ class _Probe:
         (name, (one, other)), *_ = values.items()
         return self.render([_user(FIRST)], **{name: one}) != self.render([_user(FIRST)], **{name: other})
 
-    def efforts(self) -> Iterator[str]:
-        """The values of `reasoning_effort` that are told from words that nobody knows; or three, if all are written."""
-        unknown = self.render([_user(FIRST)], reasoning_effort=EXTRA)
-        for effort in EFFORTS:
-            text = self.render([_user(FIRST)], reasoning_effort=effort)
-            is_written = unknown is not None and EXTRA in unknown and effort in ("low", "medium", "high")
-            if text is not None and (is_written or text != (unknown or "").replace(EXTRA, effort)):
-                yield effort
+    def efforts(self) -> dict[str, str]:
+        """What `reasoning_effort` must be: the nearest that is taken, and of the usual three where each is written."""
+        without, unknown = self.render([_user(FIRST)]), self.render([_user(FIRST)], reasoning_effort=EXTRA)
+        texts = {effort: self.render([_user(FIRST)], reasoning_effort=effort) for effort in EFFORTS}
+        if all(text == without for text in texts.values()):
+            return {}
+        is_written = unknown is not None and EXTRA in unknown
+        same = {effort for effort, text in texts.items() if is_written and text == (unknown or "").replace(EXTRA, effort)}
+        taken = [n for n, effort in enumerate(EFFORTS) if texts[effort] is not None]
+        taken = [n for n in taken if EFFORTS[n] not in same or EFFORTS[n] in ("low", "medium", "high")] or taken
+        return {
+            effort: EFFORTS[min(taken, key=lambda other: abs(other - n))] for n, effort in enumerate(EFFORTS) if taken
+        }
 
     def call_form(self, tools: bool) -> CallForm | None:
         """The first form in which calls and results reach the prompt; arguments as JSON at best."""

@@ -5,6 +5,7 @@ transformers loses nothing is another one here. Exit code 1 where a word is lost
 transformers renders whole is refused.
 """
 
+import json
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -72,10 +73,13 @@ def ours(template: ChatTemplate, messages: list[Any], tools: list[Any], words: s
 
 
 def theirs(source: str, messages: list[Any], tools: list[Any], words: str) -> Rendered:
-    """The same by transformers, which drops keys that are None before it renders."""
+    """The same by transformers, which drops keys that are None before it renders. Arguments are objects there."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    for message in given:
+        if "tool_calls" in message:
+            message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
     try:
         (text,), _ = render_jinja_template(
             [given], tools or None, chat_template=source, add_generation_prompt=True, **VARIABLES
@@ -83,6 +87,15 @@ def theirs(source: str, messages: list[Any], tools: list[Any], words: str) -> Re
     except Exception as error:  # templates raise what they like
         return Rendered(None, (), str(error)[:120])
     return Rendered(text, tuple(lost(text, words)))
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"])
+    except (TypeError, ValueError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def compare(file: Path) -> list[Comparison]:
