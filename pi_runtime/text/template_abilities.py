@@ -65,7 +65,7 @@ class Abilities:
     system_later: bool
     """Whether a second system message does, in the middle of a conversation."""
     developer: bool
-    """Whether the role `developer` is another name for the system's."""
+    """Whether a message of the role `developer` does, and not as one of any role."""
     repeats: bool
     """Whether a role may come twice in a row, and a conversation begin with the assistant."""
     nothing: str
@@ -129,7 +129,7 @@ def abilities_of(attempt: Attempt) -> Abilities:
         system_later=has_system
         and probe.shows((SYSTEM, FIRST, SAID, EXTRA, SECOND), [system, *plain[:2], {**system, "content": EXTRA}, plain[2]])
         and probe.shows((SYSTEM, FIRST, EXTRA), [system, {**system, "content": EXTRA}, _user(FIRST)]),
-        developer=probe.shows((SYSTEM, FIRST), [{"role": "developer", "content": SYSTEM}, _user(FIRST)]),
+        developer=probe.knows_developer(),
         repeats=probe.shows(
             (FIRST, SECOND, SAID, EXTRA), [_user(FIRST), _user(SECOND), _assistant(SAID), _assistant(EXTRA), _user("a")]
         )
@@ -179,6 +179,11 @@ class _Probe:
             return True
         self.typed.discard(role)
         return False
+
+    def knows_developer(self) -> bool:
+        """Whether a developer's message is shown as that, which no unknown role's is."""
+        texts = [self.render([{"role": role, "content": SYSTEM}, _user(FIRST)]) for role in ("developer", EXTRA)]
+        return texts[0] is not None and SYSTEM in texts[0] and texts[0] != (texts[1] or "").replace(EXTRA, "developer")
 
     def changes(self, **values: tuple[Any, Any]) -> bool:
         """Whether a variable's values make a difference."""
