@@ -33,7 +33,7 @@ class PromptWriter:
         variables: Mapping[str, Any],
         add_generation_prompt: bool,
     ) -> None:
-        """`are_told`: whether messages tell of the tools, because the template does not or has another form of calls."""
+        """`are_told`: whether messages tell of the tools: the template does not, or its form of calls is not known."""
         self._template, self._tools, self._are_told = template, [unicode(tool) for tool in tools], are_told
         self._variables = {name: value for name, value in variables.items() if value is not None}
         self._add_generation_prompt = add_generation_prompt
@@ -170,7 +170,7 @@ def _is_plain(messages: Sequence[Message]) -> bool:
     return is_plain and len(rest) % 2 == 1 and not any("tool_calls" in message for message in messages)
 
 
-def _forms(tools: Sequence[Message]) -> Iterator[list[Message]]:
+def _forms(tools: Sequence[Message]) -> Iterator[Sequence[Message]]:
     """The tools as they are, then with what may be left out, then with schemas as plain as templates count on."""
     yield [*tools]
     if tools:

@@ -44,8 +44,8 @@ class ChatTemplate:
     ) -> str:
         """Render the prompt for `messages`, each {"role": …, "content": …} and what else the template knows.
 
-        Content is text, or a list of parts with `text`; an assistant's message may have none. `tools` are the JSON of functions, as OpenAI's API
-        has them. `variables` are the template's further names (bos_token, enable_thinking, …), JSON values; one that is
+        Content is text, or a list of parts with `text`; an assistant's message may have none. `tools` are the JSON of
+        functions, as OpenAI's API has them. `variables` are the template's further names (bos_token, enable_thinking, …), JSON values; one that is
         None is left undefined. Raises PromptError for malformed messages, UsageError for a variable that has a name of
         these arguments, TemplateError for a template that fails, with the line, or exceeds a limit, with the limit.
         """
@@ -86,7 +86,7 @@ class ChatTemplate:
 
     @cached_property
     def abilities(self) -> Abilities:
-        """What the template can show. Found once, by rendering; a template that exceeds a limit is not probed further."""
+        """What the template can show, found once, by rendering; one that exceeds a limit is not probed further."""
         try:
             return abilities_of(self.attempt)
         except TemplateError:

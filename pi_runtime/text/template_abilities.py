@@ -127,7 +127,9 @@ def abilities_of(attempt: Attempt) -> Abilities:
         system=has_system,
         system_alone=has_system and probe.shows((SYSTEM,), [system]),
         system_later=has_system
-        and probe.shows((SYSTEM, FIRST, SAID, EXTRA, SECOND), [system, *plain[:2], {**system, "content": EXTRA}, plain[2]])
+        and probe.shows(
+            (SYSTEM, FIRST, SAID, EXTRA, SECOND), [system, *plain[:2], {**system, "content": EXTRA}, plain[2]]
+        )
         and probe.shows((SYSTEM, FIRST, EXTRA), [system, {**system, "content": EXTRA}, _user(FIRST)]),
         developer=probe.knows_developer(),
         repeats=probe.shows(
@@ -182,8 +184,9 @@ class _Probe:
 
     def knows_developer(self) -> bool:
         """Whether a developer's message is shown as that, which no unknown role's is."""
-        texts = [self.render([{"role": role, "content": SYSTEM}, _user(FIRST)]) for role in ("developer", EXTRA)]
-        return texts[0] is not None and SYSTEM in texts[0] and texts[0] != (texts[1] or "").replace(EXTRA, "developer")
+        known, unknown = "developer", "d" + EXTRA  # of one first letter, which is all that some templates write
+        texts = [self.render([{"role": role, "content": SYSTEM}, _user(FIRST)]) for role in (known, unknown)]
+        return texts[0] is not None and SYSTEM in texts[0] and texts[0] != (texts[1] or "").replace(unknown, known)
 
     def changes(self, **values: tuple[Any, Any]) -> bool:
         """Whether a variable's values make a difference."""
@@ -197,7 +200,9 @@ class _Probe:
         if all(text == without for text in texts.values()):
             return {}
         is_written = unknown is not None and EXTRA in unknown
-        same = {effort for effort, text in texts.items() if is_written and text == (unknown or "").replace(EXTRA, effort)}
+        same = {
+            effort for effort, text in texts.items() if is_written and text == (unknown or "").replace(EXTRA, effort)
+        }
         taken = [n for n, effort in enumerate(EFFORTS) if texts[effort] is not None]
         taken = [n for n in taken if EFFORTS[n] not in same or EFFORTS[n] in ("low", "medium", "high")] or taken
         return {

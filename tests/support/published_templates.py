@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.conversations import CONVERSATIONS, HOURS, lost
-
 from pi_runtime.engine.prompt_writer import PromptWriter
 from pi_runtime.engine.tools.output import tools_of
 from pi_runtime.errors import InputError
 from pi_runtime.text.chat_template import ChatTemplate
 from pi_runtime.text.sandbox import SandboxLimits
+from support.conversations import CONVERSATIONS, HOURS, lost
 
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 LIMITS = SandboxLimits(seconds=60.0)
@@ -51,7 +50,9 @@ class Comparison:
     @property
     def is_lost(self) -> bool:
         """Whether words are lost here, without an error or where the other renders the whole."""
-        return bool(self.ours.lost) or (self.ours.text is None and self.theirs.text is not None and not self.theirs.lost)
+        return bool(self.ours.lost) or (
+            self.ours.text is None and self.theirs.text is not None and not self.theirs.lost
+        )
 
     @property
     def differs(self) -> bool:
@@ -62,9 +63,7 @@ class Comparison:
 
 def ours(template: ChatTemplate, messages: list[Any], tools: list[Any], words: str, *, is_told: bool) -> Rendered:
     """A conversation as this project renders it."""
-    writer = PromptWriter(
-        template, tools=tools, are_told=is_told, variables=VARIABLES, add_generation_prompt=True
-    )
+    writer = PromptWriter(template, tools=tools, are_told=is_told, variables=VARIABLES, add_generation_prompt=True)
     try:
         text = writer.write(messages)
     except InputError as error:
@@ -118,15 +117,17 @@ def main(folder: Path) -> int:
     for file in sorted(folder.glob("*.jinja")):
         for one in compare(file):
             bad += one.is_lost
-            counts["here"] += not one.ours.lost and one.ours.text is not None
-            counts["refused"] += one.ours.text is None
-            counts["transformers"] += not one.theirs.lost and one.theirs.text is not None
+            counts["whole here"] += not one.ours.lost and one.ours.text is not None
+            counts["refused here"] += one.ours.text is None
+            counts["whole in transformers"] += not one.theirs.lost and one.theirs.text is not None
             counts["all"] += 1
             if one.is_lost or one.differs or one.ours.text is None:
                 kind = "LOST" if one.is_lost else "REFUSED" if one.ours.text is None else "DIFFERS"
                 tools = "with tools" if one.has_tools else "without tools"
                 print(f"{kind} {one.template}: {one.conversation}, {tools}: {one.ours}; transformers: {one.theirs}")
-    print(f"whole here {counts['here']}, refused {counts['refused']}, in transformers {counts['transformers']}, of {counts['all']}")
+    print(
+        ", ".join(f"{name} {counts[name]}" for name in ("all", "whole here", "refused here", "whole in transformers"))
+    )
     return int(bad > 0)
 
 

@@ -1,5 +1,7 @@
 """Small chat templates in the shapes of published ones."""
 
+# ruff: noqa: E501  templates are broken where they read well
+
 TURN = "{% for m in messages %}"
 END = "{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}"
@@ -33,9 +35,7 @@ QWEN = (
     "# Tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n"
     "{% elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}"
-    + TURN
-    + "{% if m.role == 'user' or (m.role == 'system' and not loop.first) %}"
+    "{% endif %}{% endfor %}" + TURN + "{% if m.role == 'user' or (m.role == 'system' and not loop.first) %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
     "{% elif m.role == 'assistant' %}<|im_start|>assistant\n"
     "{% if m.reasoning_content and loop.index0 > ns.last %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
@@ -66,7 +66,11 @@ LLAMA = (
 """One call a message, whose text is dropped; any role."""
 MISTRAL = (
     "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set messages = messages[1:] %}"
-    "{% endif %}{% set users = messages | selectattr('role', 'equalto', 'user') | list %}" + ALTERNATES + "<s>" + TURN + ""
+    "{% endif %}{% set users = messages | selectattr('role', 'equalto', 'user') | list %}"
+    + ALTERNATES
+    + "<s>"
+    + TURN
+    + ""
     "{% if m.role == 'user' %}{% if tools is not none and m == users[-1] %}[AVAILABLE_TOOLS]{{ tools | tojson }}"
     "[/AVAILABLE_TOOLS]{% endif %}[INST]{% if loop.last and system is defined %}{{ system }}\n\n{% endif %}"
     "{{ m.content }}[/INST]{% elif m.tool_calls is defined %}[TOOL_CALLS][{% for c in m.tool_calls %}"
@@ -124,10 +128,7 @@ GLM = (
     "{% for c in m.tool_calls %}\n<tool_call>{{ c.function.name }}\n{% for k, v in c.function.arguments.items() %}"
     "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>"
     "{% endfor %}{% elif m.role == 'tool' %}<|observation|><tool_response>{{ m.content }}</tool_response>"
-    "{% else %}<|{{ m.role }}|>{{ m.content }}{% endif %}"
-    + END
-    + PROMPT
-    + "<|assistant|>{% endif %}"
+    "{% else %}<|{{ m.role }}|>{{ m.content }}{% endif %}" + END + PROMPT + "<|assistant|>{% endif %}"
 )
 """Pairs of keys and values; writes a content that is None."""
 HERMES = (
@@ -149,10 +150,7 @@ APRIEL = (
     + TURN
     + "<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}<tool_calls>[{% for c in m.tool_calls %}"
     """{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}{% endfor %}]</tool_calls>"""
-    "{% endif %}<|end|>"
-    + END
-    + PROMPT
-    + "<|assistant|>{% endif %}"
+    "{% endif %}<|end|>" + END + PROMPT + "<|assistant|>{% endif %}"
 )
 """Speaks of tags that it does not write."""
 ALL = {

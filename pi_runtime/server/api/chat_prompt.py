@@ -120,7 +120,9 @@ def _continued(text: str, message: Mapping[str, Any]) -> str:
 def reasoning_variables(effort: str | None, served: Served) -> dict[str, Any]:
     """The names by which a template knows how much the model is to think: none where it knows none."""
     found: dict[str, Any] = {}
-    if effort is not None and served.abilities.switch:
+    if effort is None:
+        return found
+    if served.abilities.switch:
         found["enable_thinking"] = effort != "none"
     if effort in served.abilities.efforts:
         found["reasoning_effort"] = served.abilities.efforts[effort]
@@ -132,11 +134,15 @@ def template_message(message: Message) -> dict[str, Any]:
     content = text_of(message.content)
     if not isinstance(message, AssistantMessage):
         return {**message.model_dump(exclude_none=True, exclude={"content"}), "content": content}
-    found = message.model_dump(include={"role", "name", "reasoning_content", "reasoning", "thinking"}, exclude_none=True)
+    found = message.model_dump(
+        include={"role", "name", "reasoning_content", "reasoning", "thinking"}, exclude_none=True
+    )
     found["content"] = content or message.refusal or ""
     if message.tool_calls:
         found["tool_calls"] = [
-            call.model_dump() if isinstance(call, ToolCall) else custom_call(call.id, call.custom.name, call.custom.input)
+            call.model_dump()
+            if isinstance(call, ToolCall)
+            else custom_call(call.id, call.custom.name, call.custom.input)
             for call in message.tool_calls
         ]
     return found

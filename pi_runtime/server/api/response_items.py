@@ -1,7 +1,7 @@
 """What a request of the Responses API holds: items of a conversation, and what chat templates make of them."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -118,18 +118,19 @@ def _type_of(item: Any) -> Any:
     return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
 
 
-class InputOther(Body):
-    """What a tool of the API's own did, which is no text: passed over."""
-
-    type: Literal[
-        "web_search_call",
-        "file_search_call",
-        "image_generation_call",
-        "code_interpreter_call",
-        "computer_call",
-        "mcp_list_tools",
-        "mcp_call",
-    ]
+OTHERS = (
+    "web_search_call",
+    "file_search_call",
+    "image_generation_call",
+    "code_interpreter_call",
+    "computer_call",
+    "mcp_list_tools",
+    "mcp_call",
+)
+"""Items of what the API's own tools did, which is no text."""
+InputOther = Annotated[
+    dict[str, Any], MANY, Field(description=f"Passed over: what the API's own tools did ({', '.join(OTHERS)}).")
+]
 
 
 def _kind_of(item: Any) -> str:
@@ -140,7 +141,7 @@ def _kind_of(item: Any) -> str:
 
 KINDS = {
     "output": ("function_call_output", "custom_tool_call_output", "local_shell_call_output"),
-    "other": get_args(InputOther.model_fields["type"].annotation),
+    "other": OTHERS,
 }
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
@@ -194,36 +195,41 @@ def template_messages(instructions: str | None, items: str | Sequence[InputItem]
 
     The thoughts, text and calls of one turn are items of their own here, and one message there.
     """
-    found: list[dict[str, Any]] = []
-    if instructions is not None:
-        found.append({"role": "system", "content": instructions})
+    found: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
     if isinstance(items, str):
         return [*found, {"role": "user", "content": items}]
-    thoughts: str | None = None
+    thoughts: list[str] = []
     for item in items:
-        match item:
-            case InputOther():
-                continue
-            case InputReasoning():
-                texts = [thoughts or "", *(part.text for part in item.content or item.summary or [])]
-                thoughts = "\n".join(text for text in texts if text) or None
-                continue
-            case InputCallOutput():
-                found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-            case InputMessage(role="assistant"):
-                found.append({"role": "assistant", "content": _text(item.content)})
-            case InputMessage():
-                found.append({"role": item.role, "content": _text(item.content)})
-            case InputCall() | InputCustomCall() | InputShellCall():
-                if found[-1:] == [] or found[-1]["role"] != "assistant" or thoughts is not None:
-                    found.append({"role": "assistant", "content": ""})
-                found[-1].setdefault("tool_calls", []).append(_call(item))
-        if thoughts is not None and found[-1]["role"] == "assistant":
-            found[-1]["reasoning_content"] = thoughts
-        thoughts = None
+        if isinstance(item, dict):
+            continue
+        if isinstance(item, InputReasoning):
+            thoughts += [part.text for part in item.content or item.summary or []]
+            continue
+        _add(found, item, begins=bool(thoughts))
+        if thoughts and found[-1]["role"] == "assistant":
+            found[-1]["reasoning_content"] = "\n".join(thoughts)
+        thoughts = []
     if not found:
         raise invalid("input", "at least one message is required")
     return found
+
+
+def _add(
+    found: list[dict[str, Any]],
+    item: InputMessage | InputCall | InputCustomCall | InputShellCall | InputCallOutput,
+    *,
+    begins: bool,
+) -> None:
+    """Add an item to the messages: a call to that of the assistant before it, unless thoughts begin another."""
+    match item:
+        case InputCallOutput():
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        case InputMessage():
+            found.append({"role": item.role, "content": _text(item.content)})
+        case _:
+            if not found or found[-1]["role"] != "assistant" or begins:
+                found.append({"role": "assistant", "content": ""})
+            found[-1].setdefault("tool_calls", []).append(_call(item))
 
 
 def _call(item: InputCall | InputCustomCall | InputShellCall) -> dict[str, Any]:

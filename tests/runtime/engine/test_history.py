@@ -64,13 +64,25 @@ def called(*calls: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("messages", "found"),
     [
-        ([ASKED, called(call(None, {}), call(None, {})), result(None, "1"), result(None, "2")], "call_0 call_1 call_0 call_1"),
-        ([called(call(None, {}, "a"), call(None, {}, "b")), result(None, "1", name="b"), result(None, "2", name="a")],
-         "call_0 call_1 call_0 call_1"),
+        (
+            [ASKED, called(call(None, {}), call(None, {})), result(None, "1"), result(None, "2")],
+            "call_0 call_1 call_0 call_1",
+        ),
+        (
+            [
+                called(call(None, {}, "a"), call(None, {}, "b")),
+                result(None, "1", name="b"),
+                result(None, "2", name="a"),
+            ],
+            "call_0 call_1 call_0 call_1",
+        ),
         ([called(call("x", {}), call("y", {})), result("y", "2"), result("x", "1")], "x y x y"),
         ([called(call("x", {})), result("z", "1")], "x z"),
         ([called(call(5, {})), result(5, "1")], "5 5"),
-        ([called(call(None, {})), result(None, "1"), called(call(None, {})), result(None, "2")], "call_0 call_0 call_1 call_1"),
+        (
+            [called(call(None, {})), result(None, "1"), called(call(None, {})), result(None, "2")],
+            "call_0 call_0 call_1 call_1",
+        ),
     ],
 )
 def test_ids_and_the_order_of_results(messages: list[Any], found: str) -> None:
@@ -90,7 +102,9 @@ def test_keys_that_are_none_are_dropped() -> None:
 
 def test_a_call_may_stand_without_its_function() -> None:
     (found,) = one_form([called({"name": "f", "arguments": '{"a": 1}'})])
-    assert found["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}, "id": "call_0"}]
+    assert found["tool_calls"] == [
+        {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}, "id": "call_0"}
+    ]
 
 
 @pytest.mark.parametrize(

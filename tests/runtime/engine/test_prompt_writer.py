@@ -75,7 +75,10 @@ def test_published_templates_show_all_parts(shared: Path) -> None:
 def test_where_calls_and_tools_are_told() -> None:
     text = write(CHATML, [ASKED, CALLING, GIVEN], [HOURS])
     assert text.startswith("<|im_start|>system\nYou may call one or more functions")
-    assert '<|im_start|>assistant\n<tool_call>\n{"name": "hours", "arguments": {"day": "QQQ"}}\n</tool_call><|im_end|>' in text
+    assert (
+        '<|im_start|>assistant\n<tool_call>\n{"name": "hours", "arguments": {"day": "QQQ"}}\n</tool_call><|im_end|>'
+        in text
+    )
     assert "<|im_start|>user\n<tool_response>\nRRR\n</tool_response><|im_end|>" in text
     text = write(GEMMA, [{"role": "system", "content": "SSS"}, ASKED], [HOURS])
     assert text.startswith("<start_of_turn>user\nSSS\n\nYou may call")
@@ -97,12 +100,21 @@ def test_where_calls_and_tools_are_told() -> None:
         ),
         (
             HARMONY,
-            [ASKED, {**CALLING, "tool_calls": [call("a", "{}"), call("b", "{}", "other")]}, result("b", "2"), result("a", "1")],
-            'commentary json<|message|>{}<|call|><|start|>functions.hours to=assistant<|channel|>commentary<|message|>"1"'
-            "<|end|><|start|>assistant to=functions.other",
+            [
+                ASKED,
+                {**CALLING, "tool_calls": [call("a", "{}"), call("b", "{}", "other")]},
+                result("b", "2"),
+                result("a", "1"),
+            ],
+            "commentary json<|message|>{}<|call|><|start|>functions.hours to=assistant<|channel|>commentary<|message|>"
+            '"1"<|end|><|start|>assistant to=functions.other',
         ),
         (HARMONY, [result("x", "RRR"), ASKED, CALLING, GIVEN], "to=functions.hours<|channel|>commentary json"),
-        (LLAMA, [ASKED, {**CALLING, "content": "TTT"}, GIVEN], 'TTT<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n{"name"'),
+        (
+            LLAMA,
+            [ASKED, {**CALLING, "content": "TTT"}, GIVEN],
+            'TTT<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n{"name"',
+        ),
         (MISTRAL, [ASKED, {**CALLING, "content": "TTT"}, GIVEN, SAID], "TTT</s>[TOOL_CALLS]"),
         (MISTRAL, [ASKED, CALLING, GIVEN, MORE], '"call_id": "a1b2c3d4e"}[/TOOL_RESULTS]</s>[AVAILABLE_TOOLS]'),
         (MISTRAL, [ASKED, MORE], "[INST]UUU\n\nVVV[/INST]"),
@@ -155,8 +167,6 @@ def test_a_tool_is_shown_as_it_is_where_that_can_be(templates: Templates) -> Non
 
 
 def test_what_cannot_be_shown_is_named() -> None:
-    without = "{% for m in messages %}{% if m.content != 'x' and m.role != 'tool' %}{{ m.content[:9] }};{% endif %}{% endfor %}"
-    assert write(without, [ASKED, SAID, MORE]) == "UUU;AAA;VVV;"
     # A role that is nobody's is dropped, and nothing else can be done with it.
     users = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }};{% endif %}{% endfor %}"
     with pytest.raises(PromptError, match="message 1 of the chat: content is not shown by the model's chat template"):

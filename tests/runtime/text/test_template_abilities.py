@@ -1,5 +1,7 @@
 """What a template can show is found by rendering, whatever words its source has."""
 
+# ruff: noqa: E501  templates are broken where they read well
+
 from typing import Any
 
 import pytest
@@ -60,12 +62,24 @@ def test_what_templates_can_show(source: str) -> None:
     [
         # Words that say nothing: in a comment, and in an error.
         (CHATML + "{# system developer tools tool_calls enable_thinking reasoning_effort [TOOL_CALLS] #}", "as text"),
-        ("{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('tools') }}{% endif %}{{ m.content }}{% endfor %}", "as text"),
+        (
+            "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('tools') }}{% endif %}{{ m.content }}{% endfor %}",
+            "as text",
+        ),
         # Python's way to write an object is not shown where text is.
-        ("{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments }}{% endfor %}{% endfor %}", "absent text"),
-        ("{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}", "absent"),
-        ("{% for m in messages %}{% if m.role == 'tool' %}{{ m.name + m.content }}{% else %}{{ m.content }}{% endif %}"
-         "{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}", "absent named"),
+        (
+            "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments }}{% endfor %}{% endfor %}",
+            "absent text",
+        ),
+        (
+            "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}",
+            "absent",
+        ),
+        (
+            "{% for m in messages %}{% if m.role == 'tool' %}{{ m.name + m.content }}{% else %}{{ m.content }}{% endif %}"
+            "{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}",
+            "absent named",
+        ),
     ],
 )
 def test_words_of_a_source_say_nothing(source: str, calls: str) -> None:
@@ -81,7 +95,9 @@ def test_an_assistant_that_must_say_something() -> None:
 
 
 WRITTEN = "{{ reasoning_effort }}{{ messages[0].content }}"
-KNOWN = "{% if reasoning_effort == 'none' %}no{% elif reasoning_effort == 'max' %}all{% endif %}{{ messages[0].content }}"
+KNOWN = (
+    "{% if reasoning_effort == 'none' %}no{% elif reasoning_effort == 'max' %}all{% endif %}{{ messages[0].content }}"
+)
 STRICT = (
     "{% if reasoning_effort is defined and reasoning_effort not in ('low', 'high') %}{{ raise_exception('effort') }}"
     "{% endif %}{{ reasoning_effort }}{{ messages[0].content }}"
@@ -92,16 +108,18 @@ STRICT = (
     ("source", "given"),
     [
         (CHATML, {}),
-        (WRITTEN, dict(zip(EFFORTS, "low low low medium high high high".split(), strict=True))),
+        (WRITTEN, dict(zip(EFFORTS, ["low", "low", "low", "medium", "high", "high", "high"], strict=True))),
         (KNOWN, {effort: effort for effort in EFFORTS}),
-        (STRICT, dict(zip(EFFORTS, "low low low low high high high".split(), strict=True))),
+        (STRICT, dict(zip(EFFORTS, ["low", "low", "low", "low", "high", "high", "high"], strict=True))),
     ],
 )
 def test_how_much_a_model_is_asked_to_think(source: str, given: dict[str, str]) -> None:
     assert abilities(source).efforts == given
 
 
-@pytest.mark.parametrize("source", ["", "{{ raise_exception('no') }}", "{% for %}", "{% for n in range(999999999) %}{% endfor %}"])
+@pytest.mark.parametrize(
+    "source", ["", "{{ raise_exception('no') }}", "{% for %}", "{% for n in range(999999999) %}{% endfor %}"]
+)
 def test_a_template_that_shows_nothing(source: str) -> None:
     with ChatTemplate(source, SandboxLimits(seconds=0.5)) as template:
         assert template.abilities == UNKNOWN
