@@ -183,7 +183,7 @@ def test_long_conversations_take_linear_time(templates: Templates) -> None:
     calls = [call(f"c{n}", "{}") for n in range(3000)]
     results = [result(f"c{n}", "r") for n in reversed(range(3000))]
     messages = [ASKED, {**CALLING, "tool_calls": calls}, *results, *([ASKED, SAID] * 1000), MORE]
-    for name in ("qwen", "harmony", "mistral", "chatml"):
+    for name in ("qwen", "llama", "mistral", "chatml"):
         start = time.process_time()
         write(templates[name], messages)
         assert time.process_time() - start < 5, name
