@@ -46,8 +46,9 @@ class ChatTemplate:
 
         Content is text, or a list of parts with `text`; an assistant's message may have none. `tools` are the JSON of
         functions, as OpenAI's API has them. `variables` are the template's further names (bos_token, enable_thinking,
-        …), JSON values; one that is None is left undefined. Raises PromptError for malformed messages, UsageError for a variable that has a name of
-        these arguments, TemplateError for a template that fails, with the line, or exceeds a limit, with the limit.
+        …), JSON values; one that is None is left undefined. Raises PromptError for malformed messages, UsageError for
+        a variable that has a name of these arguments, TemplateError for a template that fails, with the line, or
+        exceeds a limit, with the limit.
         """
         for n, message in enumerate(messages):
             check_message(n, message)

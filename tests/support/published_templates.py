@@ -1,5 +1,7 @@
 """Renders conversations by all chat templates of a folder, beside transformers: `python published_templates.py FOLDER`.
 
+FOLDER holds them, or the source of llama.cpp. PYTHONPATH names the folder `tests`.
+
 Prints, for each template and each conversation, which words are lost here and there, and where a prompt in which
 transformers loses nothing is another one here. Exit code 1 where a word is lost without an error, or a request that
 transformers renders whole is refused.
@@ -114,7 +116,8 @@ def compare(file: Path) -> list[Comparison]:
 def main(folder: Path) -> int:
     """Compare, print, and return the exit code."""
     bad, counts = 0, Counter[str]()
-    for file in sorted(folder.glob("*.jinja")):
+    files = [*folder.glob("*.jinja")] or [*folder.rglob("models/templates/*.jinja")]
+    for file in sorted(files):
         for one in compare(file):
             bad += one.is_lost
             counts["whole here"] += not one.ours.lost and one.ours.text is not None
