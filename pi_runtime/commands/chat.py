@@ -41,13 +41,11 @@ def chat(
     stats: bool,
 ) -> None:
     """Answer each message that is typed, until an empty line, /bye or the end of input."""
-    from pi_runtime.engine.tools.output import OutputFormat
-
-    template = model.chat_template  # before anybody types: a model without one cannot talk
+    model.chat_template.start()  # before anybody types: a model without one cannot talk
     if sys.stdin.isatty():
         with suppress(ImportError):  # Windows has none
             import readline  # noqa: F401 (lines can be edited, and called back)
-    talk = _Talk(model, generate, settings, report, stats, OutputFormat.of(template.source, model.tokenizer))
+    talk = _Talk(model, generate, settings, report, stats, model.output)
     talk.begin(system)
     console.say("Your turn; an empty line or end of input ends the talk, /help shows more.")
     while (text := _read_message()) and text != "/bye":

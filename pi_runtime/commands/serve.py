@@ -180,7 +180,7 @@ def _opening(
                 say(model.notice)
             warm_up(model)
             with suppress(TemplateError):  # a model without template serves completions
-                model.chat_template.start()
+                _ = model.output  # the template is probed now, not by the first request
             engine = Engine(model, kv_budget=model_options.kv_budget, **asdict(engine_options))
         except BaseException:
             model.close()

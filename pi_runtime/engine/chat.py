@@ -9,9 +9,10 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.engine.events import Gathered, TextDelta
 from pi_runtime.engine.generation import Generation
+from pi_runtime.engine.history import one_form, unicode
 from pi_runtime.engine.prefill import before, taken_out
+from pi_runtime.engine.prompt_writer import PromptWriter
 from pi_runtime.engine.tools.output import OutputFormat, OutputParser
-from pi_runtime.engine.tools.told import told
 from pi_runtime.errors import ArtifactError, PromptError, Setting, TemplateError, UsageError
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.sequence.settings import AnswerSettings, names_settings
@@ -167,7 +168,7 @@ class ChatModel:
     def output(self) -> OutputFormat:
         """How the model writes calls and thoughts: as plain text where it has no chat template."""
         has_template = "chat_template.jinja" in self.manifest.files
-        return OutputFormat.of(self.chat_template.source if has_template else "", self.tokenizer)
+        return OutputFormat.of(self.chat_template if has_template else "", self.tokenizer)
 
     def chat_prompt(
         self,
@@ -181,27 +182,31 @@ class ChatModel:
         """The conversation written by the model's own template, ready for the assistant's turn.
 
         Messages, `tools` and the template's further `variables`, such as `enable_thinking`, are those of
-        `ChatTemplate.render`, which says what it raises. Where the template knows no tools, the messages tell of them.
-        Without `add_generation_prompt` the assistant's turn does not begin. With `continue_final_message` the prompt
-        ends with the text of the last message, an assistant's, from which the answer goes on.
+        `ChatTemplate.render`, which says what it raises. What the template does not know, such as tools, a message
+        tells. Without `add_generation_prompt` the assistant's turn does not begin. With `continue_final_message` the
+        prompt ends with the text of the last message, an assistant's, from which the answer goes on.
 
         Only the template writes markers: those in what it is given are text (`RenderedPrompt`), but for what an
-        assistant's message has of thoughts and calls. Raises UsageError for a message that cannot be continued.
+        assistant's message has of thoughts and calls. Raises UsageError for a message that cannot be continued, and
+        PromptError where a part of the conversation would be lost.
         """
-        text, template, quotation, key = self.manifest.text, self.chat_template, self._quotation, new_key()
+        text, quotation, key, said = self.manifest.text, self._quotation, new_key(), ""
         names = {"bos_token": text.bos_token, "eos_token": text.eos_token, **text.special_tokens}
-        names |= quotation.value(dict(variables or {}), key)
-        messages, tools, said = quotation.messages(messages, key), quotation.value(tools, key), ""
+        messages = quotation.messages(one_form(messages), key)
         if continue_final_message:
             messages, said = taken_out(messages, place := new_key())
-        if tools and self.output.tools is not None and self.output.tools.is_told:
-            messages, tools = told(messages, tools, has_system="system" in template.source), None
-        begins = add_generation_prompt and not continue_final_message
+        writer = PromptWriter(
+            self.chat_template,
+            tools=quotation.value(unicode(tools or ()), key),
+            are_told=self.output.tools is not None and self.output.tools.is_told,
+            variables=names | quotation.value(dict(variables or {}), key),
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+        )
         try:
-            rendered = template.render(messages, variables=names, tools=tools, add_generation_prompt=begins)
+            rendered = writer.write(messages)
         except (PromptError, TemplateError) as error:
-            found = str(error.found).replace(key, "") if error.found else None
-            raise type(error)(error.what, expected=error.expected, found=found, remedy=error.remedy) from None
+            what, found = (str(said_of).replace(key, "") if said_of else None for said_of in (error.what, error.found))
+            raise type(error)(what or "", expected=error.expected, found=found, remedy=error.remedy) from None
         if continue_final_message:
             rendered = before(place, rendered, said, self.output.reasoning)
         return quotation.read(rendered, key, said)

@@ -5,15 +5,19 @@ confined itself (`sandbox.py`).
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 from pi_runtime.errors import MissingExtraError, PromptError, TemplateError, UsageError
 from pi_runtime.text.sandbox import Sandbox, SandboxEndedError, SandboxLimitError, SandboxLimits, SandboxStartError
+from pi_runtime.text.template_abilities import UNKNOWN, Abilities, abilities_of
 
 CHILD = Path(__file__).with_name("_template_worker.py")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning, the usual one first."""
+PLACEHOLDERS = {"bos_token": "", "eos_token": ""}
+"""Names that templates count on."""
 
 
 class ChatTemplate:
@@ -40,16 +44,19 @@ class ChatTemplate:
     ) -> str:
         """Render the prompt for `messages`, each {"role": …, "content": …} and what else the template knows.
 
-        Content is text; a message with `tool_calls` may have none. `tools` are the JSON of functions, as OpenAI's API
-        has them. `variables` are the template's further names (bos_token, enable_thinking, …), JSON values; one that is
-        None is left undefined. Raises PromptError for malformed messages, UsageError for a variable that has a name of
-        these arguments, TemplateError for a template that fails, with the line, or exceeds a limit, with the limit.
+        Content is text, or a list of parts with `text`; an assistant's message may have none. `tools` are the JSON of
+        functions, as OpenAI's API has them. `variables` are the template's further names (bos_token, enable_thinking,
+        …), JSON values; one that is None is left undefined. Raises PromptError for malformed messages, UsageError for
+        a variable that has a name of these arguments, TemplateError for a template that fails, with the line, or
+        exceeds a limit, with the limit.
         """
+        for n, message in enumerate(messages):
+            check_message(n, message)
         names = {name: value for name, value in variables.items() if value is not None}
         # A template sees `tools` and `documents` as transformers shows them where there are none.
         given = {
-            "messages": [_with_reasoning(_checked(n, m)) for n, m in enumerate(messages)],
-            "tools": list(tools) if tools else None,
+            "messages": [*map(_with_reasoning, messages)],
+            "tools": None if tools is None else list(tools),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -63,6 +70,28 @@ class ChatTemplate:
             raise TemplateError(f"the chat template failed{where}", found=_printable(reply["error"]))
         text: str = reply["text"]
         return text
+
+    def attempt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str | None:
+        """Render a prompt as `render` does; None where the template fails by itself, and not by a limit."""
+        given = {"messages": [*map(_with_reasoning, messages)], "tools": tools, "documents": None}
+        names = {**PLACEHOLDERS, **variables, **given, "add_generation_prompt": add_generation_prompt}
+        text: str | None = self._reply(names).get("text")
+        return text
+
+    @cached_property
+    def abilities(self) -> Abilities:
+        """What the template can show, found once, by rendering; one that exceeds a limit is not probed further."""
+        try:
+            return abilities_of(self.attempt)
+        except TemplateError:
+            return UNKNOWN
 
     def _reply(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -115,15 +144,22 @@ def render(
         return kept.render(messages, variables=variables, add_generation_prompt=add_generation_prompt)
 
 
-def _checked(n: int, message: Any) -> Mapping[str, Any]:
-    if not isinstance(message, Mapping) or "role" not in message or not message.keys() & {"content", "tool_calls"}:
+def check_message(n: int, message: Any) -> None:
+    """Raise PromptError for what is no message: an assistant's, and one with calls, may have no content."""
+    if not isinstance(message, Mapping) or "role" not in message:
         raise PromptError(f"message {n} of the chat", expected='{"role": …, "content": …}', found=repr(message)[:80])
-    for key in ("role", "content"):
-        value = message.get(key)
-        may_miss = key == "content" and value is None and message.get("tool_calls")
-        if not isinstance(value, str) and not may_miss:
-            raise PromptError(f"message {n} of the chat: {key}", expected="text", found=type(value).__name__)
-    return message
+    role, content = message["role"], message.get("content")
+    if not isinstance(role, str):
+        raise PromptError(f"message {n} of the chat: role", expected="text", found=type(role).__name__)
+    may_miss = role == "assistant" or message.get("tool_calls")
+    if not isinstance(content, str) and not _are_parts(content) and not (content is None and may_miss):
+        raise PromptError(f"message {n} of the chat: content", expected="text", found=type(content).__name__)
+
+
+def _are_parts(content: Any) -> bool:
+    return isinstance(content, list) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+    )
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:

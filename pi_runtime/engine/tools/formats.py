@@ -1,4 +1,4 @@
-"""How models write calls of tools, by what their chat templates say."""
+"""How models write calls of tools, by what their chat templates write."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -65,7 +65,7 @@ class ToolFormat:
 
     @classmethod
     def of(cls, template: str) -> "ToolFormat | None":
-        """The format of a chat template: `GENERIC` where it has none of those known here. None without a template."""
+        """The format of what a chat template writes: `GENERIC` for none of those known here. None for nothing."""
         if CHANNEL in template:
             return HARMONY if "functions." in template else None
         if "[TOOL_CALLS]" in template:

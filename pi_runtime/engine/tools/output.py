@@ -1,19 +1,22 @@
 """All that a model's answers hold beside plain text: what grammars ask of it, and how it is split."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeGuard
 
-from pi_runtime.engine.events import Delta, ReasoningDelta, TextDelta, joined
+from pi_runtime.engine.events import CallArguments, CallBegan, Delta, ReasoningDelta, TextDelta, joined
 from pi_runtime.engine.tools.calls import CallParser, new_id
-from pi_runtime.engine.tools.formats import ToolFormat
+from pi_runtime.engine.tools.formats import GENERIC, ToolFormat
 from pi_runtime.engine.tools.grammars import GrammarWriter
 from pi_runtime.engine.tools.harmony import HarmonyParser
 from pi_runtime.engine.tools.pairs import PairParser
 from pi_runtime.engine.tools.reasoning import ReasoningFormat, ReasoningParser
 from pi_runtime.errors import Setting, UsageError, spelled
+from pi_runtime.text.chat_template import ChatTemplate
 from pi_runtime.text.grammar import Grammar
 from pi_runtime.text.schemas import Schema, closed, followed
+from pi_runtime.text.template_abilities import KEY, LOOKUP, VALUE
 from pi_runtime.text.tokenizer import Tokenizer
 
 Tool = Mapping[str, Any]
@@ -74,9 +77,15 @@ class OutputFormat:
     """Markers that are tokens of their own."""
 
     @classmethod
-    def of(cls, template: str, tokenizer: Tokenizer) -> Self:
-        """The conventions of a template; no tools and no thoughts where it has none that are known here."""
-        tools, reasoning = ToolFormat.of(template), ReasoningFormat.of(template)
+    def of(cls, template: ChatTemplate | str, tokenizer: Tokenizer) -> Self:
+        """The conventions of a template; no tools and no thoughts where it has none that are known here.
+
+        The form of calls is the one in which a call is read from what the template writes for it.
+        """
+        if isinstance(template, str):
+            with ChatTemplate(template) as own:
+                return cls.of(own, tokenizer)
+        tools, reasoning = tools_of(template), ReasoningFormat.of(template.source)
         markers = [*(tools.markers if tools else ()), *(reasoning.markers if reasoning else ())]
         tokens = {marker: token for marker in markers if (token := tokenizer.added_token(marker)) is not None}
         return cls(tools, reasoning, tokens)
@@ -174,6 +183,33 @@ class OutputFormat:
 
 PLAIN = OutputFormat(None, None, {})
 """The format of answers that are nothing but text."""
+
+
+def tools_of(template: ChatTemplate) -> ToolFormat | None:
+    """The form of calls that a template has: `GENERIC` where messages tell of tools and of a form."""
+    if not template.source:
+        return None
+    reasoning = ReasoningFormat.of(template.source)
+    abilities, found = template.abilities, GENERIC
+    if abilities.tools:
+        shown = (abilities.written, abilities.told + abilities.written)  # the call says more than what is around it
+        likely = [tools for text in shown if (tools := ToolFormat.of(text)) is not None and not tools.is_told]
+        is_it = [tools for tools in likely if not abilities.written or _reads(tools, reasoning, abilities.written)]
+        found = next(iter(is_it), GENERIC)
+    is_without = found.is_told and reasoning is not None and reasoning.answer
+    return None if is_without else found  # in channels, no other form of calls is read
+
+
+def _reads(tools: ToolFormat, reasoning: ReasoningFormat | None, written: str) -> bool:
+    """Whether the probe's call is what is read from the text that a template writes for it."""
+    parser = OutputFormat(tools, reasoning, {}).parser("", [LOOKUP])
+    found = [*parser.push(written), *parser.finish()]
+    names = [delta.name for delta in found if isinstance(delta, CallBegan)]
+    arguments = "".join(delta.text for delta in found if isinstance(delta, CallArguments))
+    try:
+        return names == [_name(LOOKUP)] and json.loads(arguments) == {KEY: VALUE}
+    except ValueError:
+        return False
 
 
 def _name(tool: Tool) -> str:

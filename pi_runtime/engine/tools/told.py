@@ -4,10 +4,8 @@ Calls of earlier turns and their results become text too. What the model then wr
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from pi_runtime.errors import PromptError
 
 PREFACE = """\
 You may call one or more functions to assist with the user query.
@@ -24,39 +22,30 @@ For each function call, return a json object with function name and arguments wi
 Message = Mapping[str, Any]
 
 
-def told(messages: Sequence[Message], tools: Sequence[Message], *, has_system: bool) -> list[dict[str, Any]]:
-    """The messages with the tools in the first one, the system's where the template has such messages.
-
-    Raises PromptError for what are no messages.
-    """
+def told(messages: Sequence[Message], tools: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages with the tools in the first one, which instructs."""
     preface = PREFACE.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    try:
-        found = [*_as_text(messages)]
-    except (AttributeError, KeyError, TypeError):
-        raise PromptError(
-            "the messages of the chat", expected='{"role": …, "content": …}, with calls as OpenAI has them'
-        ) from None
-    role = "system" if has_system else "user"
-    if found and found[0]["role"] == role:
-        first = found.pop(0)["content"]
-        preface = f"{first}\n\n{preface}" if has_system else f"{preface}\n\n{first}"
-    return [{"role": role, "content": preface}, *found]
+    found = [*map(dict, messages)]
+    if not found or found[0]["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": preface}, *found]
+    first = found[0]["content"]
+    return [{**found[0], "content": f"{first}\n\n{preface}" if first else preface}, *found[1:]]
 
 
-def _as_text(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+def with_calls_as_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The messages with calls and results as text; results that follow one another are one message of the user."""
-    results: list[str] = []
-    for message in messages:
-        content = message.get("content") or ""
-        if message["role"] == "tool":
-            results.append(f"<tool_response>\n{content}\n</tool_response>")
+    found, results = list[dict[str, Any]](), list[str]()
+    for message in [*messages, None]:
+        if message is not None and message["role"] == "tool":
+            results.append(f"<tool_response>\n{message['content']}\n</tool_response>")
             continue
         if results:
-            yield {"role": "user", "content": "\n".join(results)}
+            found.append({"role": "user", "content": "\n".join(results)})
             results = []
-        calls = [call["function"] for call in message.get("tool_calls") or ()]
-        written = [json.dumps({k: call[k] for k in ("name", "arguments")}, ensure_ascii=False) for call in calls]
-        text = "\n".join([content] * bool(content) + [f"<tool_call>\n{one}\n</tool_call>" for one in written])
-        yield {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": text}
-    if results:
-        yield {"role": "user", "content": "\n".join(results)}
+        if message is not None:
+            calls = [call["function"] for call in message.get("tool_calls") or ()]
+            written = [json.dumps({k: call[k] for k in ("name", "arguments")}, ensure_ascii=False) for call in calls]
+            text = [message["content"]] * bool(message["content"])
+            content = "\n".join([*text, *(f"<tool_call>\n{one}\n</tool_call>" for one in written)])
+            found.append({**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content})
+    return found

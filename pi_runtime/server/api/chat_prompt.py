@@ -1,6 +1,5 @@
 """Prompts of chats: what the model's template makes of messages and tools, and what the answer may be."""
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,12 +10,11 @@ from pi_runtime.sequence.settings import AnswerSettings
 from pi_runtime.server.api.body import invalid
 from pi_runtime.server.api.conversation import (
     AssistantMessage,
-    CalledFunction,
     ConversationFields,
     Message,
     RefusalPart,
     TextPart,
-    ToolMessage,
+    ToolCall,
     allowed_tools,
 )
 from pi_runtime.server.api.prompt import Prompt
@@ -130,8 +128,8 @@ def chat_text(body: ConversationFields, served: Served) -> str:
     tools, _ = allowed_tools(body.tools or [], body.tool_choice)
     if body.tool_choice not in (None, "none", "auto") and not body.tools:
         raise invalid("tool_choice", "allowed only with tools")
-    messages = [template_message(message, f"messages[{n}]", served) for n, message in enumerate(body.messages)]
-    effort = reasoning_variables("reasoning_effort", body.reasoning_effort, served)
+    messages = [template_message(message) for message in body.messages]
+    effort = reasoning_variables(body.reasoning_effort, served)
     return rendered(
         served,
         messages,
@@ -142,46 +140,40 @@ def chat_text(body: ConversationFields, served: Served) -> str:
     )
 
 
-def reasoning_variables(field: str, effort: str | None, served: Served) -> dict[str, Any]:
-    """The names by which a template knows how much the model is to think."""
-    template = served.template
+def reasoning_variables(effort: str | None, served: Served) -> dict[str, Any]:
+    """The names by which a template knows how much the model is to think: none where it knows none."""
+    found: dict[str, Any] = {}
     if effort is None:
-        return {}
-    if "enable_thinking" in template:
-        return {"enable_thinking": effort != "none"}
-    if "reasoning_effort" in template and effort != "none":
-        return {"reasoning_effort": effort}
-    raise invalid(field, "not supported: the model's chat template does not know it")
-
-
-def template_message(message: Message, place: str, served: Served) -> dict[str, Any]:
-    """A message as chat templates know it: content is text, and the arguments of calls are objects."""
-    found: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
-    if message.role == "developer" and "developer" not in served.template:
-        found["role"] = "system"
-    if message.name is not None:
-        found["name"] = message.name
-    if isinstance(message, ToolMessage):
-        found["tool_call_id"] = message.tool_call_id
-    if isinstance(message, AssistantMessage):
-        found["content"] = found["content"] or message.refusal or ""
-        if message.reasoning_content is not None:
-            found["reasoning_content"] = message.reasoning_content
-        if message.tool_calls:
-            found["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {
-                        "name": call.function.name,
-                        "arguments": arguments_of(call.function, f"{place}.tool_calls[{n}].function"),
-                    },
-                }
-                for n, call in enumerate(message.tool_calls)
-            ]
-        elif message.content is None and message.refusal is None:
-            raise invalid(f"{place}.content", "required where there are no tool_calls")
+        return found
+    if served.abilities.switch:
+        found["enable_thinking"] = effort != "none"
+    if effort in served.abilities.efforts:
+        found["reasoning_effort"] = served.abilities.efforts[effort]
     return found
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """A message as `ChatModel.chat_prompt` takes it: content is text."""
+    content = text_of(message.content)
+    if not isinstance(message, AssistantMessage):
+        return {**message.model_dump(exclude_none=True, exclude={"content"}), "content": content}
+    found = message.model_dump(
+        include={"role", "name", "reasoning_content", "reasoning", "thinking"}, exclude_none=True
+    )
+    found["content"] = content or message.refusal or ""
+    if message.tool_calls:
+        found["tool_calls"] = [
+            call.model_dump()
+            if isinstance(call, ToolCall)
+            else custom_call(call.id, call.custom.name, call.custom.input)
+            for call in message.tool_calls
+        ]
+    return found
+
+
+def custom_call(call_id: str | None, name: str, text: str | None) -> dict[str, Any]:
+    """A call of a tool that takes text, as one of a function."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": {"input": text or ""}}}
 
 
 def text_of(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
@@ -189,14 +181,3 @@ def text_of(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
-
-
-def arguments_of(function: CalledFunction, place: str) -> dict[str, Any]:
-    """The arguments of a call as an object, as templates expect them."""
-    try:
-        arguments = json.loads(function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise invalid(f"{place}.arguments", "a JSON object as text is expected")
-    return arguments

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from pi_runtime.server.api.body import MANY, TOKENS, Body, Unsupported, invalid
 from pi_runtime.server.api.other_servers import OtherServersChatFields
@@ -82,15 +82,44 @@ class CalledFunction(Body):
     """The function that was called."""
 
     name: str
-    arguments: str = Field(description="A JSON object as text.")
+    arguments: Annotated[dict[str, Any], MANY] | str | None = Field(
+        default=None, description="A JSON object as text; what is none, as a call that was cut off, stands within one."
+    )
 
 
 class ToolCall(Body):
     """An assistant's call of a tool."""
 
-    type: Literal["function"]
-    id: str
+    type: Literal["function"] = "function"
+    id: str | None = None
     function: CalledFunction
+
+
+class CalledCustom(Body):
+    """The tool that was called with text."""
+
+    name: str
+    input: str | None = None
+
+
+class CustomCall(Body):
+    """An assistant's call of a tool that takes text: shown as a call with the argument `input`."""
+
+    type: Literal["custom"]
+    id: str | None = None
+    custom: CalledCustom
+
+
+def _type_of(value: Any) -> Any:
+    return value.get("type", "function") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+Call = Annotated[
+    Annotated[ToolCall, Tag("function")] | Annotated[CustomCall, Tag("custom")],
+    Discriminator(
+        _type_of, custom_error_type="union_tag_unknown", custom_error_message="input should be a function or custom"
+    ),
+]
 
 
 class SystemMessage(Body):
@@ -124,7 +153,9 @@ class AssistantMessage(Body):
     content: str | Annotated[list[AssistantPart], MANY] | None = None
     refusal: str | None = None
     reasoning_content: str | None = Field(default=None, description="Its thoughts; the template uses or drops them.")
-    tool_calls: Annotated[list[ToolCall], MANY] | None = None
+    reasoning: str | None = Field(default=None, description="The same by another name.")
+    thinking: str | None = Field(default=None, description="The same by another name.")
+    tool_calls: Annotated[list[Call], MANY] | None = None
     name: str | None = None
     annotations: Annotated[list[Any], TOKENS] | None = Field(
         default=None, description="Accepted, as answers have it; not used."
@@ -138,8 +169,8 @@ class ToolMessage(Body):
     """What a tool answered."""
 
     role: Literal["tool"]
-    content: Text
-    tool_call_id: str
+    content: str | Annotated[list[TextPart], MANY] | None = None
+    tool_call_id: str | None = None
     name: str | None = None
 
 
@@ -164,6 +195,18 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
+
+
+def of_other_type(value: Any) -> str:
+    """The tag of a tool that a request has: those of other types than `function` are of no use here."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return "other" if isinstance(kind, str) and kind != "function" else "function"
+
+
+OtherTool = Annotated[
+    dict[str, Any], MANY, Field(description="A tool of another type: accepted, and left out of what the model is told.")
+]
+AnyTool = Annotated[Annotated[Tool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(of_other_type)]
 
 
 class FunctionName(Body):
@@ -203,11 +246,12 @@ class ConversationFields(OtherServersChatFields):
 
     messages: Annotated[list[Message], Field(min_length=1), MANY]
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], MANY] | None = None
+    tools: Annotated[list[AnyTool], MANY] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        default=None, description="Where the model's template knows it; `none` turns `enable_thinking` off."
+        default=None,
+        description="Passed over where the model's template does not know it; `none` turns `enable_thinking` off.",
     )
     chat_template_kwargs: Annotated[dict[str, Any], MANY] | None = Field(
         default=None, description="Further names for the model's template, such as `enable_thinking`."
@@ -231,10 +275,15 @@ def schema_of(response_format: ResponseFormat | JsonSchema | None) -> Mapping[st
     return None
 
 
-def allowed_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[list[dict[str, Any]], Any]:
+def allowed_tools(
+    tools: Sequence[Tool | dict[str, Any]], choice: ToolChoice | None
+) -> tuple[list[dict[str, Any]], Any]:
     """The tools that may be called, as templates know them, and `auto`, `required`, `none` or the one."""
-    known = {tool.function.name: tool.model_dump(exclude_none=True) for tool in tools}
-    if len(known) < len(tools):
+    functions = [tool for tool in tools if isinstance(tool, Tool)]
+    if not functions and choice not in (None, "none", "auto"):
+        raise invalid("tool_choice", "allowed only with tools")
+    known = {tool.function.name: tool.model_dump(exclude_none=True) for tool in functions}
+    if len(known) < len(functions):
         raise invalid("tools", "two tools have the same name")
     match choice:
         case NamedTool():

@@ -16,8 +16,8 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 from pi_runtime.engine.events import CallBroken, End, Event, GatheredCall, ReasoningDelta, TextDelta
 from pi_runtime.server.api.answer import NDJSON, GatheredAnswer, bounded, to_json
 from pi_runtime.server.api.body import MANY, AtMost, Body, Unsupported, invalid
-from pi_runtime.server.api.chat_prompt import chat_prompt, rendered
-from pi_runtime.server.api.conversation import Tool, allowed_tools
+from pi_runtime.server.api.chat_prompt import chat_prompt, reasoning_variables, rendered
+from pi_runtime.server.api.conversation import AnyTool, allowed_tools
 from pi_runtime.server.api.ollama_models import LATEST
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.sampling import Penalty, Probability, RepetitionPenalty, SamplingFields, StopString
@@ -75,7 +75,7 @@ class OllamaFunction(Body):
     """A function that was called, with its arguments."""
 
     name: str
-    arguments: Annotated[dict[str, Any], MANY]
+    arguments: Annotated[dict[str, Any], MANY] | str | None = None
     index: int | None = None
 
 
@@ -91,7 +91,7 @@ class OllamaMessage(Body):
     """A message of a chat."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str = ""
+    content: str | None = None
     thinking: str | None = None
     tool_calls: Annotated[list[OllamaCall], MANY] | None = None
     tool_name: str | None = None
@@ -120,7 +120,7 @@ class OllamaChatRequest(OllamaFields):
     """A chat."""
 
     messages: Annotated[list[OllamaMessage], MANY]
-    tools: Annotated[list[Tool], MANY] | None = None
+    tools: Annotated[list[AnyTool], MANY] | None = None
 
 
 class OllamaGenerateRequest(OllamaFields):
@@ -219,9 +219,10 @@ def _prompt(
     choice: str = "auto",
 ) -> Prompt:
     """The prompt that the template makes of messages."""
-    variables: dict[str, Any] = {} if body.think is None else {"enable_thinking": bool(body.think)}
-    if isinstance(body.think, str):
-        variables["reasoning_effort"] = body.think
+    if isinstance(body.think, str) or body.think is False:
+        variables = reasoning_variables(body.think or "none", served)
+    else:
+        variables = {"enable_thinking": True} if body.think else {}
     schema = {"type": "object"} if body.format == "json" else body.format or None
     text = rendered(served, messages, field=field, tools=tools, variables=variables)
     return chat_prompt(served, text, field=field, tools=tools, choice=choice, schema=schema, schema_field="format")
@@ -321,10 +322,8 @@ class OllamaGenerateWriter(OllamaChatWriter):
 
 
 def _template_message(message: OllamaMessage) -> dict[str, Any]:
-    """A message as chat templates know it."""
-    found = message.model_dump(exclude_none=True, exclude={"images", "thinking", "tool_name"})
-    if message.thinking is not None:
-        found["reasoning_content"] = message.thinking
+    """A message as `ChatModel.chat_prompt` takes it."""
+    found = {"content": "", **message.model_dump(exclude_none=True, exclude={"images", "tool_name"})}
     if message.tool_name is not None:
         found["name"] = message.tool_name
     for call in found.get("tool_calls", ()):

@@ -5,10 +5,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from pi_runtime.server.api.body import MANY, TOKENS, Body, Unsupported, invalid
-from pi_runtime.server.api.chat_prompt import arguments_of
-from pi_runtime.server.api.conversation import CacheBreakpoint, CalledFunction, Function, FunctionName, NamedTool
-from pi_runtime.server.api.served import Served
+from pi_runtime.server.api.body import MANY, TOKENS, Body, invalid
+from pi_runtime.server.api.chat_prompt import custom_call
+from pi_runtime.server.api.conversation import (
+    CacheBreakpoint,
+    Function,
+    FunctionName,
+    NamedTool,
+    OtherTool,
+    of_other_type,
+)
 
 Status = Literal["in_progress", "completed", "incomplete"]
 UNUSED = "Accepted, as answers have it; not used."
@@ -39,7 +45,7 @@ class InputMessage(Body):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Annotated[list[InputPart], Field(min_length=1), MANY]
+    content: str | Annotated[list[InputPart], MANY] | None = None
     id: str | None = None
     status: Status | None = None
     phase: Literal["commentary", "final_answer"] | None = Field(default=None, description="Accepted; not used.")
@@ -51,17 +57,40 @@ class InputCall(Body):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str = Field(description="A JSON object as text.")
+    arguments: Annotated[dict[str, Any], MANY] | str | None = Field(
+        default=None, description="A JSON object as text; what is none, as a call that was cut off, stands within one."
+    )
+    id: str | None = None
+    status: Status | None = None
+
+
+class InputCustomCall(Body):
+    """An earlier call of a tool that takes text: shown as a call with the argument `input`."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str | None = None
+    id: str | None = None
+    status: Status | None = None
+
+
+class InputShellCall(Body):
+    """An earlier call of the tool `local_shell`, whose arguments are its action."""
+
+    type: Literal["local_shell_call"]
+    call_id: str | None = None
+    action: Annotated[dict[str, Any], MANY] | None = None
     id: str | None = None
     status: Status | None = None
 
 
 class InputCallOutput(Body):
-    """What a function gave."""
+    """What a function, or another tool, gave."""
 
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str | Annotated[list[InputText], Field(min_length=1), MANY]
+    type: Literal["function_call_output", "custom_tool_call_output", "local_shell_call_output"]
+    call_id: str | None = None
+    output: str | Annotated[list[InputText], MANY] | None = None
     id: str | None = None
     name: str | None = None
     status: Status | None = None
@@ -81,7 +110,7 @@ class InputReasoning(Body):
     id: str | None = None
     summary: Annotated[list[ReasoningText], MANY] | None = None
     content: Annotated[list[ReasoningText], MANY] | None = None
-    encrypted_content: Annotated[None, Unsupported("thoughts are text here")] = None
+    encrypted_content: str | None = Field(default=None, description="Accepted; only text is used.")
     status: Status | None = None
 
 
@@ -89,13 +118,41 @@ def _type_of(item: Any) -> Any:
     return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
 
 
+OTHERS = (
+    "web_search_call",
+    "file_search_call",
+    "image_generation_call",
+    "code_interpreter_call",
+    "computer_call",
+    "mcp_list_tools",
+    "mcp_call",
+)
+"""Items of what the API's own tools did, which is no text."""
+InputOther = Annotated[
+    dict[str, Any], MANY, Field(description=f"Passed over: what the API's own tools did ({', '.join(OTHERS)}).")
+]
+
+
+def _kind_of(item: Any) -> str:
+    """The tag of an item."""
+    kind = _type_of(item)
+    return next((tag for tag, kinds in KINDS.items() if kind in kinds), str(kind))
+
+
+KINDS = {
+    "output": ("function_call_output", "custom_tool_call_output", "local_shell_call_output"),
+    "other": OTHERS,
+}
 InputItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[InputCall, Tag("function_call")]
-    | Annotated[InputCallOutput, Tag("function_call_output")]
-    | Annotated[InputReasoning, Tag("reasoning")],
+    | Annotated[InputCustomCall, Tag("custom_tool_call")]
+    | Annotated[InputShellCall, Tag("local_shell_call")]
+    | Annotated[InputCallOutput, Tag("output")]
+    | Annotated[InputReasoning, Tag("reasoning")]
+    | Annotated[InputOther, Tag("other")],
     Discriminator(
-        _type_of,
+        _kind_of,
         custom_error_type="union_tag_unknown",
         custom_error_message="input should be a message, function_call, function_call_output or reasoning",
     ),
@@ -103,13 +160,18 @@ InputItem = Annotated[
 
 
 class OfFunctions(Body):
-    """An object whose `type` is `function`, the only kind of tool that there is."""
+    """An object whose `type` is `function`, the only kind of tool that is called."""
 
     type: Literal["function"]
 
 
 class FunctionTool(Function, OfFunctions):
     """A function that the model may call."""
+
+
+AnyFunctionTool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(of_other_type)
+]
 
 
 class FunctionChoice(FunctionName, OfFunctions):
@@ -128,47 +190,61 @@ class AllowedChoice(Body):
     tools: Annotated[list[FunctionChoice], Field(min_length=1), MANY]
 
 
-def template_messages(
-    instructions: str | None, items: str | Sequence[InputItem], served: Served
-) -> list[dict[str, Any]]:
-    """The messages of a conversation as chat templates know them.
+def template_messages(instructions: str | None, items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
+    """The messages of a conversation as `ChatModel.chat_prompt` takes them.
 
     The thoughts, text and calls of one turn are items of their own here, and one message there.
     """
-    found: list[dict[str, Any]] = []
-    if instructions is not None:
-        found.append({"role": "system", "content": instructions})
+    found: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
     if isinstance(items, str):
         return [*found, {"role": "user", "content": items}]
-    thoughts: str | None = None
-    for n, item in enumerate(items):
-        match item:
-            case InputReasoning():
-                thoughts = "\n".join(part.text for part in item.content or item.summary or []) or None
-                continue
-            case InputCallOutput():
-                found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-            case InputMessage(role="assistant"):
-                found.append({"role": "assistant", "content": _text(item.content)})
-            case InputMessage():
-                is_known = item.role != "developer" or "developer" in served.template
-                found.append({"role": item.role if is_known else "system", "content": _text(item.content)})
-            case InputCall():
-                function = CalledFunction(name=item.name, arguments=item.arguments)
-                call = {"name": item.name, "arguments": arguments_of(function, f"input[{n}]")}
-                if found[-1:] == [] or found[-1]["role"] != "assistant" or thoughts is not None:
-                    found.append({"role": "assistant", "content": ""})
-                calls = found[-1].setdefault("tool_calls", [])
-                calls.append({"id": item.call_id, "type": "function", "function": call})
-        if thoughts is not None and found[-1]["role"] == "assistant":
-            found[-1]["reasoning_content"] = thoughts
-        thoughts = None
+    thoughts: list[str] = []
+    for item in items:
+        if isinstance(item, dict):
+            continue
+        if isinstance(item, InputReasoning):
+            thoughts += [part.text for part in item.content or item.summary or []]
+            continue
+        _add(found, item, begins=bool(thoughts))
+        if thoughts and found[-1]["role"] == "assistant":
+            found[-1]["reasoning_content"] = "\n".join(thoughts)
+        thoughts = []
     if not found:
         raise invalid("input", "at least one message is required")
     return found
 
 
-def _text(content: str | Sequence[InputText | InputRefusal]) -> str:
-    if isinstance(content, str):
-        return content
+def _add(
+    found: list[dict[str, Any]],
+    item: InputMessage | InputCall | InputCustomCall | InputShellCall | InputCallOutput,
+    *,
+    begins: bool,
+) -> None:
+    """Add an item to the messages: a call to that of the assistant before it, unless thoughts begin another."""
+    match item:
+        case InputCallOutput():
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        case InputMessage():
+            found.append({"role": item.role, "content": _text(item.content)})
+        case _:
+            if not found or found[-1]["role"] != "assistant" or begins:
+                found.append({"role": "assistant", "content": ""})
+            found[-1].setdefault("tool_calls", []).append(_call(item))
+
+
+def _call(item: InputCall | InputCustomCall | InputShellCall) -> dict[str, Any]:
+    """A call as chats have it."""
+    match item:
+        case InputCustomCall():
+            return custom_call(item.call_id, item.name, item.input)
+        case InputShellCall():
+            function: dict[str, Any] = {"name": "local_shell", "arguments": item.action}
+            return {"id": item.call_id or item.id, "type": "function", "function": function}
+    function = {"name": item.name, "arguments": item.arguments}
+    return {"id": item.call_id, "type": "function", "function": function}
+
+
+def _text(content: str | Sequence[InputText | InputRefusal] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
     return "\n".join(part.text if isinstance(part, InputText) else part.refusal for part in content)

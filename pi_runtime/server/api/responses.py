@@ -28,6 +28,7 @@ from pi_runtime.server.api.other_servers import OneAnswerFields
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.response_items import (
     AllowedChoice,
+    AnyFunctionTool,
     FunctionChoice,
     FunctionTool,
     InputItem,
@@ -58,7 +59,7 @@ class TextSettings(Body):
 
 
 class ReasoningSettings(Body):
-    """How much the model is to think, where its template knows that."""
+    """How much the model is to think; passed over where its template does not know that."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Annotated[Literal["auto"] | None, Unsupported("thoughts come as they are, without a summary")] = None
@@ -91,7 +92,7 @@ class ResponseRequest(SamplingFields, OneAnswerFields, CacheFields, IgnoredField
     chat_template_kwargs: Annotated[dict[str, Any], MANY] | None = Field(
         default=None, description="Further names for the model's template, such as `enable_thinking`."
     )
-    tools: Annotated[list[FunctionTool], MANY] | None = None
+    tools: Annotated[list[AnyFunctionTool], MANY] | None = None
     tool_choice: (
         Literal["none", "auto", "required"]
         | Annotated[FunctionChoice | AllowedChoice, Field(discriminator="type")]
@@ -173,10 +174,11 @@ def response_request(body: ResponseRequest, served: Served) -> Prompt:
     served.check_name(body.model)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "allowed only with stream: true")
-    tools, choice = allowed_tools([Tool(type="function", function=tool) for tool in body.tools or []], _choice(body))
-    messages = template_messages(body.instructions, body.input, served)
+    functions = [Tool(type="function", function=tool) for tool in body.tools or [] if isinstance(tool, FunctionTool)]
+    tools, choice = allowed_tools(functions, _choice(body))
+    messages = template_messages(body.instructions, body.input)
     schema = schema_of(None if body.text is None else body.text.format)
-    effort = reasoning_variables("reasoning.effort", None if body.reasoning is None else body.reasoning.effort, served)
+    effort = reasoning_variables(None if body.reasoning is None else body.reasoning.effort, served)
     variables = {**effort, **(body.chat_template_kwargs or {})}
     text = rendered(served, messages, field="input", tools=tools, variables=variables)
     prompt = chat_prompt(
@@ -267,8 +269,6 @@ def _written(events: Sequence[Mapping[str, Any]]) -> bytes:
 def _choice(body: ResponseRequest) -> ToolChoice | None:
     """The choice of tools as chats have it."""
     choice = body.tool_choice
-    if choice not in (None, "none", "auto") and not body.tools:
-        raise invalid("tool_choice", "allowed only with tools")
     match choice:
         case FunctionChoice():
             return choice.as_chats_have_it()
@@ -310,7 +310,7 @@ def _response(body: ResponseRequest, served: Served) -> Response:
         "temperature": sampling.temperature,
         "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
         "tool_choice": choice or "auto" if choice is None or isinstance(choice, str) else choice.model_dump(),
-        "tools": [tool.model_dump() for tool in body.tools or []],
+        "tools": [tool.model_dump() if isinstance(tool, FunctionTool) else tool for tool in body.tools or []],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
         "truncation": "disabled",

@@ -11,6 +11,7 @@ from pi_runtime.errors import PromptError, TemplateError
 from pi_runtime.server.api.body import invalid
 from pi_runtime.server.errors import ApiError, refused
 from pi_runtime.server.settings import ServerSettings
+from pi_runtime.text.template_abilities import UNKNOWN, Abilities
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class Served:
             return self.model.chat_template.source
         except TemplateError:
             return ""
+
+    @property
+    def abilities(self) -> Abilities:
+        """What the model's chat template can show."""
+        return self.model.chat_template.abilities if self.template else UNKNOWN
 
     def check_name(self, name: str) -> None:
         """Raise ApiError 404 where a request asks for another model."""

@@ -19,7 +19,6 @@ TEMPLATE = (
     b"{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% if m.thinking %}({{ m.thinking }}){% endif %};"
     b"{% endfor %}a:"
 )
-SYSTEM = b"{# system #}" + TEMPLATE
 OK = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "set", "parameters": OK}}
 HI = [{"role": "user", "content": "hi"}]
@@ -29,7 +28,7 @@ HI = [{"role": "user", "content": "hi"}]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     path = tmp_path_factory.mktemp("chat") / "a.pi"
     decoder = small_decoder(context_length=1024)
-    with load(random_artifact(path, decoder, scale=2.0, files={"chat_template.jinja": SYSTEM})) as found:
+    with load(random_artifact(path, decoder, scale=2.0, files={"chat_template.jinja": TEMPLATE})) as found:
         yield found
 
 
@@ -87,27 +86,25 @@ def test_what_cannot_be(model: Model, settings: Any, message: str) -> None:
         model.chat(HI, **settings)
 
 
-@pytest.mark.parametrize("has_system", [True, False])
-def test_where_tools_are_told(has_system: bool) -> None:
-    messages = [{"role": "system", "content": "Be brief."}] * has_system + HI
-    first, *more = told(messages, [TOOL], has_system=has_system)
-    assert first["role"] == ("system" if has_system else "user")
-    assert (first["content"].startswith("Be brief.\n\nYou may"), first["content"].endswith("\n\nhi")) == (
-        has_system,
-        not has_system,
-    )
-    assert more == HI * has_system
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_where_tools_are_told(role: str) -> None:
+    first, *more = told([{"role": role, "content": "Be brief."}, *HI], [TOOL])
+    assert first["role"] == role
+    assert first["content"].startswith("Be brief.\n\nYou may")
+    assert more == HI
+    first, *more = told(HI, [TOOL])
+    assert (first["role"], first["content"][:7], more) == ("system", "You may", HI)
 
 
 @pytest.mark.parametrize("messages", [["hi"], [{"content": "hi"}], [{"role": "assistant", "tool_calls": [1]}]])
-def test_what_are_no_messages(messages: Any) -> None:
+def test_what_are_no_messages(model: Model, messages: Any) -> None:
     with pytest.raises(PromptError):
-        told(messages, [TOOL], has_system=True)
+        model.chat_prompt(messages, tools=[TOOL])
 
 
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance")
-    random_artifact(tmp_path / "model.pi", small_decoder(context_length=2048), files={"chat_template.jinja": SYSTEM})
+    random_artifact(tmp_path / "model.pi", small_decoder(context_length=2048), files={"chat_template.jinja": TEMPLATE})
     monkeypatch.chdir(tmp_path)
     notebook = json.loads((ROOT / "docs" / "examples" / "quickstart.ipynb").read_text("utf-8"))
     names: dict[str, Any] = {}

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.synthetic import END_ID, byte_tokenizer
+from support.templates import HARMONY as TEMPLATE
 
 from pi_runtime.artifact.schema import Text
 from pi_runtime.engine.events import CallArguments, CallBegan, CallBroken, Delta, ReasoningDelta, TextDelta, joined
@@ -16,7 +17,6 @@ from pi_runtime.engine.tools.output import OutputFormat
 from pi_runtime.errors import UsageError
 from pi_runtime.text.tokenizer import Tokenizer
 
-TEMPLATE = "<|start|>assistant<|channel|>commentary to=functions.x<|message|>"
 PROMPT = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
 THINK, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 NEXT = "<|end|><|start|>assistant"

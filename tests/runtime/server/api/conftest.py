@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.synthetic import END_ID, random_artifact, small_decoder
+from support.templates import HARMONY
 
 from pi_runtime import Engine, load
 from pi_runtime.artifact.schema import Text
@@ -61,10 +62,7 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, E
 def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Engine]]:
     """A model whose answers are messages in channels."""
     path = tmp_path_factory.mktemp("api") / "harmony.pi"
-    template = (
-        "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}<|start|>assistant"
-    )
-    files = {"chat_template.jinja": f"{template}{{# <|channel|>commentary to=functions. #}}".encode()}
+    files = {"chat_template.jinja": HARMONY.encode()}
     text = Text(prefix_ids=(), end_ids=())
     yield from served_by(random_artifact(path, small_decoder(context_length=512), scale=3.0, text=text, files=files))
 

@@ -138,3 +138,33 @@ def test_what_is_wrong_is_told(random_chat: Chat, path: str, fields: dict[str, A
     assert error.value.status == status
     assert error.value.body_at(path).keys() == {"error"}
     assert says in error.value.body_at(path)["error"]
+
+
+PAST: list[tuple[dict[str, Any], str]] = [
+    (
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+        '"arguments": {"a": 1}',
+    ),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": None}}]}, '"arguments": {}'),
+    (
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+        '"arguments": {"arguments": "{"}',
+    ),
+    ({"role": "assistant", "content": None}, "u:hi;a:;u:on;"),
+    ({"role": "assistant"}, "u:hi;a:;u:on;"),
+    ({"role": "tool", "tool_name": "f", "content": "\ud83d!"}, "\ufffd!"),
+]
+
+
+@pytest.mark.parametrize(("message", "shown"), PAST, ids=ascii)
+def test_what_is_shown_of_the_past_is_no_error(random_chat: Chat, message: dict[str, Any], shown: str) -> None:
+    served, _ = random_chat
+    body = {"model": "m", "messages": [*says("hi"), message, *says("on")]}
+    assert shown in served.model.tokenizer.decode(asking.asked(OLLAMA_CHAT, body, served).texts[0])
+
+
+def test_tools_of_other_types_and_efforts_are_passed_over(random_chat: Chat) -> None:
+    served, _ = random_chat
+    plain = asking.asked(OLLAMA_CHAT, {"model": "m", "messages": says("hi")}, served).texts
+    for more in ({"tools": [{"type": "web_search"}]}, {"think": True}, {"think": False}, {"think": "high"}):
+        assert asking.asked(OLLAMA_CHAT, {"model": "m", "messages": says("hi"), **more}, served).texts == plain

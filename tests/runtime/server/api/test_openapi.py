@@ -89,7 +89,7 @@ WRONG = [
     {"messages": []},
     {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
     {"logit_bias": {"a": 1}},
-    {"tools": [{"type": "custom"}]},
+    {"tools": ["x"]},
     {"response_format": {"type": "xml"}},
     {"metadata": {"a": 1}},
 ]

@@ -159,6 +159,61 @@ def test_a_conversation_of_items_reaches_the_template(hermes: Chat) -> None:
     assert served.model.tokenizer.decode(request.texts[0]) == expected
 
 
+PAST: list[tuple[list[dict[str, Any]], str]] = [
+    (
+        [{"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": "M'}],
+        '{"arguments": "{\\"a\\": \\"M"}',
+    ),
+    ([{"type": "function_call", "call_id": "c", "name": "f", "arguments": None}], '"arguments": {}'),
+    ([{"type": "function_call", "call_id": "c", "name": "f", "arguments": {"a": 1}}], '"arguments": {"a": 1}'),
+    ([{"type": "custom_tool_call", "call_id": "c", "name": "apply", "input": "+a"}], '"arguments": {"input": "+a"}'),
+    ([{"type": "local_shell_call", "call_id": "c", "action": {"command": ["ls"]}}], '"arguments": {"command": ["ls"]}'),
+    ([{"type": "local_shell_call", "id": "c", "status": "completed"}], '"name": "local_shell", "arguments": {}'),
+    ([{"type": "custom_tool_call_output", "call_id": "c", "output": "done"}], "t:done;"),
+    ([{"type": "local_shell_call_output", "id": "c", "output": "done"}], "t:done;"),
+    ([{"type": "function_call_output", "call_id": "c", "output": None}], "t:;"),
+    ([{"type": "function_call_output", "call_id": "c", "output": []}], "t:;"),
+    ([{"type": "web_search_call", "id": "ws", "status": "completed", "action": {}}], "u:hi;u:on;a:"),
+    ([{"type": "reasoning", "id": "rs", "summary": [], "encrypted_content": "gAAA"}], "u:hi;u:on;a:"),
+    ([{"type": "message", "role": "assistant", "content": None}], "a:;u:on;"),
+    ([{"type": "message", "role": "assistant", "content": []}], "a:;u:on;"),
+]
+
+
+@pytest.mark.parametrize(("items", "shown"), PAST, ids=str)
+def test_what_is_shown_of_the_past_is_no_error(hermes: Chat, items: list[dict[str, Any]], shown: str) -> None:
+    served, _ = hermes
+    hi, on = ({"role": "user", "content": text} for text in ("hi", "on"))
+    request = asking.asked(RESPONSES, {"model": "m", "input": [hi, *items, on]}, served)
+    assert shown in served.model.tokenizer.decode(request.texts[0])
+
+
+def test_tools_of_other_types_are_left_out(hermes: Chat) -> None:
+    served, _ = hermes
+    others = [
+        {"type": "web_search"},
+        {"type": "local_shell"},
+        {"type": "custom", "name": "apply", "format": {"type": "grammar", "syntax": "lark", "definition": "a"}},
+        {"type": "namespace", "name": "n", "description": "", "tools": [{"type": "function", "name": "x"}]},
+    ]
+    function = {"type": "function", "name": "f"}
+    for tools in ([*others, function], others):
+        request = asking.asked(RESPONSES, {"model": "m", "input": "hi", "tools": tools}, served)
+        assert [tool["function"]["name"] for tool in request.tools] == ["f"] * (function in tools)
+        assert "web_search" not in request.rendered
+    assert ask(hermes, "hi", tools=[*others, function], max_output_tokens=1).tools[0].type == "web_search"
+
+
+@pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", "max"])
+def test_an_effort_that_the_template_does_not_know_is_passed_over(random_chat: Chat, effort: str) -> None:
+    served, _ = random_chat
+    plain, asked = (
+        asking.asked(RESPONSES, {"model": "m", "input": "hi", **more}, served).texts
+        for more in ({}, {"reasoning": {"effort": effort}})
+    )
+    assert plain == asked
+
+
 def test_json_follows_a_schema(random_chat: Chat) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     form = {"type": "json_schema", "name": "x", "schema": {**schema, "additionalProperties": False}, "strict": True}
@@ -186,10 +241,11 @@ def test_json_follows_a_schema(random_chat: Chat) -> None:
         ({"store": True}, "store", "not supported"),
         ({"background": True}, "background", "not supported"),
         ({"truncation": "auto"}, "truncation", "not supported"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "only with tools"),
+        ({"input": [{"type": "item_reference", "id": "1"}]}, "input[0].type", "function_call"),
         ({"tool_choice": "required"}, "tool_choice", "only with tools"),
         ({"include": ["file_search_call.results"]}, "include[0]", "logprobs"),
-        ({"reasoning": {"effort": "low"}}, "reasoning.effort", "template"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "none"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "not supported"),
         (
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}},

@@ -1,0 +1,199 @@
+"""Prompts of conversations by a model's chat template, so that nothing of them is lost on the way.
+
+Where a conversation is more than turns of the user and the assistant, another one of its shape, with a word for each
+text, is rendered first. A word that does not reach the prompt says which part the template drops; the conversation is
+then arranged in another way. Thoughts are the template's own affair: most drop those of earlier turns on purpose.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from pi_runtime.engine.history import INSTRUCTS, Way, arranged, one_form, unicode
+from pi_runtime.engine.tools.told import told
+from pi_runtime.errors import PromptError, TemplateError
+from pi_runtime.text.chat_template import ChatTemplate
+
+Message = Mapping[str, Any]
+Part = tuple[int | None, str]
+"""A part of a conversation: the message, if it is one's, and what it is of it."""
+TEXT = "content"
+
+
+class PromptWriter:
+    """Writes the prompts of conversations with certain tools and variables."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        *,
+        tools: Sequence[Message] = (),
+        are_told: bool,
+        variables: Mapping[str, Any],
+        add_generation_prompt: bool,
+    ) -> None:
+        """`are_told`: whether messages tell of the tools: the template does not, or its form of calls is not known."""
+        self._template, self._tools, self._are_told = template, [unicode(tool) for tool in tools], are_told
+        self._variables = {name: value for name, value in variables.items() if value is not None}
+        self._add_generation_prompt = add_generation_prompt
+
+    def write(self, messages: Sequence[Message]) -> str:
+        """The prompt. Raises PromptError for what are no messages, and for what the template cannot show.
+
+        Raises what `ChatTemplate.render` raises too.
+        """
+        given = one_form(messages)
+        failed: TemplateError | PromptError | None = None
+        for tools in _forms(self._tools):
+            try:
+                way = self._way(given, tools)
+                return self._render(given, tools, way)
+            except (TemplateError, PromptError) as error:
+                failed = failed or error
+        assert failed is not None
+        raise failed
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Message], way: Way) -> str:
+        shown = self._arranged(messages, tools, way)
+        return self._template.render(
+            shown,
+            tools=self._given(tools),
+            variables=self._variables,
+            add_generation_prompt=self._add_generation_prompt,
+        )
+
+    def _way(self, messages: Sequence[Message], tools: Sequence[Message]) -> Way:
+        """The first way in which all parts reach the prompt. Raises PromptError where there is none."""
+        abilities = self._template.abilities
+        way = Way(calls_as_text=bool(tools) and self._are_told)
+        if not abilities.is_whole or (not tools and _is_plain(messages)):
+            return way
+        parts, shapes = _words(messages)
+        best: list[Part] | None = None
+        for _ in range(6):
+            text = self._template.attempt(
+                self._arranged(shapes, tools, way),
+                tools=self._given(tools),
+                add_generation_prompt=self._add_generation_prompt,
+                **self._variables,
+            )
+            missing = None if text is None else [*_missing(text, parts, tools)]
+            if missing == []:
+                return way
+            if missing is not None and (best is None or len(missing) < len(best)):
+                best = missing
+            further = _next(way, messages, missing)
+            if further is None:
+                break
+            way = further
+        if best is None:
+            return Way(calls_as_text=way.calls_as_text)  # the template's own error says more
+        n, what = best[0]
+        place = what if n is None else f"message {n} of the chat: {what}"
+        raise PromptError(f"{place} is not shown by the model's chat template", remedy="leave it out")
+
+    def _arranged(self, messages: Sequence[Message], tools: Sequence[Message], way: Way) -> list[dict[str, Any]]:
+        shown = told(messages, tools) if tools and self._are_told else [*map(dict, messages)]
+        return arranged(shown, self._template.abilities, way)
+
+    def _given(self, tools: Sequence[Message]) -> Sequence[Message] | None:
+        """The tools that the template is given."""
+        return tools if tools and not self._are_told else [] if self._template.abilities.empty_tools else None
+
+
+def _next(way: Way, messages: Sequence[Message], missing: Sequence[Part] | None) -> Way | None:
+    """What is tried after a way that the template failed at, or by which parts are missing."""
+    if all(m["role"] in INSTRUCTS for m in messages):
+        return None if way.user_instructs else replace(way, user_instructs=True)
+    if way.calls_as_text or not any("tool_calls" in m or m["role"] == "tool" for m in messages):
+        return None
+    if missing is None and not way.results_as_text and _has_result_alone(messages):
+        return replace(way, results_as_text=True)
+    beside = frozenset(n for n, m in enumerate(messages) if "tool_calls" in m and m["content"])
+    if missing is None and beside and not way.text_in_thoughts:
+        return replace(way, text_in_thoughts=True)
+    lost = beside if missing is None else beside & {n for n, what in missing if what == TEXT}
+    if lost - way.apart:
+        return replace(way, apart=way.apart | lost)
+    return Way(calls_as_text=True)
+
+
+def _has_result_alone(messages: Sequence[Message]) -> bool:
+    """Whether a result follows no call, nor another result."""
+    return any(
+        m["role"] == "tool" and "tool_calls" not in before and before["role"] != "tool"
+        for before, m in pairwise([{"role": ""}, *messages])
+    )
+
+
+def _words(messages: Sequence[Message]) -> tuple[list[tuple[str, Part]], list[Message]]:
+    """The messages with a word for each of their texts, and the words of those parts that must reach the prompt."""
+    parts, found = list[tuple[str, Part]](), list[Message]()
+
+    def word(n: int, what: str) -> str:
+        parts.append((f"qz{len(parts)}zq", (n, what)))
+        return parts[-1][0]
+
+    for n, message in enumerate(messages):
+        shape = {**message, "content": word(n, TEXT) if message["content"].strip() else ""}
+        if "reasoning_content" in message:
+            shape["reasoning_content"] = "qzzq"
+        if "tool_calls" in message:
+            what = (f"tool_calls[{c}]" for c in range(len(message["tool_calls"])))
+            shape["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": {"qz": word(n, next(what))}}}
+                for call in message["tool_calls"]
+            ]
+        found.append(shape)
+    return parts, found
+
+
+def _missing(text: str, parts: Sequence[tuple[str, Part]], tools: Sequence[Message]) -> Iterator[Part]:
+    at = 0
+    for word, part in parts:
+        # Most stand in their order, so that a long conversation is not searched from its beginning each time.
+        found = text.find(word, at)
+        if found < 0 and (found := text.find(word)) < 0:
+            yield part
+        at = max(at, found)
+    for tool in tools:
+        if (name := tool["function"]["name"]) not in text:
+            yield None, f"the tool {name}"
+
+
+def _is_plain(messages: Sequence[Message]) -> bool:
+    """Whether the user and the assistant take turns, after one who instructs or nobody."""
+    roles = [message["role"] for message in messages]
+    rest = roles[1:] if roles and roles[0] in INSTRUCTS else roles
+    is_plain = rest[::2] == ["user"] * len(rest[::2]) and rest[1::2] == ["assistant"] * len(rest[1::2])
+    return is_plain and len(rest) % 2 == 1 and not any("tool_calls" in message for message in messages)
+
+
+def _forms(tools: Sequence[Message]) -> Iterator[Sequence[Message]]:
+    """The tools as they are, then with what may be left out, then with schemas as plain as templates count on."""
+    yield [*tools]
+    if tools:
+        empty = {"description": "", "parameters": {"type": "object", "properties": {}}}
+        filled = [{**tool, "function": {**empty, **tool["function"]}} for tool in tools]
+        yield filled
+        yield [
+            {**tool, "function": {**tool["function"], "parameters": _plain(tool["function"]["parameters"], "object")}}
+            for tool in filled
+        ]
+
+
+def _plain(schema: Any, kind: str = "string") -> dict[str, Any]:
+    """A schema with one type in each place, and properties of each object."""
+    found = dict(schema) if isinstance(schema, Mapping) else {}
+    kinds = found.get("type")
+    if isinstance(kinds, list):
+        kinds = next((one for one in kinds if one != "null"), None)
+    found["type"] = kinds if isinstance(kinds, str) else "object" if "properties" in found else kind
+    if found["type"] == "object":
+        properties = found.get("properties")
+        properties = properties if isinstance(properties, Mapping) else {}
+        found["properties"] = {name: _plain(item) for name, item in properties.items()}
+    if found["type"] == "array":
+        found["items"] = _plain(found.get("items"))
+    return found

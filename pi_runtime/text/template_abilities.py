@@ -1,0 +1,284 @@
+"""What a chat template can show, found by rendering small conversations of unusual words with it.
+
+A word of the template's source says little: Gemma 2's has `system` in the error that it raises for such a message.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from types import MappingProxyType
+from typing import Any, Literal
+
+Message = Mapping[str, Any]
+Attempt = Callable[..., str | None]
+"""Renders messages, with `tools` and `add_generation_prompt` and further variables; None where the template fails."""
+SYSTEM, FIRST, SAID, SECOND, KEY, VALUE, RESULT, THOUGHT, EXTRA = (f"qz{n}zq" for n in range(9))
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""How much a model may be asked to think, rising."""
+CALL_ID, FOREIGN_ID = "a1B2c3D4e", "call_0a1b2c3d4e5f6a7b"
+LOOKUP = {
+    "type": "function",
+    "function": {
+        "name": "qz_look",
+        "description": "Looks it up.",
+        "parameters": {
+            "type": "object",
+            "properties": {KEY: {"type": "string", "description": "A word."}},
+            "required": [KEY],
+        },
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallForm:
+    """How a message with calls, and their results, are given to a template."""
+
+    content: Literal["absent", "empty", "null"]
+    """The content of a message that has calls and no text."""
+    arguments_are_text: bool
+    names_results: bool
+    """Whether results have the name of the function."""
+    short_ids: bool
+    """Whether ids have nine letters and digits."""
+    allows_several: bool
+    """Whether a message may have several calls."""
+
+    def content_of(self) -> dict[str, Any]:
+        """The content of a message with calls that has no text."""
+        return {} if self.content == "absent" else {"content": "" if self.content == "empty" else None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abilities:
+    """What reaches the prompt, and in which form."""
+
+    is_whole: bool
+    """Whether each message of a plain conversation does. A template that shows a part of it means to."""
+    typed: frozenset[str]
+    """Roles whose content must be a list of parts, {"type": "text", "text": …}."""
+    system: bool
+    """Whether a system message before the user's does."""
+    system_alone: bool
+    """Whether it does without a user's."""
+    system_later: bool
+    """Whether a second system message does, in the middle of a conversation."""
+    developer: bool
+    """Whether a message of the role `developer` does, and not as one of any role."""
+    repeats: bool
+    """Whether a role may come twice in a row, and a conversation begin with the assistant."""
+    nothing: str
+    """What an assistant says that says nothing: a blank where the template fails without."""
+    tools: bool
+    """Whether the name of a function and those of its parameters do."""
+    empty_tools: bool
+    """Whether a chat without tools must have an empty list of them."""
+    calls: CallForm | None
+    """None where calls and results do not reach the prompt."""
+    written: str
+    """What the template writes for a call, as if the model had: empty where it shows none."""
+    told: str
+    """What the template writes because there are tools."""
+    switch: bool
+    """Whether `enable_thinking` changes anything."""
+    efforts: Mapping[str, str]
+    """What `reasoning_effort` must be for each of `EFFORTS`; empty where it changes nothing."""
+
+
+UNKNOWN = Abilities(
+    is_whole=False,
+    typed=frozenset(),
+    system=True,
+    system_alone=True,
+    system_later=True,
+    developer=False,
+    repeats=True,
+    nothing="",
+    tools=False,
+    empty_tools=False,
+    calls=None,
+    written="",
+    told="",
+    switch=False,
+    efforts=MappingProxyType({}),
+)
+"""Of a template that renders nothing, or takes too long: messages are given as they are."""
+
+
+def abilities_of(attempt: Attempt) -> Abilities:
+    """Probe a template."""
+    probe = _Probe(attempt)
+    forms: Iterator[tuple[set[str], Sequence[Any] | None]] = product((set(), {"user"}), (None, []))
+    for probe.typed, probe.no_tools in forms:
+        if probe.shows((FIRST,), [_user(FIRST)]):
+            break
+    else:
+        return UNKNOWN
+    plain = [_user(FIRST), _assistant(SAID), _user(SECOND)]
+    system = {"role": "system", "content": SYSTEM}
+    is_whole = probe.shows_typed("assistant", (FIRST, SAID, SECOND), plain)
+    has_system = probe.shows_typed("system", (SYSTEM, FIRST), [system, _user(FIRST)])
+    tools = probe.shows((LOOKUP["function"]["name"], KEY), [_user(FIRST)], tools=[LOOKUP])  # type: ignore[index]
+    calls = probe.call_form(tools)
+    return Abilities(
+        is_whole=is_whole,
+        typed=frozenset(probe.typed),
+        system=has_system,
+        system_alone=has_system and probe.shows((SYSTEM,), [system]),
+        system_later=has_system
+        and probe.shows(
+            (SYSTEM, FIRST, SAID, EXTRA, SECOND), [system, *plain[:2], {**system, "content": EXTRA}, plain[2]]
+        )
+        and probe.shows((SYSTEM, FIRST, EXTRA), [system, {**system, "content": EXTRA}, _user(FIRST)]),
+        developer=probe.knows_developer(),
+        repeats=probe.shows(
+            (FIRST, SECOND, SAID, EXTRA), [_user(FIRST), _user(SECOND), _assistant(SAID), _assistant(EXTRA), _user("a")]
+        )
+        and probe.shows((SAID, FIRST), [_assistant(SAID), _user(FIRST)]),
+        nothing="" if probe.shows((FIRST, SECOND), [_user(FIRST), _assistant(""), _user(SECOND)]) else " ",
+        tools=tools,
+        empty_tools=probe.no_tools is not None,
+        calls=calls,
+        written=probe.written(calls, tools) if calls else "",
+        told=probe.told() if tools else "",
+        switch=probe.changes(enable_thinking=(True, False)),
+        efforts=probe.efforts(),
+    )
+
+
+def as_parts(message: Message, typed: frozenset[str] | set[str]) -> dict[str, Any]:
+    """A message with its content in parts, where its role wants that."""
+    content = message.get("content")
+    if message["role"] not in typed or not isinstance(content, str):
+        return dict(message)
+    return {**message, "content": [{"type": "text", "text": content}]}
+
+
+class _Probe:
+    """Renders probes, with content in the form that was found up to then."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self.typed: set[str] = set()
+        self.no_tools: Sequence[Any] | None = None
+
+    def render(self, messages: Sequence[Message], **variables: Any) -> str | None:
+        shown = [as_parts(message, self.typed) for message in messages]
+        return self._attempt(shown, **{"tools": self.no_tools, **variables})
+
+    def shows(self, words: Sequence[str], messages: Sequence[Message], **variables: Any) -> bool:
+        """Whether all words reach the prompt."""
+        text = self.render(messages, **variables)
+        return text is not None and all(word in text for word in words)
+
+    def shows_typed(self, role: str, words: Sequence[str], messages: Sequence[Message]) -> bool:
+        """The same, with the role's content in parts where it must be."""
+        if self.shows(words, messages):
+            return True
+        self.typed.add(role)
+        if self.shows(words, messages):
+            return True
+        self.typed.discard(role)
+        return False
+
+    def knows_developer(self) -> bool:
+        """Whether a developer's message is shown as that, which no unknown role's is."""
+        known, unknown = "developer", "d" + EXTRA  # of one first letter, which is all that some templates write
+        texts = [self.render([{"role": role, "content": SYSTEM}, _user(FIRST)]) for role in (known, unknown)]
+        return texts[0] is not None and SYSTEM in texts[0] and texts[0] != (texts[1] or "").replace(unknown, known)
+
+    def changes(self, **values: tuple[Any, Any]) -> bool:
+        """Whether a variable's values make a difference."""
+        (name, (one, other)), *_ = values.items()
+        return self.render([_user(FIRST)], **{name: one}) != self.render([_user(FIRST)], **{name: other})
+
+    def efforts(self) -> dict[str, str]:
+        """What `reasoning_effort` must be: the nearest that is taken, and of the usual three where each is written."""
+        without, unknown = self.render([_user(FIRST)]), self.render([_user(FIRST)], reasoning_effort=EXTRA)
+        texts = {effort: self.render([_user(FIRST)], reasoning_effort=effort) for effort in EFFORTS}
+        if all(text == without for text in texts.values()):
+            return {}
+        is_written = unknown is not None and EXTRA in unknown
+        same = {
+            effort for effort, text in texts.items() if is_written and text == (unknown or "").replace(EXTRA, effort)
+        }
+        taken = [n for n, effort in enumerate(EFFORTS) if texts[effort] is not None]
+        taken = [n for n in taken if EFFORTS[n] not in same or EFFORTS[n] in ("low", "medium", "high")] or taken
+        return {
+            effort: EFFORTS[min(taken, key=lambda other: abs(other - n))] for n, effort in enumerate(EFFORTS) if taken
+        }
+
+    def call_form(self, tools: bool) -> CallForm | None:
+        """The first form in which calls and results reach the prompt; arguments as JSON at best."""
+        given = {"tools": [LOOKUP]} if tools else {}
+        for typed in ((), ("tool",)):
+            self.typed |= {*typed}
+            for names, content, is_text in product((False, True), ("absent", "empty", "null"), (False, True)):
+                form = CallForm(
+                    content=content,  # type: ignore[arg-type]  # product has no literal types
+                    arguments_are_text=is_text,
+                    names_results=names,
+                    short_ids=True,
+                    allows_several=False,
+                )
+                text = self.render(_called(form), **given)
+                if text is None or not all(word in text for word in (FIRST, KEY, VALUE, RESULT, SAID, SECOND)):
+                    continue
+                # Python's way to write an object, or text within text.
+                if f"'{KEY}': '{VALUE}'" in text or f'\\"{VALUE}' in text:
+                    continue
+                return self._further(form, given)
+            self.typed -= {*typed}
+        return None
+
+    def _further(self, form: CallForm, given: Mapping[str, Any]) -> CallForm:
+        """What else the form allows: ids of other servers, several calls in one message."""
+        short = not self.shows((KEY, VALUE, RESULT, SAID), _called(form, call_id=FOREIGN_ID), **given)
+        words = (VALUE, EXTRA, RESULT, THOUGHT)
+        several = self.shows(words, _called(form, more=(EXTRA, THOUGHT)), **given)
+        return CallForm(**{**vars(form), "short_ids": short, "allows_several": several})
+
+    def written(self, form: CallForm, tools: bool) -> str:
+        """What stands where an answer does, if it is a call, without the end of the turn."""
+        given: dict[str, Any] = {"tools": [LOOKUP]} if tools else {}
+        text = self.render(_called(form)[:2], add_generation_prompt=False, **given)
+        said = self.render([_user(FIRST), _assistant(SAID)], add_generation_prompt=False, **given)
+        if text is None or said is None or VALUE not in text or SAID not in said:
+            return ""
+        return text[_parting(text, said) :].removesuffix(said.rpartition(SAID)[2])
+
+    def told(self) -> str:
+        """The text that comes with tools."""
+        without, text = self.render([_user(FIRST)]), self.render([_user(FIRST)], tools=[LOOKUP])
+        return "" if without is None or text is None else text[_parting(text, without) :]
+
+
+def _parting(text: str, other: str) -> int:
+    """Where a text parts from another one: before the marker, where that is within one."""
+    found = next((n for n, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    begin = text.rfind("<", 0, found)
+    return begin if begin >= 0 and ">" not in text[begin:found] else found
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _called(form: CallForm, *, call_id: str = CALL_ID, more: tuple[str, str] | None = None) -> list[Message]:
+    """A conversation with a call and its result, or two of both: `more` are the second argument and result."""
+    pairs = [(call_id, VALUE, RESULT), *([] if more is None else [(f"{call_id[:-1]}9", *more)])]
+    name = LOOKUP["function"]["name"]  # type: ignore[index]
+    calls, results = [], []
+    for found, value, result in pairs:
+        arguments = {KEY: value}
+        function = {"name": name, "arguments": json.dumps(arguments) if form.arguments_are_text else arguments}
+        calls.append({"id": found, "type": "function", "function": function})
+        named = {"name": name} if form.names_results else {}
+        results.append({"role": "tool", "tool_call_id": found, "content": result, **named})
+    turn = {"role": "assistant", **form.content_of(), "tool_calls": calls}
+    return [_user(FIRST), turn, *results, _assistant(SAID), _user(SECOND)]
