@@ -71,6 +71,11 @@ class AnswerSequence(TokenSequence):
         self._forced = None if self._grammar is None else ForcedText(self._grammar)
 
     @property
+    def prompt(self) -> list[int]:
+        """The tokens that it continues."""
+        return self.tokens[: self.prompt_tokens]
+
+    @property
     def token_ids(self) -> list[int]:
         """The generated tokens."""
         return self.tokens[self.prompt_tokens :]
@@ -182,12 +187,8 @@ class AnswerSequence(TokenSequence):
 
     @cached_property
     def _text(self) -> TextStream:
-        """What makes text of the tokens. Where nothing came after an earlier answer, its text goes on."""
-        text, prompt = TextStream(self._tokenizer, self._shown_tokens), self.prompt_tokens
-        written = next((n for n in range(prompt) if not self.selected[prompt - 1 - n]), prompt)
-        for token in self.tokens[prompt - written : prompt]:
-            text.push(token)
-        return text
+        """What makes text of the tokens: that of the prompt goes on."""
+        return TextStream(self._tokenizer, self._shown_tokens, after=self.prompt)
 
     def _take(self, token: int) -> str:
         """Continue the text by a token; returns what can be shown now. The text may end with it."""

@@ -15,6 +15,7 @@ from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.sampling import LengthFields, StreamingFields, only_one
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.api.usage import FINISH_REASONS
+from pi_runtime.text.tokenizer import TextStream, Tokenizer
 
 DEFAULT_TOKENS = 16
 """Most tokens of an answer where the request does not say: OpenAI's default."""
@@ -107,8 +108,8 @@ class CompletionWriter(ChoicesWriter):
         super().__init__(body, prompt, served)
         self._echo = [""] * len(prompt.texts)
         if body.echo:
-            decode, given = served.model.tokenizer.decode, _prompts(body.prompt).values()
-            self._echo = [text if isinstance(text, str) else decode(text) for text in given]
+            given, show = _prompts(body.prompt).values(), TextStream.begun if prompt.generates else Tokenizer.decode
+            self._echo = [text if isinstance(text, str) else show(served.model.tokenizer, text) for text in given]
         self._prompt_logprobs: dict[int, CompletionLogprobs] = {}
         """Log-probabilities of prompts, by their places; all answers to one prompt show the same."""
         self._logprobs: dict[int, CompletionLogprobsWriter] = {}
@@ -143,7 +144,9 @@ class CompletionWriter(ChoicesWriter):
         text = "".join(event.text for event in events if isinstance(event, TextDelta))
         if answer.index not in self._logprobs:
             text = echo + text
-            self._logprobs[answer.index] = CompletionLogprobsWriter(self.served.model.tokenizer, len(echo))
+            ids = self._prompt.texts[answer.prompt]
+            assert not isinstance(ids, str)
+            self._logprobs[answer.index] = CompletionLogprobsWriter(self.served.model.tokenizer, len(echo), after=ids)
             parts = [self._prompt_logprobs[answer.prompt]] if answer.prompt in self._prompt_logprobs else []
         found = [logprob for event in events for logprob in event.logprobs]
         found += [] if end is None or end.ending is None else [end.ending]
