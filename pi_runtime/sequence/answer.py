@@ -56,8 +56,11 @@ class AnswerSequence(TokenSequence):
             min_tokens=self._min_tokens,
             allowed=None if self._grammar is None else self._grammar.allowed,
         )
-        self._stop, self._stop_tokens = StopStrings(settings.get("stop", ())), frozenset(stop_tokens)
         self._tokenizer, self._shown_tokens = tokenizer, frozenset(settings.get("shown_tokens", ()))
+        stop, self._stop_tokens = settings.get("stop", ()), frozenset(stop_tokens)
+        special = tokenizer.special_ids.items() if stop else ()
+        self._hidden = {token: name for name, token in special if token not in self._shown_tokens}
+        self._stop = StopStrings(stop, self._hidden.values())
         self._end_ids = frozenset(end_ids)
         self._logprobs: list[TokenLogprobs] = []
         self._began = time.perf_counter()
@@ -199,7 +202,7 @@ class AnswerSequence(TokenSequence):
         text, stopped = self._text.push(token), False
         may_stop = len(self.tokens) - self.prompt_tokens > self._min_tokens
         if may_stop:
-            text, stopped = self._stop.push(text)
+            text, stopped = self._stop.push(text, self._hidden.get(token))
         if stopped:
             self.finish_reason = "stop"
             return text

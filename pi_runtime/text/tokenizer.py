@@ -35,7 +35,6 @@ class Tokenizer:
         self._library.no_padding()
         added = self._library.get_added_tokens_decoder().values()
         self._special = frozenset(token.content for token in added if token.special)
-        self._special_ids = [n for n, token in self._library.get_added_tokens_decoder().items() if token.special]
         self._added = frozenset(token.content for token in added)
         self._prefix_ids, self._end_ids, self._vocab_size = list(text.prefix_ids), text.end_ids, vocab_size
 
@@ -77,6 +76,11 @@ class Tokenizer:
         while shared < min(len(ids), len(self._prefix_ids)) and ids[shared] == self._prefix_ids[shared]:
             shared += 1
         return self._prefix_ids + ids[shared:]
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens, which have no text, by their names."""
+        return {name: self._library.token_to_id(name) for name in sorted(self._special)}
 
     def added_token(self, text: str) -> int | None:
         """The id of a text that is a token of its own, special or not; None where it is none."""
@@ -211,7 +215,7 @@ class TextStream:
             self._held.insert(0, token_id)
             pending -= len(data)
         before = islice((n for n in reversed(ids) if tokenizer.token_bytes(n)), len(self._held), None)
-        plain = (n for n in chain(before, tokenizer._special_ids) if not tokenizer._is_byte(n))
+        plain = (n for n in chain(before, tokenizer.special_ids.values()) if not tokenizer._is_byte(n))
         self._context = list(islice(plain, 1))
         self._context_chars = len(self._decode(self._context))
         if tokenizer._byte_letters and self._held:

@@ -1,7 +1,6 @@
 """An answer begins amid a text: its first word keeps the space before it, on every route, as llama.cpp writes it."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
