@@ -112,7 +112,7 @@ async def props(service: Service, _: Request) -> Response:
             "total_slots": settings.slots,
             "queue": settings.queue,
             "system_fingerprint": served.fingerprint,
-            "generation_defaults": dict(model.manifest.generation),
+            "generation_defaults": {**served.generation, **settings.sampling},
         }
     )
 

@@ -32,8 +32,9 @@ class CompletionRequest(LengthFields, StreamingFields):
     prompt: str | Ids | Texts | Lists | None = Field(
         description="Token ids are taken as they are; a text is framed as the model was trained."
     )
-    max_tokens: Annotated[int, Field(ge=0)] | None = Field(
-        default=None, description=f"0 with `echo` answers with the prompt alone; {DEFAULT_TOKENS} if left out."
+    max_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        default=None,
+        description=f"0 with `echo` answers with the prompt alone; −1: until the end; {DEFAULT_TOKENS} if left out.",
     )
     echo: bool | None = Field(default=None, description="The answer begins with the prompt.")
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = Field(
@@ -49,9 +50,8 @@ class CompletionRequest(LengthFields, StreamingFields):
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens of an answer, which may be 0; None goes on until the end. Raises ApiError where two differ."""
-        found = only_one(max_tokens=self.max_tokens, n_predict=self.n_predict)
-        return DEFAULT_TOKENS if found is None else None if found == -1 else found
+        """Most tokens of an answer, as it was asked for; it may be 0. Raises ApiError where two differ."""
+        return only_one(max_tokens=self.max_tokens, n_predict=self.n_predict)
 
 
 class CompletionChoice(TypedDict):
@@ -84,13 +84,13 @@ def completion_request(body: CompletionRequest, served: Served) -> Prompt:
     count = body.count(served, len(prompts))
     if body.best_of not in {None, count}:
         raise invalid("best_of", f"not supported: answers are not compared; only {count}, the value of n")
-    generates = body.most_tokens != 0
+    most = served.most_tokens(body.most_tokens, DEFAULT_TOKENS)
+    generates = most != 0
     ids = [served.tokens(prompt, place, beside=int(generates)) for place, prompt in prompts.items()]
-    most = body.most_tokens if generates else 1
     return Prompt(
         texts=ids,
         count=count,
-        settings=body.answer_settings(served, max_tokens=most, logprobs=body.logprobs),
+        settings=body.answer_settings(served, max_tokens=most if generates else 1, logprobs=body.logprobs),
         streams=bool(body.stream),
         generates=generates,
         logprobs=body.logprobs if body.echo else None,

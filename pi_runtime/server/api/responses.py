@@ -34,7 +34,7 @@ from pi_runtime.server.api.response_items import (
     template_messages,
 )
 from pi_runtime.server.api.response_output import OutputItem, ResponseOutput, ResponseUsage, response_usage
-from pi_runtime.server.api.sampling import CacheFields, Count, IgnoredFields, SamplingFields
+from pi_runtime.server.api.sampling import CacheFields, IgnoredFields, Most, SamplingFields
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.errors import ApiError
@@ -79,7 +79,7 @@ class ResponseRequest(SamplingFields, OneAnswerFields, CacheFields, IgnoredField
     model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
     input: Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1), MANY]
     instructions: str | None = Field(default=None, description="A system message before the input.")
-    max_output_tokens: Count | None = None
+    max_output_tokens: Most | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     include: Annotated[list[Included], MANY] | None = Field(
@@ -171,8 +171,6 @@ class ResponseEvent(TypedDict):
 def response_request(body: ResponseRequest, served: Served) -> Prompt:
     """What the engine is asked for. Raises ApiError for what is wrong."""
     served.check_name(body.model)
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options", "allowed only with stream: true")
     tools, choice = allowed_tools([Tool(type="function", function=tool) for tool in body.tools or []], _choice(body))
     messages = template_messages(body.instructions, body.input, served)
     schema = schema_of(None if body.text is None else body.text.format)
@@ -189,10 +187,10 @@ def response_request(body: ResponseRequest, served: Served) -> Prompt:
         schema=schema,
         schema_field="text.format",
     )
-    wants_logprobs = body.top_logprobs is not None or LOGPROBS in (body.include or ())
+    wants_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
     settings = body.answer_settings(
         served,
-        max_tokens=body.max_output_tokens,
+        max_tokens=served.most_tokens(body.max_output_tokens),
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
         prompt=prompt,
     )

@@ -2,15 +2,19 @@
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from pi_runtime.engine.model import Model
 from pi_runtime.errors import PromptError, TemplateError
 from pi_runtime.server.api.body import invalid
 from pi_runtime.server.errors import ApiError, refused
 from pi_runtime.server.settings import ServerSettings
+
+UNSAID: Mapping[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.05}
+"""How tokens are drawn where neither request nor model says: llama-server's temperature, top-p and min-p."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,17 @@ class Served:
             return self.model.chat_template.source
         except TemplateError:
             return ""
+
+    @cached_property
+    def generation(self) -> Mapping[str, Any]:
+        """How tokens are drawn where a request does not say: as the model's makers say, or else as `UNSAID`."""
+        found = {name: value for name, value in self.model.manifest.generation.items() if value is not None}
+        return found if "do_sample" in found else {**UNSAID, **found}
+
+    def most_tokens(self, given: int | None, default: int | None = None) -> int | None:
+        """Most tokens of an answer; None until its end, which a number below 0 asks for. `default`: the form's own."""
+        most = self.settings.max_tokens or default if given is None else given
+        return None if most is None or most < 0 else most
 
     def check_name(self, name: str) -> None:
         """Raise ApiError 404 where a request asks for another model."""
