@@ -80,7 +80,8 @@ class Tokenizer:
     @cached_property
     def special_ids(self) -> dict[str, int]:
         """The special tokens, which have no text, by their names."""
-        return {name: self._library.token_to_id(name) for name in sorted(self._special)}
+        added = self._library.get_added_tokens_decoder().items()
+        return {token.content: token_id for token_id, token in added if token.special}
 
     def added_token(self, text: str) -> int | None:
         """The id of a text that is a token of its own, special or not; None where it is none."""

@@ -21,7 +21,8 @@ Chat = tuple[Served, Engine]
 
 def ids_of(kind: str, *names: str) -> list[int]:
     tokenizer = Tokenizer(KINDS[kind], Text(prefix_ids=(), end_ids=()), vocab_size=400)
-    return [tokenizer._library.token_to_id(name) for name in names]
+    vocabulary = tokenizer._library.get_vocab()
+    return [vocabulary[name] for name in names]
 
 
 @pytest.fixture(scope="module", params=SHAPE_NAMES)
