@@ -226,7 +226,7 @@ def logprobs_json(model: Model, logprobs: Sequence[TokenLogprobs]) -> list[dict[
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {
             "id": token,
-            "token": model.tokenizer.decode([token]),
+            "token": model.tokenizer.token_bytes(token).decode(errors="backslashreplace"),
             "logprob": logprob if math.isfinite(logprob) else None,
         }
 

@@ -82,14 +82,37 @@ class ListenOptions(SourceOptions):
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its private key.", show_default=False)] = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class DefaultOptions:
+    """How answers are made where a request does not say."""
+
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.", min=0, max=2)] = None
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.", min=0)] = None
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep the likeliest tokens of this total probability.", min=0, max=1)
+    ] = None
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.", min=1)] = None
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """The settings of drawing that were given."""
+        given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return {name: value for name, value in given.items() if value is not None}
+
+
 @app.command(cls=console.GroupedCommand)
 @console.takes(
-    *(ListenOptions, ModelOptions, EngineOptions),
+    *(ListenOptions, DefaultOptions, ModelOptions, EngineOptions),
     flags={**MODEL_FLAGS, **ENGINE_FLAGS},
-    titles={**TITLES, ListenOptions: "Where it listens, who may use it, and what it takes on"},
+    titles={
+        **TITLES,
+        ListenOptions: "Where it listens, who may use it, and what it takes on",
+        DefaultOptions: "Answers where a request does not say (default: as the model's makers say, or as llama-server)",
+    },
 )
 def serve(
     listen: ListenOptions,
+    defaults: DefaultOptions,
     model_options: ModelOptions,
     engine_options: EngineOptions,
     debug: Annotated[bool, console.DEBUG] = False,
@@ -107,7 +130,7 @@ def serve(
         raise (missing_extra(error.name or "") or error) from None
     from pi_runtime.commands.model_cache import checked_artifact
 
-    settings = _settings(listen, engine_options.slots)
+    settings = _settings(listen, defaults, engine_options.slots)
     listen = replace(listen, artifact=checked_artifact(listen))
     tls = access.checked_tls(listen.ssl_certfile, listen.ssl_keyfile)
     say = console.say_now if listen.log_format == "text" else _say_json
@@ -127,7 +150,7 @@ def serve(
         raise service.failure
 
 
-def _settings(listen: ListenOptions, slots: int) -> "ServerSettings":
+def _settings(listen: ListenOptions, defaults: DefaultOptions, slots: int) -> "ServerSettings":
     """The server's settings. Raises UsageError and InputError for what cannot be meant."""
     from pi_runtime.server.settings import LOOPBACK, ServerSettings
 
@@ -152,6 +175,8 @@ def _settings(listen: ListenOptions, slots: int) -> "ServerSettings":
         drain_s=listen.drain_seconds,
         log_requests=listen.log_requests,
         log_format=listen.log_format,
+        sampling=defaults.sampling,
+        max_tokens=defaults.max_tokens,
     )
 
 

@@ -22,6 +22,11 @@ class AnswerIterator(Iterator[str]):
         return self._sequence.finish_reason
 
     @property
+    def prompt(self) -> list[int]:
+        """The tokens that are continued."""
+        return self._sequence.prompt
+
+    @property
     def token_ids(self) -> list[int]:
         """The tokens generated up to now."""
         return self._sequence.token_ids

@@ -56,8 +56,11 @@ class AnswerSequence(TokenSequence):
             min_tokens=self._min_tokens,
             allowed=None if self._grammar is None else self._grammar.allowed,
         )
-        self._stop, self._stop_tokens = StopStrings(settings.get("stop", ())), frozenset(stop_tokens)
         self._tokenizer, self._shown_tokens = tokenizer, frozenset(settings.get("shown_tokens", ()))
+        stop, self._stop_tokens = settings.get("stop", ()), frozenset(stop_tokens)
+        special = tokenizer.special_ids.items() if stop else ()
+        self._hidden = {token: name for name, token in special if token not in self._shown_tokens}
+        self._stop = StopStrings(stop, self._hidden.values())
         self._end_ids = frozenset(end_ids)
         self._logprobs: list[TokenLogprobs] = []
         self._began = time.perf_counter()
@@ -69,6 +72,11 @@ class AnswerSequence(TokenSequence):
         self.lookup = PromptLookup(self.tokens, self._end_ids, expected)
         self._head = None if head is None else head(self.tokens, self._sampler, self._end_ids)
         self._forced = None if self._grammar is None else ForcedText(self._grammar)
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens that it continues."""
+        return self.tokens[: self.prompt_tokens]
 
     @property
     def token_ids(self) -> list[int]:
@@ -182,12 +190,8 @@ class AnswerSequence(TokenSequence):
 
     @cached_property
     def _text(self) -> TextStream:
-        """What makes text of the tokens. Where nothing came after an earlier answer, its text goes on."""
-        text, prompt = TextStream(self._tokenizer, self._shown_tokens), self.prompt_tokens
-        written = next((n for n in range(prompt) if not self.selected[prompt - 1 - n]), prompt)
-        for token in self.tokens[prompt - written : prompt]:
-            text.push(token)
-        return text
+        """What makes text of the tokens: that of the prompt goes on."""
+        return TextStream(self._tokenizer, self._shown_tokens, after=self.prompt)
 
     def _take(self, token: int) -> str:
         """Continue the text by a token; returns what can be shown now. The text may end with it."""
@@ -198,7 +202,7 @@ class AnswerSequence(TokenSequence):
         text, stopped = self._text.push(token), False
         may_stop = len(self.tokens) - self.prompt_tokens > self._min_tokens
         if may_stop:
-            text, stopped = self._stop.push(text)
+            text, stopped = self._stop.push(text, self._hidden.get(token))
         if stopped:
             self.finish_reason = "stop"
             return text

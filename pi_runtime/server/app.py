@@ -24,7 +24,7 @@ from pi_runtime.server.exchange import BodyEndpoint
 from pi_runtime.server.guard import ApiKeys, Guard
 from pi_runtime.server.openapi import Route as RouteSpec
 from pi_runtime.server.request_log import RequestLog, Write
-from pi_runtime.server.routes import ROUTES
+from pi_runtime.server.routes import ROUTES, beside
 from pi_runtime.server.service import Service
 from pi_runtime.server.settings import ServerSettings
 
@@ -85,7 +85,9 @@ async def _refuse(request: Request, error: Exception) -> Response:
 async def _refuse_http(request: Request, error: Exception) -> Response:
     """What starlette refuses: paths and methods that there are not."""
     assert isinstance(error, HTTPException)
-    said = {404: "there is no such path", 405: f"{request.method} is not what this path takes"}
+    meant = beside(request.url.path)
+    path = "there is no such path" if meant is None else f"there is no such path; there is {meant}"
+    said = {404: path, 405: f"{request.method} is not what this path takes"}
     found = ApiError(error.status_code, said.get(error.status_code, error.detail), headers=error.headers)
     return await _refuse(request, found)
 

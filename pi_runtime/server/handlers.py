@@ -18,6 +18,8 @@ from pi_runtime.server.metrics import MEDIA
 from pi_runtime.server.response import JSON
 from pi_runtime.server.service import Service
 
+RUNNING, TEXT = "Ollama is running", "text/plain"
+
 
 def known(describe: Callable[[Served], Any]) -> Callable[[Service, Request], Awaitable[Response]]:
     """A handler that answers with what a function says of the served model."""
@@ -63,10 +65,13 @@ class Generated:
         return self.read(exchange.typed(), served)
 
 
-async def chat(_service: Service, _: Request) -> Response:
-    """The page to chat on."""
+async def root(_service: Service, request: Request) -> Response:
+    """The page to chat on for browsers, which ask for HTML; for others the words by which clients know Ollama."""
+    accepted = " ".join(request.headers.getlist("accept")).lower()
+    if "text/html" not in accepted and "application/xhtml+xml" not in accepted:
+        return Response(RUNNING, media_type=TEXT, headers={"vary": "accept"})
     body, headers = chat_page()
-    return Response(body, headers=headers)
+    return Response(body, headers={**headers, "vary": "accept"})
 
 
 async def health(service: Service, _: Request) -> Response:
@@ -112,7 +117,7 @@ async def props(service: Service, _: Request) -> Response:
             "total_slots": settings.slots,
             "queue": settings.queue,
             "system_fingerprint": served.fingerprint,
-            "generation_defaults": dict(model.manifest.generation),
+            "generation_defaults": {**served.generation, **settings.sampling},
         }
     )
 

@@ -68,7 +68,8 @@ class InFlight:
             # What was begun before one of them is refused has no reference left, so it ends.
             scores = _scores(engine, prompt, text, salt, client.name)
             for stream in _streams(engine, prompt, text, salt, client.name):
-                reader, index = EventReader(prompt, engine.model.tokenizer), len(self._answers)
+                after, index = [] if stream is None else stream.prompt, len(self._answers)
+                reader = EventReader(prompt, engine.model.tokenizer, after=after)
                 answer = _AnswerInFlight(index=index, prompt=n, reader=reader, stream=stream, scores=scores)
                 self._answers.append(answer)
         self._error: ApiError | None = None

@@ -162,7 +162,7 @@ def _described(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
     }
     if not route.is_refused:
         found["responses"] |= {"200": {"description": "The answer.", "content": content}}
-    if route.path == "/health":
+    if route.answer is Health:
         found["responses"]["503"]["content"] = content
     if route.needs_key:
         found["security"] = [{"key": []}, {}]

@@ -1,6 +1,7 @@
 """The routes: the one list of what the server answers. The application and its OpenAPI document are made of it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -46,8 +47,10 @@ def _described(path: str, summary: str, describe: Callable[..., Any]) -> Route:
     return Route("GET", path, summary, known(describe), answer=get_type_hints(describe)["return"], errors=(503,))
 
 
-ROUTES = (
-    Route("GET", "/", "A page to chat on.", handlers.chat, media=HTML, needs_key=False),
+MOST_PARTS = 8
+"""Parts of a path that are looked at: ours have fewer."""
+OWN_ROUTES = (
+    Route("GET", "/", "A page to chat on, for who asks for HTML.", handlers.root, media=HTML, needs_key=False),
     Route(
         "GET",
         "/health",
@@ -158,3 +161,22 @@ ROUTES = (
     Route("GET", "/api/version", "The version of Ollama's forms.", handlers.ollama, answer=ollama_models.OllamaVersion),
     _computed("/api/show", "What the model is, as Ollama describes it.", ollama_models.show, 404),
 )
+
+ALIASES = {
+    "/v1/health": "/health",
+    "/chat/completions": "/v1/chat/completions",
+    "/completions": "/v1/completions",
+}
+"""Further paths, as llama-server has them, of clients whose base URL has `/v1` where it should not, or lacks it."""
+ROUTES = (
+    *OWN_ROUTES,
+    *(replace(route, path=path) for path, own in ALIASES.items() for route in OWN_ROUTES if route.path == own),
+)
+
+
+def beside(path: str) -> str | None:
+    """The path that is meant by one that there is not: with `/v1` or `/api` before it, or without a beginning."""
+    parts = path.strip("/").split("/")[:MOST_PARTS]
+    ends = ["/" + "/".join(parts[n:]) for n in range(len(parts))]
+    meant = [start + end for end in ends for start in ("", "/v1", "/api")]
+    return next((route.path for one in meant for route in ROUTES if route.path == one != "/"), None)

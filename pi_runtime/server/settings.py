@@ -1,5 +1,6 @@
 """How a server is set up."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -78,6 +79,10 @@ class ServerSettings:
     """What is done with fields of requests that the server does not know; `warn` names them in answer and log."""
     share_prefixes: bool = False
     """Whether requests with different keys share what is kept of prompts."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """Settings by which tokens are drawn where a request does not say, whatever the model's makers say."""
+    max_tokens: int | None = None
+    """Most tokens of an answer where a request does not say; None leaves that to the form of API."""
     limits: Limits = field(default_factory=Limits)
 
     @property

@@ -1,8 +1,11 @@
 """Stop strings: they end a text where one of them appears, and no part of them is ever shown."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pi_runtime.errors import Setting, UsageError
+
+MARKS = range(0xD800, 0xE000)
+"""Characters that no text has, surrogates: each stands for a special token among the text."""
 
 
 class StopStrings:
@@ -11,37 +14,57 @@ class StopStrings:
     The text ends at the first position where some stop string is complete; of several that are complete there, the
     longest counts. The stop string itself is not let through. The division into parts does not change the joined
     output, and no more is held back than could still become a stop string.
+
+    The name of a special token in a stop string is met by that token too, which has no text, and not only by text that
+    spells it: `</s>` and `\\n<|user|>` stop at the tokens.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], special: Collection[str] = ()) -> None:
         """Raises UsageError for an empty stop string."""
         # A str is a Sequence[str] too: its letters would each stop the text.
         if isinstance(stops, str) or not all(isinstance(stop, str) for stop in stops):
             raise UsageError("not a list of strings", setting=Setting("stop"), found=repr(stops))
         if "" in stops:
             raise UsageError("an empty stop string", setting=Setting("stop"), expected="at least one character")
-        self._stops = tuple(stops)
+        found = [name for name in special if any(name in stop for stop in stops)]
+        self._marks = dict(zip(sorted(found, key=len, reverse=True), map(chr, MARKS), strict=False))
+        self._stops = tuple(dict.fromkeys([*stops, *map(self._marked, stops)]))
         self._longest = max(map(len, stops), default=0)
         self._held = ""
         self._stopped = False
 
-    def push(self, part: str) -> tuple[str, bool]:
-        """Take the next part; returns the text that can be shown now, and whether the text has ended."""
+    def push(self, part: str, special: str | None = None) -> tuple[str, bool]:
+        """Take the next part, and the name of a special token after it, whose text is not shown.
+
+        Returns the text that can be shown now, and whether the text has ended.
+        """
         if self._stopped:
             return "", True
-        text = self._held + part
+        text = self._held + part + self._marks.get(special or "", "")
         matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if matches:
             self._held, self._stopped = "", True
-            return text[: min(matches)[1]], True
+            return self._shown(text[: min(matches)[1]]), True
         cut = len(text) - self._pending(text)
         self._held = text[cut:]
-        return text[:cut], False
+        return self._shown(text[:cut]), False
 
     def finish(self) -> str:
         """Return what was held back, when the text came to its own end."""
         held, self._held = self._held, ""
-        return held
+        return self._shown(held)
+
+    def _marked(self, stop: str) -> str:
+        """A stop string with the marks of the special tokens that it names."""
+        for name, mark in self._marks.items():
+            stop = stop.replace(name, mark)
+        return stop
+
+    def _shown(self, text: str) -> str:
+        """Text without marks."""
+        for mark in self._marks.values():
+            text = text.replace(mark, "")
+        return text
 
     def _pending(self, text: str) -> int:
         """Length of the longest suffix of `text` that begins a stop string."""

@@ -1,8 +1,10 @@
 """Text to token ids and back, by the `tokenizers` library; the manifest says which ids frame a text."""
 
+import codecs
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from itertools import chain, islice
 from typing import ParamSpec, TypeVar
 
 import tokenizers
@@ -91,6 +93,12 @@ class Tokenizer:
         """The texts of tokens that only this chat template may write (see `markers_of`)."""
         return markers_of(self._added, template)
 
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens, which have no text, by their names."""
+        added = self._library.get_added_tokens_decoder().items()
+        return {token.content: token_id for token_id, token in added if token.special}
+
     def added_token(self, text: str) -> int | None:
         """The id of a text that is a token of its own, special or not; None where it is none."""
         token: int | None = self._library.token_to_id(text) if text in self._added else None
@@ -105,8 +113,9 @@ class Tokenizer:
             self._check(token_id)
         return self._decode(ids)
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        text: str = _call("cannot decode these tokens", self._library.decode, list(ids), skip_special_tokens=True)
+    def _decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        decode = self._library.decode
+        text: str = _call("cannot decode these tokens", decode, list(ids), skip_special_tokens=skip_special)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -146,6 +155,10 @@ class Tokenizer:
         token = self._library.id_to_token(token_id)
         return None if token in self._special else token
 
+    def _is_byte(self, token_id: int) -> bool:
+        """Whether a token is a byte of its own, which is decoded together with those beside it."""
+        return not self._byte_letters and bool(BYTE_TOKEN.fullmatch(self._library.id_to_token(token_id) or ""))
+
     def special_text(self, token_id: int) -> str:
         """The text that stands for a special token."""
         return str(self._library.id_to_token(token_id))
@@ -157,6 +170,10 @@ class Tokenizer:
 
 class TextStream:
     """Turns ids into text one by one, never half a character; the parts joined are `decode` of all ids.
+
+    Where the text goes on *after* ids of a prompt, the parts are what `decode` of all would add to the prompt's text.
+    So a first word keeps the space before it, which decoders strip where a text begins; a special token at the end of
+    the prompt does not change that. A character that the prompt leaves unfinished comes whole with its last token.
 
     (`tokenizers.decoders.DecodeStream` does not promise that: it never gives the bytes of an unfinished character,
     and raises or departs from `decode` where bytes turn out to be none.)
@@ -174,7 +191,8 @@ class TextStream:
     `shown` are special tokens whose text is not left out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, shown: Iterable[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: Iterable[int] = (), *, after: Sequence[int] = ()) -> None:
+        """Raises PromptError for ids outside the vocabulary at the end of `after`."""
         self._tokenizer = tokenizer
         self._shown = frozenset(shown)
         self._context: list[int] = []
@@ -182,6 +200,43 @@ class TextStream:
         self._context_chars = 0
         self._shown_chars = 0
         """Characters of the held ids that were given out already."""
+        if after:
+            self._go_on(after)
+
+    @classmethod
+    def begun(cls, tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+        """The text of a prompt, up to a character that comes with the text after it."""
+        end = len(ids)
+        while cls(tokenizer, after=ids[:end])._held:
+            if tokenizer._byte_letters:
+                return tokenizer.decode(ids)[:-1]
+            end -= 1
+        return tokenizer.decode(ids[:end])
+
+    def _go_on(self, ids: Sequence[int]) -> None:
+        """Hold the character that a prompt leaves unfinished; the context is the nearest token before it.
+
+        A run of bytes that is finished is no context: bytes that follow would be decoded together with it.
+        """
+        tokenizer, pieces = self._tokenizer, list[tuple[int, bytes]]()
+        named = (n for n in reversed(ids) if tokenizer.token_bytes(n))
+        for token_id in islice(named, UNFINISHED):
+            if tokenizer._token(token_id) is None:
+                break
+            pieces.insert(0, (token_id, tokenizer.token_bytes(token_id)))
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(b"".join(data for _, data in pieces))
+        pending = len(decoder.getstate()[0])
+        while pending > 0:
+            token_id, data = pieces.pop()
+            self._held.insert(0, token_id)
+            pending -= len(data)
+        before = islice((n for n in reversed(ids) if tokenizer.token_bytes(n)), len(self._held), None)
+        plain = (n for n in chain(before, tokenizer.special_ids.values()) if not tokenizer._is_byte(n))
+        self._context = list(islice(plain, 1))
+        self._context_chars = len(self._decode(self._context))
+        if tokenizer._byte_letters and self._held:
+            self._shown_chars = len(self._held_text()) - 1
 
     def push(self, token_id: int) -> str:
         """Take the next id; returns the text that it completes, often "".
@@ -192,7 +247,7 @@ class TextStream:
         if token is None:
             return self._special_text(token_id) if token_id in self._shown else ""
         self._held.append(token_id)
-        if BYTE_TOKEN.fullmatch(token):
+        if self._tokenizer._is_byte(token_id):
             return ""
         text = self._held_text()
         if text.endswith(REPLACEMENT) and self._tokenizer._byte_letters:
@@ -208,7 +263,7 @@ class TextStream:
         """Make a context of what was held, whose text has been shown. It must have text of its own: where decoding
         strips a leading space, it must not be that of the next token."""
         for context in (self._held, self._context[-1:] + self._held):
-            if alone := self._tokenizer._decode(context):
+            if alone := self._decode(context):
                 self._context, self._context_chars = context, len(alone)
                 break
         else:
@@ -231,7 +286,11 @@ class TextStream:
         return rest + self._tokenizer.special_text(token_id)
 
     def _held_text(self) -> str:
-        return self._tokenizer._decode(self._context + self._held)[self._context_chars :]
+        return self._decode(self._context + self._held)[self._context_chars :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        """The text of held ids, none of which is special, after a context, which may be a special token."""
+        return self._tokenizer._decode(ids, skip_special=False)
 
     def _show(self, text: str) -> str:
         part = text[self._shown_chars :]

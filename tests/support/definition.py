@@ -45,7 +45,7 @@ def answer_of(
     draw = Sampler(
         sampling, vocabulary, prompt_tokens=len(prompt), end_ids=ends, min_tokens=min_tokens, allowed=allowed
     )
-    text, pieces, kept, reason = TextStream(model.tokenizer), list[str](), list[TokenLogprobs](), None
+    text, pieces, kept, reason = TextStream(model.tokenizer, after=prompt), list[str](), list[TokenLogprobs](), None
     tokens, waiting, block = list(prompt), list(prompt), model.executor.block_tokens
     while reason is None:
         while waiting:

@@ -54,11 +54,11 @@ class ServeProcess:
 def serve_process(artifact: Path, *options: object, log: Path, before: str = "") -> Iterator[ServeProcess]:
     """Start `pi-serve` on a free port and wait until it takes requests; at the end SIGTERM must end it with 0.
 
-    `before` is Python that runs first.
+    `before` is Python that runs first. Answers are greedy where neither a request nor `options` say otherwise.
     """
     name = artifact.stem
     program = f"{before}\nfrom pi_runtime.commands.serve import main; main()"
-    command = [sys.executable, "-c", program, str(artifact), "--port", "0"]
+    command = [sys.executable, "-c", program, str(artifact), "--port", "0", "--temperature", "0"]
     with log.open("w") as out:
         process = subprocess.Popen([*command, *map(str, options)], stdout=out, stderr=out, text=True)
     try:

@@ -131,6 +131,7 @@ def serving(
         return Engine(model, slots=slots, speculate=speculate)
 
     given: dict[str, Any] = {"port": 0, "model_name": path.stem, "drain_s": 0.2, "limits": limits or Limits()}
+    given["sampling"] = {"temperature": 0}  # most tests know what a model says
     chosen = ServerSettings(**{**given, "slots": slots, **settings})
     lines: list[str] = []
     built = build_app(chosen, opened, lines.append)

@@ -65,9 +65,10 @@ def sse(data: Any, name: str | None = None) -> bytes:
 class EventReader:
     """Makes events of what the engine gives of one answer: text, thoughts and calls, whatever form they are in."""
 
-    def __init__(self, prompt: Prompt, tokenizer: Tokenizer) -> None:
+    def __init__(self, prompt: Prompt, tokenizer: Tokenizer, *, after: Sequence[int] = ()) -> None:
+        """`after`: the tokens that the answer continues."""
         self._parser = prompt.output.parser(prompt.rendered, prompt.tools)
-        self._shown = ShownLogprobs(tokenizer, prompt.settings.get("shown_tokens", ()))
+        self._shown = ShownLogprobs(tokenizer, prompt.settings.get("shown_tokens", ()), after=after)
 
     def read(
         self, text: str, tokens: Sequence[int] = (), logprobs: Sequence[TokenLogprobs] = (), stats: Stats | None = None

@@ -4,7 +4,7 @@ The types are the one list of what the server understands: they check requests, 
 them. A field that is known and not supported allows only the values that ask for nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Annotated, Any, Self, cast
 
@@ -79,6 +79,13 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
+    def _whole_numbers(cls, value: Any) -> Any:
+        """An object whose fields have 2048 for 2048.0: JSON knows no integers, and some clients write none."""
+        whole = {name: int(item) for name, item in _items(value) if _is_whole(item)}
+        return {**value, **whole} if whole else value
+
+    @model_validator(mode="before")
+    @classmethod
     def _few_unknown(cls, value: Any) -> Any:
         """An object with no more unknown fields than an error or a warning names."""
         if not isinstance(value, dict) or len(value) <= len(cls.model_fields) + MOST_NAMED:
@@ -104,6 +111,14 @@ class Body(BaseModel):
         elif names:
             raise ApiError(400, f"{names[0]}: unknown field", param=names[0], code="unknown_parameter")
         return found
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and abs(value) < 2**53 and value.is_integer()
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    return value.items() if isinstance(value, dict) else ()
 
 
 class Unsupported:

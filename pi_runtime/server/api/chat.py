@@ -25,8 +25,9 @@ from pi_runtime.server.api.chat_prompt import chat_prompt, chat_text, text_of
 from pi_runtime.server.api.choices import ChoicesWriter, Chunk, Whole
 from pi_runtime.server.api.conversation import ConversationFields, Text, allowed_tools, schema_of
 from pi_runtime.server.api.logprobs import ChatLogprobs, chat_logprob, chat_logprobs
+from pi_runtime.server.api.other_servers import Empty
 from pi_runtime.server.api.prompt import Prompt
-from pi_runtime.server.api.sampling import Count, IgnoredFields, LengthFields, StreamingFields, only_one
+from pi_runtime.server.api.sampling import IgnoredFields, LengthFields, Most, StreamingFields, only_one
 from pi_runtime.server.api.served import Served
 
 
@@ -41,12 +42,14 @@ class ChatRequest(LengthFields, StreamingFields, ConversationFields, IgnoredFiel
     """Messages, to which the assistant's next one is wanted."""
 
     model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
-    max_tokens: Count | None = Field(default=None, description="The same as `max_completion_tokens`.")
-    max_completion_tokens: Count | None = Field(
+    max_tokens: Most | None = Field(default=None, description="The same as `max_completion_tokens`.")
+    max_completion_tokens: Most | None = Field(
         default=None, description="Most tokens of an answer, thoughts included; without it the context is the limit."
     )
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(default=None, description="Only with `logprobs`.")
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        default=None, description="Only with `logprobs`, but for 0."
+    )
     prediction: Prediction | None = None
     modalities: Annotated[
         Annotated[list[Literal["text"]], MANY] | None, Unsupported("this server reads and writes text")
@@ -54,15 +57,14 @@ class ChatRequest(LengthFields, StreamingFields, ConversationFields, IgnoredFiel
     audio: Annotated[None, Unsupported("this server reads and writes text")] = None
     verbosity: Annotated[Literal["medium"] | None, Unsupported("say it in a message")] = None
     web_search_options: Annotated[None, Unsupported("this server searches nothing")] = None
-    functions: Annotated[None, Unsupported("use tools")] = None
-    function_call: Annotated[None, Unsupported("use tool_choice")] = None
+    functions: Annotated[Empty | None, Unsupported("use tools")] = None
+    function_call: Annotated[Literal["none", "auto"] | None, Unsupported("use tool_choice")] = None
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens of an answer. Raises ApiError where two fields differ."""
+        """Most tokens of an answer, as it was asked for. Raises ApiError where two fields differ."""
         names = ("max_tokens", "max_completion_tokens", "n_predict")
-        found = only_one(**{name: getattr(self, name) for name in names})
-        return None if found == -1 else found
+        return only_one(**{name: getattr(self, name) for name in names})
 
 
 class FunctionOfCall(TypedDict):
@@ -137,7 +139,7 @@ def chat_request(body: ChatRequest, served: Served) -> Prompt:
     """Make the engine's prompt of a request for a chat completion. Raises ApiError for what is wrong."""
     served.check_name(body.model)
     count = body.count(served)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "allowed only with logprobs: true")
     text = chat_text(body, served)
     tools, choice = allowed_tools(body.tools or [], body.tool_choice)
@@ -151,7 +153,7 @@ def chat_request(body: ChatRequest, served: Served) -> Prompt:
     )
     settings = body.answer_settings(
         served,
-        max_tokens=body.most_tokens,
+        max_tokens=served.most_tokens(body.most_tokens),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt=prompt,
     )

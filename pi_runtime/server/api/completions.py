@@ -15,6 +15,7 @@ from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.sampling import LengthFields, StreamingFields, only_one
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.api.usage import FINISH_REASONS
+from pi_runtime.text.tokenizer import TextStream, Tokenizer
 
 DEFAULT_TOKENS = 16
 """Most tokens of an answer where the request does not say: OpenAI's default."""
@@ -31,8 +32,9 @@ class CompletionRequest(LengthFields, StreamingFields):
     prompt: str | Ids | Texts | Lists | None = Field(
         description="Token ids are taken as they are; a text is framed as the model was trained."
     )
-    max_tokens: Annotated[int, Field(ge=0)] | None = Field(
-        default=None, description=f"0 with `echo` answers with the prompt alone; {DEFAULT_TOKENS} if left out."
+    max_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        default=None,
+        description=f"0 with `echo` answers with the prompt alone; −1: until the end; {DEFAULT_TOKENS} if left out.",
     )
     echo: bool | None = Field(default=None, description="The answer begins with the prompt.")
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = Field(
@@ -48,9 +50,8 @@ class CompletionRequest(LengthFields, StreamingFields):
 
     @property
     def most_tokens(self) -> int | None:
-        """Most tokens of an answer, which may be 0; None goes on until the end. Raises ApiError where two differ."""
-        found = only_one(max_tokens=self.max_tokens, n_predict=self.n_predict)
-        return DEFAULT_TOKENS if found is None else None if found == -1 else found
+        """Most tokens of an answer, as it was asked for; it may be 0. Raises ApiError where two differ."""
+        return only_one(max_tokens=self.max_tokens, n_predict=self.n_predict)
 
 
 class CompletionChoice(TypedDict):
@@ -84,13 +85,13 @@ def completion_request(body: CompletionRequest, served: Served) -> Prompt:
     prompts = _prompts(body.prompt)
     if body.best_of not in {None, count}:
         raise invalid("best_of", f"not supported: answers are not compared; only {count}, the value of n")
-    generates = body.most_tokens != 0
+    most = served.most_tokens(body.most_tokens, DEFAULT_TOKENS)
+    generates = most != 0
     ids = [served.tokens(prompt, place, beside=int(generates)) for place, prompt in prompts.items()]
-    most = body.most_tokens if generates else 1
     return Prompt(
         texts=ids,
         count=count,
-        settings=body.answer_settings(served, max_tokens=most, logprobs=body.logprobs),
+        settings=body.answer_settings(served, max_tokens=most if generates else 1, logprobs=body.logprobs),
         streams=bool(body.stream),
         generates=generates,
         logprobs=body.logprobs if body.echo else None,
@@ -108,8 +109,8 @@ class CompletionWriter(ChoicesWriter):
         super().__init__(body, prompt, served)
         self._echo = [""] * len(prompt.texts)
         if body.echo:
-            decode, given = served.model.tokenizer.decode, _prompts(body.prompt).values()
-            self._echo = [text if isinstance(text, str) else decode(text) for text in given]
+            given, show = _prompts(body.prompt).values(), TextStream.begun if prompt.generates else Tokenizer.decode
+            self._echo = [text if isinstance(text, str) else show(served.model.tokenizer, text) for text in given]
         self._prompt_logprobs: dict[int, CompletionLogprobs] = {}
         """Log-probabilities of prompts, by their places; all answers to one prompt show the same."""
         self._logprobs: dict[int, CompletionLogprobsWriter] = {}
@@ -144,7 +145,9 @@ class CompletionWriter(ChoicesWriter):
         text = "".join(event.text for event in events if isinstance(event, TextDelta))
         if answer.index not in self._logprobs:
             text = echo + text
-            self._logprobs[answer.index] = CompletionLogprobsWriter(self.served.model.tokenizer, len(echo))
+            ids = self._prompt.texts[answer.prompt]
+            assert not isinstance(ids, str)
+            self._logprobs[answer.index] = CompletionLogprobsWriter(self.served.model.tokenizer, len(echo), after=ids)
             parts = [self._prompt_logprobs[answer.prompt]] if answer.prompt in self._prompt_logprobs else []
         found = [logprob for event in events for logprob in event.logprobs]
         found += [] if end is None or end.ending is None else [end.ending]

@@ -9,7 +9,7 @@ from pi_runtime.server.api.body import MANY, TOKENS, Body, Unsupported, invalid
 from pi_runtime.server.api.other_servers import OtherServersChatFields
 from pi_runtime.text.grammar import with_white_space
 
-Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_.:/-]{1,128}$")]
 
 SchemaFields = Annotated[dict[str, Any], MANY, BeforeValidator(lambda value: {} if value == [] else value)]
 """A schema's keywords. PHP writes an empty object as an empty list."""
@@ -31,7 +31,7 @@ class JsonObjectFormat(Body):
 class JsonSchema(Body):
     """A schema, and its name, which changes nothing."""
 
-    name: Name
+    name: str | None = None
     description: str | None = None
     schema_: SchemaFields | None = Field(default=None, alias="schema")
     strict: bool | None = Field(default=None, description="Accepted; every answer follows its schema.")

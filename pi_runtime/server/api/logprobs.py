@@ -65,8 +65,9 @@ class ShownLogprobs:
     What comes in one part depends on how fast it is read; what comes in all does not.
     """
 
-    def __init__(self, tokenizer: Tokenizer, shown_tokens: Sequence[int] = ()) -> None:
-        self._text = TextStream(tokenizer, shown_tokens)
+    def __init__(self, tokenizer: Tokenizer, shown_tokens: Sequence[int] = (), *, after: Sequence[int] = ()) -> None:
+        """`after`: the tokens of the prompt."""
+        self._text = TextStream(tokenizer, shown_tokens, after=after)
         self._held: deque[tuple[int, TokenLogprobs]] = deque()
         """Tokens whose text has not been shown, each with where its text begins."""
         self._chars = self._shown = 0
@@ -90,9 +91,10 @@ class ShownLogprobs:
 class CompletionLogprobsWriter:
     """Writes log-probabilities as completions have them, with the place of each token in the text."""
 
-    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer, offset: int = 0, *, after: Sequence[int] = ()) -> None:
+        """`after`: the tokens of the prompt, where those of an answer are written."""
         self._tokenizer, self._offset = tokenizer, offset
-        self._text = TextStream(tokenizer)
+        self._text = TextStream(tokenizer, after=after)
 
     def first(self, token: int) -> CompletionLogprobs:
         """The entry of a token that nothing precedes."""

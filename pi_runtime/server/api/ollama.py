@@ -20,7 +20,7 @@ from pi_runtime.server.api.chat_prompt import chat_prompt, reasoning_variables, 
 from pi_runtime.server.api.conversation import AnyTool, allowed_tools
 from pi_runtime.server.api.ollama_models import LATEST
 from pi_runtime.server.api.prompt import Prompt
-from pi_runtime.server.api.sampling import Penalty, Probability, RepetitionPenalty, SamplingFields, StopString
+from pi_runtime.server.api.sampling import Penalty, Probability, RepetitionPenalty, SamplingFields
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.errors import ApiError
@@ -36,16 +36,16 @@ class Options(Body):
     top_p: Probability | None = None
     min_p: Probability | None = None
     seed: int | None = None
-    stop: StopString | Annotated[list[StopString], MANY] | None = None
+    stop: str | Annotated[list[str], MANY] | None = None
     num_predict: Annotated[int, Field(ge=-2)] | None = Field(default=None, description="Below 1: until the end.")
     repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    num_ctx: Annotated[int, Field(ge=1)] | None = Field(default=None, description="Accepted; the context is fixed.")
+    num_ctx: int | None = Field(default=None, description="Accepted; the context is fixed.")
     num_keep: Annotated[int, Field(ge=-1)] | None = Field(default=None, description="Accepted; nothing is cut off.")
-    repeat_last_n: Annotated[
-        Literal[-1] | None, Unsupported("penalties look at the whole text, so only -1 is allowed")
-    ] = None
+    repeat_last_n: Annotated[int, Field(ge=-1)] | None = Field(
+        default=None, description="With a penalty only −1: penalties look at the whole text."
+    )
     typical_p: Annotated[Literal[1] | None, Unsupported("only 1, which changes nothing")] = None
     tfs_z: Annotated[Literal[1] | None, Unsupported("only 1, which changes nothing")] = None
     mirostat: Annotated[Literal[0] | None, Unsupported("only 0, which is off")] = None
@@ -68,7 +68,8 @@ class Options(Body):
     def sampling_fields(self) -> SamplingFields:
         """These settings as requests in OpenAI's form have them."""
         shared = self.model_dump(include=set(SamplingFields.model_fields), exclude={"seed"})
-        return SamplingFields(**shared, seed=None if self.seed is None else self.seed % 2**63)
+        seed = self.seed if self.seed in (None, -1) else self.seed % 2**63
+        return SamplingFields(**shared, seed=seed)
 
 
 class OllamaFunction(Body):
@@ -203,7 +204,7 @@ def _request(body: OllamaFields, served: Served, prompt: Prompt | None = None) -
     most = options.num_predict
     settings = options.sampling_fields().answer_settings(
         served,
-        max_tokens=None if most is None or most < 1 else most,
+        max_tokens=served.most_tokens(most or None),
         prompt=prompt,
     )
     return replace(prompt, settings=settings, streams=streams)

@@ -13,6 +13,7 @@ from pi_runtime.server.api.body import AtMost, Body, Unsupported
 One = Annotated[float, Field(ge=1, le=1)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 MinusOne = Annotated[float, Field(ge=-1, le=-1)]
+NoneAbove0 = Annotated[float, Field(ge=-1, le=0)]
 Empty = Annotated[list[Any], AtMost(0)]
 Off = Annotated[Literal[False] | None, Unsupported("only false, which is off")]
 Accepted = Annotated[Any, Field(description="Accepted; no answer depends on it.")]
@@ -37,11 +38,11 @@ class OtherServersFields(Body):
     dry_allowed_length: Accepted = None
     dry_penalty_last_n: Accepted = None
     dry_sequence_breakers: Accepted = None
-    top_n_sigma: Annotated[MinusOne | None, Unsupported("only -1, which is off")] = None
-    repeat_last_n: Annotated[
-        Literal[-1] | None, Unsupported("penalties look at the whole text, so only -1 is allowed")
-    ] = None
-    samplers: Annotated[None, Unsupported("the order of the filters is fixed")] = None
+    top_n_sigma: Annotated[NoneAbove0 | None, Unsupported("only -1 or 0, which are off")] = None
+    repeat_last_n: Annotated[int, Field(ge=-1)] | None = Field(
+        default=None, description="With a penalty only −1: penalties look at the whole text."
+    )
+    samplers: Annotated[Literal["", "edkypmxt"] | Empty | None, Unsupported("the order of the filters is fixed")] = None
     min_keep: Annotated[Zero | None, Unsupported("only 0, which changes nothing")] = None
     n_probs: Annotated[Zero | None, Unsupported("use logprobs")] = None
     n_indent: Annotated[Zero | None, Unsupported("only 0, which is off")] = None

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 
 from pi_runtime.engine.events import End, Event, NothingShown, PromptLogprobs
 from pi_runtime.server.api.answer import SSE, GatheredAnswer, sse
-from pi_runtime.server.api.body import MANY, Body, Metadata, Unsupported, invalid
+from pi_runtime.server.api.body import MANY, Body, Metadata, Unsupported
 from pi_runtime.server.api.chat_prompt import chat_prompt, reasoning_variables, rendered
 from pi_runtime.server.api.conversation import (
     AllowedTools,
@@ -35,7 +35,7 @@ from pi_runtime.server.api.response_items import (
     template_messages,
 )
 from pi_runtime.server.api.response_output import OutputItem, ResponseOutput, ResponseUsage, response_usage
-from pi_runtime.server.api.sampling import CacheFields, Count, IgnoredFields, SamplingFields
+from pi_runtime.server.api.sampling import CacheFields, IgnoredFields, Most, SamplingFields
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.errors import ApiError
@@ -80,7 +80,7 @@ class ResponseRequest(SamplingFields, OneAnswerFields, CacheFields, IgnoredField
     model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
     input: Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1), MANY]
     instructions: str | None = Field(default=None, description="A system message before the input.")
-    max_output_tokens: Count | None = None
+    max_output_tokens: Most | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     include: Annotated[list[Included], MANY] | None = Field(
@@ -172,8 +172,6 @@ class ResponseEvent(TypedDict):
 def response_request(body: ResponseRequest, served: Served) -> Prompt:
     """What the engine is asked for. Raises ApiError for what is wrong."""
     served.check_name(body.model)
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options", "allowed only with stream: true")
     functions = [Tool(type="function", function=tool) for tool in body.tools or [] if isinstance(tool, FunctionTool)]
     tools, choice = allowed_tools(functions, _choice(body))
     messages = template_messages(body.instructions, body.input)
@@ -191,10 +189,10 @@ def response_request(body: ResponseRequest, served: Served) -> Prompt:
         schema=schema,
         schema_field="text.format",
     )
-    wants_logprobs = body.top_logprobs is not None or LOGPROBS in (body.include or ())
+    wants_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
     settings = body.answer_settings(
         served,
-        max_tokens=body.max_output_tokens,
+        max_tokens=served.most_tokens(body.max_output_tokens),
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
         prompt=prompt,
     )

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from pi_runtime.sequence.sampling import Sampling
 from pi_runtime.sequence.settings import AnswerSettings
@@ -17,10 +17,10 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 # Nearer to 0, or much larger, logits would leave the range of their arithmetic.
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 Probability = Annotated[float, Field(ge=0, le=1)]
-StopString = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 SALT_CHARS = 256
 """Characters of a salt: each stored beginning keeps its own."""
+Most = Annotated[int, Field(ge=1)] | Literal[-1]
 T = TypeVar("T", bound=float)
 
 
@@ -38,8 +38,8 @@ class CacheOptions(Body):
 
 
 class SamplingFields(OtherServersFields):
-    """Settings of answers. What is left out, or null, is as the checkpoint's generation defaults say, or has no
-    effect."""
+    """Settings of answers. What is left out, or null, is as the server's flags say, or the checkpoint's generation
+    defaults, or has no effect; where nobody says how to draw, temperature is 0.8, top_p 0.95 and min_p 0.05."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(default=None, description="0 is greedy.")
     top_p: Probability | None = None
@@ -55,10 +55,12 @@ class SamplingFields(OtherServersFields):
         json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}},
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
-        default=None, description="With the same seed the same text comes again; a fresh one is taken without it."
+        default=None,
+        description="With the same seed the same text comes again; a fresh one is taken without it, and for −1.",
     )
-    stop: StopString | Annotated[list[StopString], MANY] | None = Field(
-        default=None, description="Texts that end the answer and are not part of it."
+    stop: str | Annotated[list[str], MANY] | None = Field(
+        default=None,
+        description="Texts that end the answer and are not part of it; special tokens too. An empty one ends nothing.",
     )
     min_tokens: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="Up to so many tokens neither the model nor a stop string ends the text."
@@ -67,21 +69,29 @@ class SamplingFields(OtherServersFields):
 
     def stop_strings(self, most: int) -> Sequence[str]:
         """The stop strings as a list. Raises ApiError for more than `most`."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        stops = [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if stop]
         if len(stops) > most:
             raise invalid("stop", f"at most {most} stop strings; found {len(stops)}")
         return stops
 
     def sampling(self, served: Served) -> Sampling:
-        """How tokens are chosen: the checkpoint's defaults, changed by what the request has."""
-        found = self.model_dump(include={setting.name for setting in fields(Sampling)})
+        """How tokens are chosen: the defaults of model and server, changed by what the request has."""
+        found = self.model_dump(include={setting.name for setting in fields(Sampling)}, exclude_none=True)
         repetition = {"repetition_penalty": self.repetition_penalty, "repeat_penalty": self.repeat_penalty}
         found |= {"repetition_penalty": only_one(**repetition), "logit_bias": logit_bias(self.logit_bias, served)}
         if self.top_k is not None:
             found["top_k"] = max(self.top_k, 0)
         if self.seed is not None:
-            found["seed"] = self.seed % 2**64  # OpenAI's seeds have a sign; every one has draws of its own
-        return Sampling.from_generation_config(served.model.manifest.generation, **found)
+            # OpenAI's seeds have a sign; every one has draws of its own, but −1 asks for a fresh one.
+            found["seed"] = None if self.seed == -1 else self.seed % 2**64
+        self._check_window()
+        return Sampling.from_generation_config(served.generation, **{**served.settings.sampling, **found})
+
+    def _check_window(self) -> None:
+        """Raise ApiError for penalties that are to look at a part of the text."""
+        penalties = (self.repetition_penalty, self.repeat_penalty, self.presence_penalty, self.frequency_penalty)
+        if self.repeat_last_n not in (None, -1) and any(penalty not in (None, 0, 1) for penalty in penalties):
+            raise invalid("repeat_last_n", "not supported: penalties look at the whole text, so only -1 is allowed")
 
     def answer_settings(
         self,
@@ -107,9 +117,7 @@ class SamplingFields(OtherServersFields):
 class LengthFields(Body):
     """How long an answer may be, as llama.cpp spells it."""
 
-    n_predict: Count | Literal[-1] | None = Field(
-        default=None, description="The same as `max_tokens`; −1: until the end."
-    )
+    n_predict: Most | None = Field(default=None, description="The same as `max_tokens`; −1: until the end.")
 
 
 def only_one(**given: T | None) -> T | None:
@@ -134,16 +142,10 @@ class StreamingFields(SamplingFields, CacheFields):
 
     n: Count | None = Field(default=None, description="How many answers to each prompt; the server has a limit.")
     stream: bool | None = None
-    stream_options: StreamOptions | None = Field(default=None, description="Only with `stream: true`.")
+    stream_options: StreamOptions | None = Field(default=None, description="Of use with `stream: true`.")
     timings_per_token: bool | None = Field(
         default=None, description="Every chunk of a stream has `timings`, the figures up to now."
     )
-
-    @model_validator(mode="after")
-    def _check_stream(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options", "allowed only with stream: true")
-        return self
 
     def count(self, served: Served, prompts: int = 1) -> int:
         """How many answers each prompt has. Raises ApiError where there are too many in all."""
@@ -174,14 +176,14 @@ class IgnoredFields(Body):
     """Fields that change nothing here, accepted with the values that ask for nothing this server has not."""
 
     metadata: Metadata | None = Field(default=None, description="Accepted; nothing is stored.")
-    store: Annotated[Literal[False] | None, Unsupported("answers are not stored")] = None
+    store: bool | None = Field(default=None, description="Accepted; answers are not stored.")
     service_tier: Annotated[Literal["auto", "default"] | None, Unsupported("there is one tier")] = None
     safety_identifier: str | None = Field(default=None, description="Accepted; nothing depends on it.")
     prompt_cache_key: str | None = Field(
         default=None, description="Accepted; the longest stored beginning of a prompt is found without it."
     )
-    prompt_cache_retention: Annotated[
-        Literal["in_memory"] | None, Unsupported("prompts are kept in memory, as long as there is room")
-    ] = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
+        default=None, description="Accepted; prompts are kept in memory, as long as there is room."
+    )
     prompt_cache_options: Annotated[CacheOptions | None, Unsupported("prompts are cached by themselves")] = None
     moderation: Annotated[None, Unsupported("there is no model for it")] = None

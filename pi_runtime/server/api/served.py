@@ -2,9 +2,10 @@
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from pi_runtime.engine.model import Model
 from pi_runtime.errors import PromptError, TemplateError
@@ -12,6 +13,9 @@ from pi_runtime.server.api.body import invalid
 from pi_runtime.server.errors import ApiError, refused
 from pi_runtime.server.settings import ServerSettings
 from pi_runtime.text.template_abilities import UNKNOWN, Abilities
+
+UNSAID: Mapping[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.95, "min_p": 0.05}
+"""How tokens are drawn where neither request nor model says: llama-server's temperature, top-p and min-p."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,17 @@ class Served:
     def abilities(self) -> Abilities:
         """What the model's chat template can show."""
         return self.model.chat_template.abilities if self.template else UNKNOWN
+
+    @cached_property
+    def generation(self) -> Mapping[str, Any]:
+        """How tokens are drawn where a request does not say: as the model's makers say, or else as `UNSAID`."""
+        found = {name: value for name, value in self.model.manifest.generation.items() if value is not None}
+        return found if "do_sample" in found else {**UNSAID, **found}
+
+    def most_tokens(self, given: int | None, default: int | None = None) -> int | None:
+        """Most tokens of an answer; None until its end, which a number below 0 asks for. `default`: the form's own."""
+        most = self.settings.max_tokens or default if given is None else given
+        return None if most is None or most < 0 else most
 
     def check_name(self, name: str) -> None:
         """Raise ApiError 404 where a request asks for another model."""

@@ -23,7 +23,7 @@ from pi_runtime.server.api.chat_prompt import chat_text
 from pi_runtime.server.api.conversation import ConversationFields
 from pi_runtime.server.api.other_servers import OneAnswerFields
 from pi_runtime.server.api.prompt import Prompt
-from pi_runtime.server.api.sampling import CacheFields, Count, SamplingFields
+from pi_runtime.server.api.sampling import CacheFields, Most, SamplingFields
 from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.usage import FINISH_REASONS, Timings, Usage, timings, usage
 
@@ -34,7 +34,7 @@ State = Literal["idle", "answering", "paused"]
 class AnswerFields(SamplingFields, OneAnswerFields):
     """How a session's answers are made."""
 
-    max_tokens: Count | None = Field(default=None, description="Without it the context is the limit.")
+    max_tokens: Most | None = Field(default=None, description="Without it the context is the limit.")
     stop_tokens: Annotated[list[TokenId | str], MANY] | None = Field(
         default=None,
         description="Tokens, by id or text, that pause the session: they end the answer and are part of the text.",
@@ -238,7 +238,7 @@ class SessionWriter(SseWriter):
 
 def _settings(body: AnswerFields, served: Served) -> tuple[AnswerSettings, list[int]]:
     """The settings of an answer for the engine, and the tokens that pause the session."""
-    settings = body.answer_settings(served, max_tokens=body.max_tokens)
+    settings = body.answer_settings(served, max_tokens=served.most_tokens(body.max_tokens))
     settings["shown_tokens"] = _ids(body.shown_tokens, "shown_tokens", served)
     return settings, _ids(body.stop_tokens, "stop_tokens", served)
 

@@ -41,6 +41,10 @@ FLAGS = {
     "--piece",
     "--port",
     "--queue",
+    "--temperature",
+    "--top-k",
+    "--top-p",
+    "--max-tokens",
     "--ram-budget",
     "--session-idle-seconds",
     "--sessions",
@@ -90,6 +94,10 @@ def test_flags_are_frozen(capsys: pytest.CaptureFixture[str]) -> None:
         (["--allowed-origin", "https://Chat.example"], USAGE, "--allowed-origin 'https://Chat.example'"),
         (["--port", "65536"], USAGE, "65535"),
         (["--slots", "0"], USAGE, "slots"),
+        (["--temperature", "-1"], USAGE, "--temperature"),
+        (["--temperature", "nan"], USAGE, "--temperature"),
+        (["--top-p", "1.5"], USAGE, "--top-p"),
+        (["--max-tokens", "0"], USAGE, "--max-tokens"),
         (["--kv-budget", "much"], USAGE, "--kv-budget"),
         (["--ram-budget", "much"], USAGE, "--ram-budget"),
     ],
@@ -189,3 +197,11 @@ def test_an_artifact_is_checked_while_it_is_served(random_path: Path, tmp_path: 
     (tmp_path / "a.pi").write_bytes(damaged)
     cli.verify_meanwhile(tmp_path / "a.pi", service)
     assert [type(error) for error in failed] == [ArtifactError]
+
+
+def test_defaults_of_answers(alphabet: Path) -> None:
+    flags = cli.DefaultOptions(temperature=0.0, top_k=5, max_tokens=9)
+    settings = cli._settings(cli.ListenOptions(artifact=alphabet), flags, 2)
+    assert (settings.sampling, settings.max_tokens) == ({"temperature": 0, "top_k": 5}, 9)
+    unsaid = cli._settings(cli.ListenOptions(artifact=alphabet), cli.DefaultOptions(), 2)
+    assert (unsaid.sampling, unsaid.max_tokens) == ({}, None)

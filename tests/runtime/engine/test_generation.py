@@ -11,6 +11,7 @@ from pi_runtime import Model, Sampling, load
 from pi_runtime.artifact.schema import Text
 from pi_runtime.errors import PromptError, UsageError
 from pi_runtime.sequence.logprobs import token_logprobs
+from pi_runtime.text.tokenizer import TextStream
 
 NEVER = Text(prefix_ids=(), end_ids=())
 
@@ -31,7 +32,9 @@ def test_greedy_is_the_argmax_of_the_logits(random_path: Path, mode: str, length
         answer = model.generate(prompt, max_tokens=20)
         text = "".join(answer)
         assert answer.token_ids == naive(model, prompt, 20)
-        assert text == model.tokenizer.decode(answer.token_ids)
+        tokenizer = model.tokenizer
+        whole = tokenizer.decode([*prompt, *answer.token_ids])
+        assert text == whole.removeprefix(TextStream.begun(tokenizer, prompt))
         assert answer.finish_reason == "length"
 
 

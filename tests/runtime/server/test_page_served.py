@@ -148,7 +148,7 @@ def test_a_model_without_a_template(chromium: Any, serve: Serve, tmp_path: Path)
 
 def test_the_page_needs_no_key_and_says_what_it_may(serve: Serve, alphabet: Path) -> None:
     served = serve(alphabet, api_keys=("k",))
-    response = served.get("/")
+    response = served.get("/", headers={"accept": "text/html"})
     assert response.status_code == 200
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     policy = response.headers["content-security-policy"]

@@ -74,3 +74,34 @@ def test_without_stops_everything_passes() -> None:
 def test_what_is_no_stop_string_is_refused(stops: list[str]) -> None:
     with pytest.raises(UsageError):
         StopStrings(stops)
+
+
+PARTS = st.lists(st.sampled_from(["a", "b", "ab", "<s>", "</s>", "<"]), max_size=8)
+SPECIAL = ("<s>", "</s>", "<s></s>")
+
+
+@given(PARTS, st.lists(st.lists(st.sampled_from(["a", "b", "<s>", "</s>"]), min_size=1, max_size=3).map("".join)))
+@example(["a", "</s>"], ["</s>"])
+@example(["a", "<s>", "b"], ["a<s>b"])
+@example(["a", "<s>", "a"], ["a<s>b"])
+def test_special_tokens_stop_and_have_no_text(parts: list[str], stops: list[str]) -> None:
+    """They are as their names would be, which are not shown."""
+    named = [name for name in SPECIAL if any(name in stop for stop in stops)]
+    stream, shown, stopped = StopStrings(stops, SPECIAL), "", False
+    spelled = "".join(part for part in parts if part not in SPECIAL or part in named)
+    for part in parts:
+        text, stopped = stream.push("", part) if part in SPECIAL else stream.push(part)
+        shown += text
+        if stopped:
+            break
+    shown += "" if stopped else stream.finish()
+    wanted, stops_there = naive(spelled, stops)
+    for name in SPECIAL:
+        wanted = wanted.replace(name, "")
+    assert (shown, stopped) == (wanted, stops_there)
+
+
+def test_the_text_of_a_special_token_stops_too() -> None:
+    stream = StopStrings(["</s>"], SPECIAL)
+    assert stream.push("a</") == ("a", False)
+    assert stream.push("s>") == ("", True)

@@ -2,71 +2,17 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers.pre_tokenizers import ByteLevel
+from support.tokenizer_shapes import KINDS, SHAPES, SIZES, tokenizer_json
 
 from pi_runtime.artifact.schema import Text
 from pi_runtime.errors import ArtifactError, PromptError
 from pi_runtime.text.tokenizer import REPLACEMENT, TextStream, Tokenizer
 
 BARE = Text(prefix_ids=(), end_ids=())
-LETTERS = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-METASPACE = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
-STRIPPING = [
-    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-    {"type": "ByteFallback"},
-    {"type": "Fuse"},
-    {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-]
-
-
-def special(token_id: int, content: str) -> dict[str, Any]:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": token_id, "content": content, "special": True, **flags}
-
-
-def tokenizer_json(decoder: Any, tokens: list[str], **parts: Any) -> bytes:
-    """A tokenizer.json whose first three tokens are special; it encodes letter by letter."""
-    tokens = ["<unk>", "<s>", "</s>", *tokens]
-    model = {"type": "BPE", "vocab": {token: n for n, token in enumerate(tokens)}, "merges": [], "unk_token": "<unk>"}
-    whole = {"version": "1.0", "added_tokens": [special(n, tokens[n]) for n in range(3)], "decoder": decoder}
-    return json.dumps({**whole, "model": model, **parts}).encode()
-
-
-BYTES = [f"<0x{n:02X}>" for n in (0x41, 0x20, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, 0xC3, 0xA9, 0xFF)]
-PIECES = ["▁", "▁▁", "▁a", "a", "b", "é", "�", "▁hello", "."]
-KINDS = {
-    "byte-level": tokenizer_json(
-        LETTERS,
-        [*sorted(ByteLevel.alphabet()), "Ġhe", "llo", "Ã©", "ðŁĺ", "Ģ"],
-        pre_tokenizer=LETTERS,
-        truncation={"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0},
-        padding={
-            "strategy": {"Fixed": 9},
-            "direction": "Right",
-            "pad_id": 0,
-            "pad_type_id": 0,
-            "pad_token": "<unk>",
-            "pad_to_multiple_of": None,
-        },
-        post_processor={
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
-        },
-    ),
-    "byte-fallback": tokenizer_json({"type": "Sequence", "decoders": STRIPPING}, PIECES + BYTES),
-    "metaspace": tokenizer_json(METASPACE, PIECES),
-    "wordpiece": tokenizer_json({"type": "WordPiece", "prefix": "##", "cleanup": True}, ["a", "##b", ".", "'", "s"]),
-    "word-end": tokenizer_json({"type": "BPEDecoder", "suffix": "</w>"}, ["a", "a</w>", "b</w>"]),
-    "none": tokenizer_json(None, ["a", "b"]),
-}
-SIZES = {kind: len(json.loads(data)["model"]["vocab"]) for kind, data in KINDS.items()}
 
 
 def make(kind: str, text: Text = BARE, extra: int = 2) -> Tokenizer:
@@ -90,6 +36,83 @@ def test_stream_joins_to_decode(kind: str) -> None:
         assert "".join(pieces) + rest == tokenizer.decode(ids)
 
     check()
+
+
+def going_on(tokenizer: Tokenizer, prompt: list[int], answer: list[int]) -> str:
+    """What an answer adds to the text of a prompt, slowly: all of both is decoded after a word."""
+    stream = TextStream(tokenizer, after=prompt)
+    return "".join([stream.push(token_id) for token_id in answer] + [stream.finish()])
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_an_answer_goes_on_where_its_prompt_ends(kind: str) -> None:
+    """With `<s>` shown all is decoded twice, with the answer and without; whatever is half a character is whole."""
+    tokenizer, library = (shape := make(kind, extra=2)), make(kind)._library
+    decode = lambda ids: library.decode(ids, skip_special_tokens=False)  # noqa: E731
+    plain = [n for n in range(3, SIZES[kind]) if not shape._is_byte(n)]
+    if shape._byte_letters:
+        plain = [n for n in plain if _is_text(shape.token_bytes(n))]
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.lists(st.sampled_from([1, 2, *plain]), max_size=6), st.lists(st.sampled_from(plain), max_size=8))
+    @example([], plain)
+    @example([plain[0]], plain)
+    def check(prompt: list[int], answer: list[int]) -> None:
+        before = [1, *prompt]
+        assert going_on(tokenizer, before, answer) == decode(before + answer).removeprefix(decode(before))
+
+    check()
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "llama-2", "phi-3", "mistral"])
+@settings(max_examples=200, deadline=None)
+@given(
+    before=st.text("aé ▁.\n😀", max_size=4),
+    text=st.text("ab é😀日\n", min_size=1, max_size=5),
+    cut=st.integers(1, 3),
+    ends=st.sampled_from([(), (1,), (2,)]),
+)
+def test_a_character_that_a_prompt_leaves_unfinished_is_the_answers(
+    kind: str, before: str, text: str, cut: int, ends: tuple[int, ...]
+) -> None:
+    """Bytes one by one, cut anywhere: prompt and answer make the text, each character once."""
+    tokenizer = make(kind)
+    names = {tokenizer.token_bytes(n): n for n in tokenizer._library.get_vocab().values()}
+    cut = min(cut, len(text[0].encode()) - 1)
+    prompt, answer = [1], list[int]()
+    for n, byte in enumerate((before + text).encode()):
+        (prompt if n < len(before.encode()) + cut else answer).append(names[bytes([byte])])
+    prompt += ends if cut == 0 else ()
+    shown = going_on(tokenizer, prompt, answer)
+    assert shown == text
+    begun = TextStream.begun(tokenizer, prompt)
+    assert begun + shown in (before + text, (before + text).removeprefix(" "))
+
+
+@pytest.mark.parametrize("kind", ["llama-2", "mistral", "phi-3", "metaspace"])
+@pytest.mark.parametrize("prompt", [[1], [2], [1, 5], [5, 2], [3]], ids=str)
+def test_the_first_word_keeps_its_space(kind: str, prompt: list[int]) -> None:
+    """As llama.cpp writes it, whatever the prompt is, `<s>` alone too; and the text of a whole has none before it."""
+    tokenizer = make(kind)
+    hello = tokenizer._library.token_to_id("▁hello")
+    assert going_on(tokenizer, prompt, [hello, hello]) == " hello hello"
+    assert tokenizer.decode([1, hello]) == "hello"
+
+
+def test_a_prompt_of_bytes_alone_keeps_the_space_after_it() -> None:
+    tokenizer = make("llama-2")
+    newline, bad, hello = (tokenizer._library.token_to_id(name) for name in ("<0x0A>", "<0xFF>", "▁hello"))
+    assert going_on(tokenizer, [newline], [hello]) == " hello"
+    assert going_on(tokenizer, [newline], [bad, hello]) == "\ufffd hello"
+    assert going_on(tokenizer, [1, newline], [newline]) == "\n"
 
 
 @given(st.text(max_size=20))
@@ -142,7 +165,7 @@ def test_long_garbage_joins_to_decode(data: list[int]) -> None:
 def test_a_token_costs_the_same_however_many_came_before(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = make(kind)
     decode, decoded = tokenizer._decode, []
-    monkeypatch.setattr(tokenizer, "_decode", lambda ids: decoded.append(len(ids)) or decode(ids))
+    monkeypatch.setattr(tokenizer, "_decode", lambda ids, **said: decoded.append(len(ids)) or decode(ids, **said))
     ids = [tokenizer._library.token_to_id(name)] * 1000
     pieces, rest = streamed(tokenizer, ids)
     assert "".join(pieces) + rest == decode(ids)

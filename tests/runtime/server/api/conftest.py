@@ -24,7 +24,7 @@ a:{% if enable_thinking is defined and not enable_thinking %}<think></think>{% e
 
 def served_by(path: Path) -> Iterator[tuple[Served, Engine]]:
     with load(path, device="cpu") as model, Engine(model, slots=4, speculate="off") as engine:
-        yield Served(model, ServerSettings(model_name="m")), engine
+        yield Served(model, ServerSettings(model_name="m", sampling={"temperature": 0})), engine
 
 
 @pytest.fixture(scope="session")

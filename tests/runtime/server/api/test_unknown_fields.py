@@ -86,7 +86,6 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"dynatemp_range": 0.5}, {"dynatemp_range": 0.0}),
     ({"xtc_probability": 0.5}, {"xtc_probability": 0, "xtc_threshold": 0.1}),
     ({"dry_multiplier": 0.8}, {"dry_multiplier": 0.0, "dry_base": 1.75, "dry_sequence_breakers": ["a"]}),
-    ({"repeat_last_n": 64}, {"repeat_last_n": -1}),
     ({"samplers": ["top_k"]}, {"samplers": None}),
     ({"grammar": 'root ::= "a"'}, {"grammar": ""}),
     ({"json_schema": {}}, {"json_schema": None}),
