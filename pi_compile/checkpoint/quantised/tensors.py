@@ -60,7 +60,8 @@ class QuantisedTensors:
                 remedy="the checkpoint is incomplete: fetch it again",
             )
         try:
-            matrix = layout.open({part: self._stored.tensor(name) for part, name in found.items()}, self._scheme)
+            stored = {part: self._stored.tensor(name) for part, name in found.items()}
+            matrix = layout.open(stored, self._scheme.of(layer))
         except ValueError as error:
             raise CheckpointError(
                 f"{path}: the tensors of {layer} do not fit together",
