@@ -128,7 +128,7 @@ DEEPSEEK_V2 = replace(
     family="deepseek_v2",
     architectures=("DeepseekV2ForCausalLM", "DeepseekV2Model"),
     read_keys=(glm.KEYS | {*_KEYS.split()}) - {"norm_topk_prob"},
-    neutral_keys={"scoring_func": ("softmax",), "moe_layer_freq": (1,)},
+    neutral_keys={"scoring_func": ("softmax",), "moe_layer_freq": (1,), "norm_topk_prob": (False,)},
     decoder=_v2,
 )
 GLM4_MOE_LITE = replace(

@@ -73,7 +73,7 @@ ADAPTER = replace(
     layer_tensors=lambda _: _LAYER,
     read_keys=(llama.KEYS - {"rms_norm_eps"}) | {"layer_norm_eps", "partial_rotary_factor", "rotary_dim"},
     # The first repositories of Phi have GPT-2's names of sizes, and other names of tensors.
-    neutral_keys=dict.fromkeys(("qk_layernorm", "n_embd", "n_head", "n_layer"), ()),
+    neutral_keys=dict.fromkeys(("n_embd", "n_head", "n_layer"), ()),
     decoder=_decoder,
 )
 PHI3 = replace(

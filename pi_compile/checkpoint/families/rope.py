@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pi_compile.checkpoint.config import Config
+from pi_compile.checkpoint.config import Config, short
 
 F32 = npt.NDArray[np.float32]
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
@@ -57,7 +57,11 @@ class _Rope:
         if not isinstance(self.fields, dict):
             raise config.error(self.key, self.fields, expected="an object")
         self.rope_type: Any = self.fields.get("rope_type", self.fields.get("type", "default"))
-        self._check_type()
+        older = self.fields.get("type", self.rope_type)
+        self._check_type(self.rope_type if older in (self.rope_type, "default") else older)
+        if older not in (self.rope_type, "default"):
+            raise self.error("type", older, f"{self.rope_type}, which its rope_type is", None)
+        self._check_keys()
         self.theta = self.number("rope_theta", config.fields.get("rope_theta", theta), name="rope_theta")
         beside = config.get("partial_rotary_factor", partial or 1.0)
         self.rotated_fraction = self.number("partial_rotary_factor", beside, name="partial_rotary_factor")
@@ -65,21 +69,29 @@ class _Rope:
             most = "1: this family rotates whole heads" if partial is None else "at most 1"
             raise config.error("partial_rotary_factor", self.rotated_fraction, expected=most)
 
-    def _check_type(self) -> None:
-        if self.rope_type in ("dynamic", "longrope", "su"):
+    def _check_type(self, rope_type: Any) -> None:
+        if rope_type in ("dynamic", "longrope", "su"):
             raise self.error(
                 "rope type",
-                self.rope_type,
+                rope_type,
                 "angles that do not depend on how long the text is",
                 "no such type is supported",
             )
-        if not isinstance(self.rope_type, str) or self.rope_type not in TYPES:
-            raise self.error("rope type", self.rope_type, f"one of {', '.join(TYPES)}", "no other is supported")
+        if not isinstance(rope_type, str) or rope_type not in TYPES:
+            raise self.error("rope type", rope_type, f"one of {', '.join(TYPES)}", "no other is supported")
+
+    def _check_keys(self) -> None:
         known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_KEYS_OF[self.rope_type]}
-        unknown = sorted(k for k, v in self.fields.items() if k not in known and v is not None and v is not False)
+        others = sorted(k for k, v in self.fields.items() if k not in known and v is not None)
+        others = [key for key in others if self.fields[key] is not False or key not in _OFF]
+        unknown = [key for key in others if key not in _PASSED_OVER]
         if unknown:
             names = ", ".join(unknown)
             raise self.error(names, self.fields[unknown[0]], f"keys that the rope type {self.rope_type} has", None)
+        if others:
+            said = ", ".join(f"{key} = {short(self.fields[key])}" for key in others)
+            line = f"config.json: {self.key}: {said} has no effect on the rope type {self.rope_type}, as in transformers"
+            self.config.notices += [line] * (line not in self.config.notices)
 
     def error(self, name: str, value: object, expected: str, remedy: str | None) -> Exception:
         return self.config.error(f"{self.key}: {name}", value, expected=expected, remedy=remedy)
@@ -177,7 +189,7 @@ def _yarn_scale(rope: _Rope, factor: float) -> float:
 def score_scale(config: Config) -> float:
     """The factor of scores that DeepSeek's YaRN has: the square of the scale that `mscale_all_dim` gives."""
     rope = _Rope(config, THETA, None)
-    if rope.rope_type != "yarn" or not rope.fields.get("mscale_all_dim"):
+    if rope.rope_type == "default" or not rope.fields.get("mscale_all_dim"):
         return 1.0
     return _mscale(rope.number("factor"), rope.number("mscale_all_dim")) ** 2
 
@@ -209,3 +221,8 @@ _KEYS_OF: Mapping[str, tuple[str, ...]] = {
         "finetuned",
     ),
 }
+_PASSED_OVER = {"attn_factor", *(key for keys in _KEYS_OF.values() for key in keys)} - {"finetuned"}
+"""Keys that transformers passes over, with a warning, in a type that does not have them. YaRN's `attention_factor` is
+`attn_factor` in other programs, and stands so in published configs."""
+_OFF = ("finetuned", "mrope_interleaved")
+"""Keys of other programs that false switches off."""

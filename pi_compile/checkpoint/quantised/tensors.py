@@ -86,7 +86,7 @@ class QuantisedTensors:
         if permuted:
             first = f"{len(permuted)} of them have columns permuted across groups (act-order), such as {permuted[0]}"
             lines.append(f"{first}: no number format of blocks keeps these")
-        return (*lines, *self._scheme.notices)
+        return (*self._stored.notices, *lines, *self._scheme.notices)
 
     def alias(self, name: str, existing: str) -> None:
         """Give a tensor another name as well."""

@@ -39,6 +39,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     "yarn-exact": {"rope_parameters": YARN | {"truncate": False}},
     "yarn-factor": {"rope_parameters": YARN | {"attention_factor": 1.25}},
     "yarn-mscale": {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
+    "yarn-attn-factor": {"rope_scaling": YARN | {"attn_factor": 0.8782488562869419}},
+    "default-older": {"rope_scaling": {"type": "default"}, "rope_parameters": LLAMA3, "rope_theta": 5e5},
+    "default-with-others": {"rope_scaling": {"type": "default", "factor": 4.0, "attention_factor": 0.5}},
+    "default-beside-another": {"rope_scaling": {"rope_type": "linear", "type": "default", "factor": 4.0}},
+    "linear-with-others": {"rope_scaling": {"type": "linear", "factor": 4.0, "attention_factor": 0.5, "beta_fast": 3}},
     "yarn-shrunk": {"rope_parameters": YARN | {"factor": 1.0}},
 }
 
