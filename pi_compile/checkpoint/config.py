@@ -235,8 +235,8 @@ def _way_out(keys: list[str], in_recipe: bool) -> Text:
 def _neutral_text(allowed: Mapping[str, tuple[Any, ...]], key: str) -> str:
     if key == "sliding_window":
         return "sliding_window no shorter than max_position_embeddings"
-    null = (None,) if _is_neutral(None, allowed[key]) else ()
-    return f"{key} = {' or '.join(map(repr, dict.fromkeys((*allowed[key], *null))))}"
+    values = allowed[key] if None in allowed[key] or not _is_neutral(None, allowed[key]) else (*allowed[key], None)
+    return f"{key} = {' or '.join(map(repr, values))}"
 
 
 def short(value: object) -> str:
