@@ -100,7 +100,8 @@ def _in_halves(name: str, groups: int, size: int, plain: int) -> tuple[SourceTen
     return tuple(SourceTensor(name, rows=FusedRows(groups, size, *cut)) for cut in cuts)
 
 
-def _layer(d: Decoder) -> Table:
+def layer_tensors(d: Decoder) -> Table:
+    """The tensors of a layer."""
     heads, rank, plain = d.n_heads, d.latent_rank, d.head_dim - d.rotary_dim
     found: dict[str, tuple[SourceTensor, ...]] = {}
     for array, part in (("attention/qkv", "weight"), ("attention/qkv_bias", "bias")):
@@ -132,7 +133,7 @@ DEEPSEEK_V3 = replace(
     glm.ADAPTER,
     family="deepseek_v3",
     architectures=("DeepseekV3ForCausalLM", "DeepseekV3Model"),
-    layer_tensors=_layer,
+    layer_tensors=layer_tensors,
     read_keys=(glm.KEYS | {*_KEYS.split()}) - {"topk_method"},
     neutral_keys={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
     decoder=_v3,
