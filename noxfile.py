@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
@@ -218,6 +219,25 @@ def quantised(session: nox.Session) -> None:
     needed = ("pypcre", "device-smi", "logbar", "tokenicer", "torchao", "threadpoolctl", "defuser")
     session.install("--no-deps", "gptqmodel==7.7.0", *needed)
     session.run("pytest", "tests/compile/checkpoint/quantised", *session.posargs)
+
+
+@nox.session
+def converted(session: nox.Session) -> None:
+    """Hold what llama.cpp's own converter writes against transformers, and llama.cpp where LLAMA_CPP_PYTHON has it.
+
+    The converter is in the source package of llama-cpp-python. Outside CI: a process for each of some 50 models.
+    """
+    session.install(TORCH)
+    session.install("-e", ".[compile]", *TEST_TOOLS, "sentencepiece==0.2.1")
+    folder = Path(session.create_tmp()).resolve()
+    options = ("--no-deps", "--no-binary", ":all:", "--no-build-isolation", "-d", str(folder))
+    session.install("scikit-build-core[pyproject]")
+    session.run("pip", "download", *options, "llama-cpp-python==0.3.36")
+    (package,) = folder.glob("llama_cpp_python-*.tar.gz")
+    with tarfile.open(package) as files:
+        files.extractall(folder, filter="data")
+    env = {"LLAMA_CPP_SOURCE": str(package.with_name(package.name.removesuffix(".tar.gz")) / "vendor/llama.cpp")}
+    session.run("pytest", "tests/compile/checkpoint/gguf/test_converted.py", *session.posargs, env=env)
 
 
 @nox.session

@@ -31,7 +31,8 @@ HARMLESS = frozenset(_HARMLESS_KEYS.split())
 """Keys of any family that do not change the function: they are about files, training, tokens or generation."""
 
 _OFF = """
-    add_cross_attention is_encoder_decoder tie_encoder_decoder use_bidirectional_attention use_sliding_window quantization
+    add_cross_attention is_encoder_decoder tie_encoder_decoder use_bidirectional_attention use_sliding_window
+    quantization
     attention_bias mlp_bias qkv_bias use_bias bias use_qk_norm qk_layernorm use_mrope rope_interleaved
     apply_residual_connection_post_layernorm scale_attn_by_inverse_layer_idx residual_in_fp32
     output_router_logits flash_attn flash_rotary fused_dense fp16 bf16 fp32
@@ -97,7 +98,9 @@ class Config:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self.get(key, default)
+        """The value of a switch, which null puts off: code that asks for it takes null for false."""
+        value = self.fields.get(self.names.get(key, key), default)
+        value = False if value is None else value
         if type(value) is not bool:
             raise self.error(key, value, expected="true or false")
         return value

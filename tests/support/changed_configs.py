@@ -71,7 +71,14 @@ def changes(fields: Mapping[str, Any]) -> list[tuple[str, Any]]:
     adapter = find_adapter(Config(Path("config.json"), fields))
     config_class = tf.CONFIG_MAPPING[fields["model_type"]]
     others = {key for other in adapters().values() for key in other.neutral_keys}
-    known = {*fields, *adapter.read_keys, *(f.name for f in dataclass_fields(config_class)), *NEUTRAL, *others, "is_causal"}
+    known = {
+        *fields,
+        *adapter.read_keys,
+        *(f.name for f in dataclass_fields(config_class)),
+        *NEUTRAL,
+        *others,
+        "is_causal",
+    }
     known -= {"model_type", "architectures", "transformers_version", "dtype", "id2label", "label2id"}
     return [(key, value) for key in sorted(known) for value in _values(key, fields.get(key))]
 

@@ -142,8 +142,45 @@ def heads_apart(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) ->
     return {name: np.ascontiguousarray(values) for name, values in found.items()}
 
 
+def _of_latents(config: Mapping[str, Any]) -> dict[str, Any]:
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    return {
+        "ARCH.attention.head_count_kv": 1,
+        "ARCH.attention.q_lora_rank": config["q_lora_rank"],
+        "ARCH.attention.kv_lora_rank": rank,
+        "ARCH.attention.key_length": rank + rotated,
+        "ARCH.attention.value_length": rank,
+        "ARCH.attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
+        "ARCH.attention.value_length_mla": config["v_head_dim"],
+        "ARCH.rope.dimension_count": rotated,
+        "ARCH.rope.scaling.yarn_log_multiplier": 0.1 * config["rope_parameters"]["mscale_all_dim"],
+        "ARCH.leading_dense_block_count": config["first_k_dense_replace"],
+        "ARCH.expert_count": config["n_routed_experts"],
+        "ARCH.expert_shared_count": config["n_shared_experts"],
+        "ARCH.expert_gating_func": 2 if config["model_type"] == "deepseek_v3" else 1,
+        "ARCH.expert_weights_scale": float(config["routed_scaling_factor"]),
+        "ARCH.expert_weights_norm": config["norm_topk_prob"] or None,
+        "ARCH.expert_group_count": config["n_group"],
+        "ARCH.expert_group_used_count": config["topk_group"],
+    }
+
+
+def _of_gemma(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "ARCH.attention.sliding_window": config["sliding_window"],
+        "ARCH.rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
+        "ARCH.final_logit_softcapping": config["final_logit_softcapping"],
+        "ARCH.rope.dimension_count": None,
+    }
+
+
+_MADE = {"gemma3_text": _of_gemma, "deepseek_v2": _of_latents, "deepseek_v3": _of_latents}
+
+
 def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that these architectures have besides the usual ones."""
+    if config["model_type"] in _MADE:
+        return _MADE[config["model_type"]](config)
     match config["model_type"]:
         case "gpt_oss":
             return {"ARCH.attention.sliding_window": config["sliding_window"], "ARCH.expert_feed_forward_length": 96}
@@ -159,41 +196,12 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
                 "ARCH.expert_group_used_count": config["topk_group"],
                 "ARCH.nextn_predict_layers": 0,
             }
-        case "gemma3_text":
-            rope = config["rope_parameters"]
-            return {
-                "ARCH.attention.sliding_window": config["sliding_window"],
-                "ARCH.rope.freq_base_swa": rope["sliding_attention"]["rope_theta"],
-                "ARCH.final_logit_softcapping": config["final_logit_softcapping"],
-                "ARCH.rope.dimension_count": None,
-            }
         case "phi3":
             rope = config["rope_parameters"]
             return {
                 "ARCH.attention.sliding_window": 0,
                 "ARCH.rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),
                 "ARCH.rope.scaling.attn_factor": rope.get("attention_factor"),
-            }
-        case "deepseek_v2" | "deepseek_v3":
-            rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
-            return {
-                "ARCH.attention.head_count_kv": 1,
-                "ARCH.attention.q_lora_rank": config["q_lora_rank"],
-                "ARCH.attention.kv_lora_rank": rank,
-                "ARCH.attention.key_length": rank + rotated,
-                "ARCH.attention.value_length": rank,
-                "ARCH.attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
-                "ARCH.attention.value_length_mla": config["v_head_dim"],
-                "ARCH.rope.dimension_count": rotated,
-                "ARCH.rope.scaling.yarn_log_multiplier": 0.1 * config["rope_parameters"]["mscale_all_dim"],
-                "ARCH.leading_dense_block_count": config["first_k_dense_replace"],
-                "ARCH.expert_count": config["n_routed_experts"],
-                "ARCH.expert_shared_count": config["n_shared_experts"],
-                "ARCH.expert_gating_func": 2 if config["model_type"] == "deepseek_v3" else 1,
-                "ARCH.expert_weights_scale": float(config["routed_scaling_factor"]),
-                "ARCH.expert_weights_norm": config["norm_topk_prob"] or None,
-                "ARCH.expert_group_count": config["n_group"],
-                "ARCH.expert_group_used_count": config["topk_group"],
             }
         case "smallthinker":
             return {

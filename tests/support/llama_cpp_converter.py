@@ -20,7 +20,7 @@ def _every(of: type) -> list[type]:
 
 hparams = ModelBase.load_hparams(folder, False)
 convert_hf_to_gguf.get_model_class(get_model_architecture(hparams, convert_hf_to_gguf.ModelType.TEXT))
-TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
 for model in _every(TextModel):
     model.set_vocab = TextModel._set_vocab_gpt2
 sys.argv = ["convert", str(folder), "--outfile", str(output), "--outtype", "f32"]

@@ -15,7 +15,6 @@ from pi_compile.checkpoint.families.adapter import FusedRows, SourceTensor, Tabl
 from pi_compile.checkpoint.families.fields import biases, experts, usual_decoder, windowed_layers
 from pi_runtime.artifact.decoder import CLAMP, SWIGLU_SLOPE, Decoder
 
-
 _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,

@@ -1,8 +1,10 @@
 """Rotary positions: the angles that a config describes, in float32 as transformers computes them.
 
-The types default, linear, llama3 and yarn have fixed angles. Those of longrope are fixed within the original context, to
-which it is cut; those of dynamic depend on the length of the text and are refused. Source: `modeling_rope_utils.py` of transformers. Shape letters: J angles, 2J rotated
-columns of a head.
+The types default, linear, llama3 and yarn have fixed angles. Those of longrope are fixed within the original context,
+to which it is cut; those of dynamic depend on the length of the text, and are refused.
+
+Source: `modeling_rope_utils.py` of transformers.
+Shape letters: J angles, 2J rotated columns of a head.
 """
 
 import math
@@ -91,7 +93,9 @@ class _Rope:
             raise self.error(names, self.fields[unknown[0]], f"keys that the rope type {self.rope_type} has", None)
         if others:
             said = ", ".join(f"{key} = {short(self.fields[key])}" for key in others)
-            line = f"config.json: {self.key}: {said} has no effect on the rope type {self.rope_type}, as in transformers"
+            line = (
+                f"config.json: {self.key}: {said} has no effect on the rope type {self.rope_type}, as in transformers"
+            )
             self.config.notices += [line] * (line not in self.config.notices)
 
     def error(self, name: str, value: object, expected: str, remedy: str | None) -> Exception:
@@ -111,7 +115,6 @@ class _Rope:
         if beside is not None:
             return float(self.config.size("original_max_position_embeddings"))
         return self.number("original_max_position_embeddings", self.config.get("max_position_embeddings", 2048))
-
 
     def cut_context(self) -> int:
         """The original context, within which LongRoPE has one set of angles; a notice tells of what is cut."""
@@ -252,7 +255,11 @@ _KEYS_OF: Mapping[str, tuple[str, ...]] = {
         "finetuned",
     ),
 }
-_PASSED_OVER = {"attn_factor", *(key for keys in _KEYS_OF.values() for key in keys)} - {"finetuned", "short_factor", "long_factor"}
+_PASSED_OVER = {"attn_factor", *(key for keys in _KEYS_OF.values() for key in keys)} - {
+    "finetuned",
+    "short_factor",
+    "long_factor",
+}
 """Keys that transformers passes over, with a warning, in a type that does not have them. YaRN's `attention_factor` is
 `attn_factor` in other programs, and stands so in published configs."""
 _OFF = ("finetuned", "mrope_interleaved")

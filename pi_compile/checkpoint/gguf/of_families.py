@@ -184,7 +184,7 @@ def _deepseek_attention(d: Decoder, names: Collection[str]) -> Table:
     return found
 
 
-def _gemma3(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
+def _gemma3(_file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
     """The window is of five layers of six; they have a base of their own, and no scaling."""
     window, layers = keys.pop("attention.sliding_window", 0), fields["num_hidden_layers"]
     base = keys.pop("rope.freq_base_swa", 10000.0)

@@ -118,7 +118,11 @@ def test_a_missing_shard(sharded: Path) -> None:
 
 
 STRAY = {
-    "shards beside a whole file": ("model.safetensors", "model-00001-of-00009.safetensors", "model.safetensors is read"),
+    "shards beside a whole file": (
+        "model.safetensors",
+        "model-00001-of-00009.safetensors",
+        "model.safetensors is read",
+    ),
     "an older form": (None, "pytorch_model.bin", None),
     "its maker's form": (None, "consolidated.safetensors", None),
     "shards of another time": (None, "model-00010-of-00010.safetensors", "index.json is read"),

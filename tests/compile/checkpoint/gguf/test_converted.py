@@ -19,13 +19,13 @@ pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
 import torch
+from compile.checkpoint.gguf import test_llama_cpp as theirs
 from support.changed_configs import logits
 from support.families import CASES as FAMILIES
 from support.families import GEMMA3, GLM_LITE, LLAMA, MIXTRAL, MLA, MLA_YARN, OLMOE, PHI3, Case, random_checkpoint
 from support.gguf_files import write_byte_tokenizer
 from support.hf import edit_json
 
-from compile.checkpoint.gguf import test_llama_cpp as theirs
 from pi_compile.checkpoint import open_checkpoint
 
 SOURCE = os.environ.get("LLAMA_CPP_SOURCE", "")
@@ -62,11 +62,13 @@ MORE: dict[str, Case] = {
         | {"original_max_position_embeddings": 600, "max_position_embeddings": 1200}  # llama.cpp has 256 at least
         | {
             "rope_parameters": {
-                "rope_type": "longrope", "short_factor": [1.0, 1.3, 1.7, 2.0, 2.5], "long_factor": [3.0] * 5
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.3, 1.7, 2.0, 2.5],
+                "long_factor": [3.0] * 5,
             }
         },
-    ),  # fmt: skip
-    "glm4-moe-lite-drafting": Case("Glm4MoeLite", GLM_LITE | {"n_group": 3, "topk_group": 2}),
+    ),
+    "glm4-moe-lite-groups": Case("Glm4MoeLite", GLM_LITE | {"n_group": 3, "topk_group": 2}),
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "nemotron": {"hidden_size": 72},
@@ -128,7 +130,7 @@ def compare(case: str, folder: Path) -> None:
     write_byte_tokenizer(folder)
     words = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
     fields = (FAMILIES | MORE)[case].fields
-    usual = {key: value for key, value in USUAL.items() if key in fields or key == "activation" and "falcon" in case}
+    usual = {key: value for key, value in USUAL.items() if key in fields or (key == "activation" and "falcon" in case)}
     changes = {"vocab_size": words, **usual, **CHANGES.get(case, {})}
     model = random_checkpoint(folder, case, tokenizer=False, sizes=changes)
     edit_json(folder / "config.json", **SAID.get((FAMILIES | MORE)[case].model, {}))
