@@ -230,7 +230,7 @@ def rope_divisors(file: GgufFile, name: str, count: int) -> list[float]:
             expected=f"{count} positive numbers, F32",
             found=f"{tensor.tensor_type.name} {data.shape}",
         )
-    return np.asarray(data).tolist()
+    return [float(number) for number in data]
 
 
 def _smallthinker(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:

@@ -115,8 +115,8 @@ class GgufTensors:
             ending = [f".{e}" for e in range(count)] if heads or d.n_experts > 1 else [""]
             yield from ((f"{parts[1]}{end}{parts[2]}", _StoredTensor(name, item=e)) for e, end in enumerate(ending))
         elif gated and d.ffn == "gated" and shape[:1] == (2 * d.d_ff,):
-            for part, rows in (("gate", (0, d.d_ff)), ("up", (d.d_ff, None))):
-                yield f"{gated[1]}{part}{gated[2]}", _StoredTensor(name, start=rows[0], stop=rows[1])
+            yield f"{gated[1]}gate{gated[2]}", _StoredTensor(name, stop=d.d_ff)
+            yield f"{gated[1]}up{gated[2]}", _StoredTensor(name, start=d.d_ff)
         elif fused:
             keys = d.n_heads * d.head_dim
             rows = ((0, keys), (keys, keys + d.n_kv_heads * d.head_dim), (keys + d.n_kv_heads * d.head_dim, None))
