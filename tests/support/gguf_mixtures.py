@@ -57,6 +57,10 @@ LONGROPE = {
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": ("DeepseekV2", MLA),
+    "deepseek-v2-groups": (
+        "DeepseekV2",
+        MLA | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "q_lora_rank": 64},
+    ),
     "deepseek-v3": ("DeepseekV3", MLA | {"n_group": 3, "topk_group": 2}),
     "gemma3": ("Gemma3Text", GEMMA3),
     "gemma3-capped": (

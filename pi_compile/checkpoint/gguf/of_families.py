@@ -144,10 +144,15 @@ def _is_glm(fields: _Fields) -> bool:
 def _deepseek_decoder(config: Config) -> Decoder:
     if config.get("scoring_func") == "sigmoid":
         return deepseek.DEEPSEEK_V3.decoder(config)
+    groups = config.size("n_group", 1)
+    if groups > 1:
+        line = "groups of experts are chosen by their largest, as the published code of DeepSeek V2 does;"
+        config.notices.append(f"{line} llama.cpp chooses them by the sum of their two largest")
     found = replace(
         deepseek.DEEPSEEK_V2.decoder(config),
         router_normalised=config.flag("norm_topk_prob", default=False),
-        router_groups=config.size("n_group", 1),
+        router_groups=groups,
+        router_group_top=1 if groups > 1 else 2,
         router_groups_taken=config.size("topk_group", 1),
     )
     glm.check(config, found)
