@@ -22,7 +22,7 @@ import torch
 from compile.checkpoint.gguf import test_llama_cpp as theirs
 from support.changed_configs import logits
 from support.families import CASES as FAMILIES
-from support.families import GEMMA3, GLM_LITE, LLAMA, MIXTRAL, MLA, MLA_YARN, OLMOE, PHI3, Case, random_checkpoint
+from support.families import GEMMA3, GLM_LITE, GPT_OSS, LLAMA, MIXTRAL, MLA, MLA_YARN, PHI3, Case, random_checkpoint
 from support.gguf_files import write_byte_tokenizer
 from support.hf import edit_json
 
@@ -38,7 +38,6 @@ MORE: dict[str, Case] = {
     "qwen3-moe-one": Case(
         "Qwen3Moe", LLAMA | ONE | {"moe_intermediate_size": 53, "num_experts": 1, "norm_topk_prob": True}
     ),
-    "olmoe-one": Case("Olmoe", OLMOE | ONE | {"num_experts": 1}),
     "deepseek-v2-queries": Case("DeepseekV2", MLA | {"kv_lora_rank": 22, "rope_parameters": MLA_YARN | _ALIKE}),
     "deepseek-v2-grouped": Case(
         "DeepseekV2",
@@ -72,6 +71,8 @@ MORE: dict[str, Case] = {
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "nemotron": {"hidden_size": 72},
+    "phi": {"intermediate_size": 240},
+    "gpt-oss": {"rope_parameters": GPT_OSS["rope_parameters"] | {"truncate": True}},
     "nemotron-biases": {"hidden_size": 72},
     "deepseek-v2": {"num_hidden_layers": 27, "rope_parameters": MLA_YARN | _ALIKE},
     "deepseek-v3": {"rope_parameters": MLA_YARN | _ALIKE},
@@ -83,6 +84,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 USUAL = {"hidden_act": "silu", "activation_function": "gelu_new", "activation": "gelu_pytorch_tanh"}
 """The activations that llama.cpp takes, by the keys of the families."""
 SAID = {
+    "GPT2": {"n_ctx": 37},
     "DeepseekV2": {"scoring_func": "softmax"},
     "DeepseekV3": {"scoring_func": "sigmoid"},
     "Glm4MoeLite": {"scoring_func": "sigmoid", "first_k_dense_replace": 1},
@@ -133,6 +135,8 @@ def compare(case: str, folder: Path) -> None:
     usual = {key: value for key, value in USUAL.items() if key in fields or (key == "activation" and "falcon" in case)}
     changes = {"vocab_size": words, **usual, **CHANGES.get(case, {})}
     model = random_checkpoint(folder, case, tokenizer=False, sizes=changes)
+    if case == "falcon-7b":
+        edit_json(folder / "config.json", num_kv_heads=1)
     edit_json(folder / "config.json", **SAID.get((FAMILIES | MORE)[case].model, {}))
     file = converted(folder)
     checkpoint = open_checkpoint(file)
