@@ -72,6 +72,8 @@ MORE: dict[str, Case] = {
 CHANGES: dict[str, dict[str, Any]] = {
     "nemotron": {"hidden_size": 72},
     "phi": {"intermediate_size": 240},
+    **dict.fromkeys(("granite", "granite-biases", "granitemoe"), {"hidden_size": 60}),
+    **dict.fromkeys(("falcon-7b", "falcon-40b", "falcon-11b"), {"ffn_hidden_size": 144}),
     "gpt-oss": {"rope_parameters": GPT_OSS["rope_parameters"] | {"truncate": True}},
     "nemotron-biases": {"hidden_size": 72},
     "deepseek-v2": {"num_hidden_layers": 27, "rope_parameters": MLA_YARN | _ALIKE},
