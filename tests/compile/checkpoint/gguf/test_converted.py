@@ -72,8 +72,10 @@ MORE: dict[str, Case] = {
 CHANGES: dict[str, dict[str, Any]] = {
     "nemotron": {"hidden_size": 72},
     "phi": {"intermediate_size": 240},
-    **dict.fromkeys(("granite", "granite-biases", "granitemoe"), {"hidden_size": 60}),
-    **dict.fromkeys(("falcon-7b", "falcon-40b", "falcon-11b"), {"ffn_hidden_size": 144}),
+    **{name: {"hidden_size": 60} for name in ("granite", "granite-biases", "granitemoe")},
+    **{name: {"ffn_hidden_size": 144} for name in ("falcon-7b", "falcon-40b", "falcon-11b")},
+    **{name: {"n_inner": 144} for name in ("gpt2", "gpt2-relu-wide")},
+    **{name: {"num_key_value_heads": 6} for name in ("olmoe", "olmoe-normalised")},
     "gpt-oss": {"rope_parameters": GPT_OSS["rope_parameters"] | {"truncate": True}},
     "nemotron-biases": {"hidden_size": 72},
     "deepseek-v2": {"num_hidden_layers": 27, "rope_parameters": MLA_YARN | _ALIKE},
