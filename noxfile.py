@@ -18,6 +18,8 @@ nox.options.error_on_missing_interpreters = False
 TORCH = "torch==2.13.0"
 # For its interpreter: kernels of the GPU tier run without a GPU. 273 MiB to fetch.
 TRITON = "triton==3.9.0; platform_system == 'Linux'"
+LLAMA_CPP_PYTHON = "llama-cpp-python==0.3.36"
+"""Whose source package has llama.cpp with its converter, vocabularies and templates."""
 PYTHONS = ["3.11", "3.12", "3.13"]
 # One process a core, up to four: each imports torch. A file's tests share what they set up, so they stay together.
 # tests/conftest.py says which files come first.
@@ -234,20 +236,40 @@ def quantised(session: nox.Session) -> None:
 
 @nox.session
 def vocabularies(session: nox.Session) -> None:
-    """Hold what is read of GGUF files' tokenizers against llama.cpp's vocabularies and its tokenizer. Outside CI.
+    """Hold what is read of GGUF files' tokenizers and of chat templates against llama.cpp and transformers. Outside CI.
 
-    They are in llama-cpp-python's source package, which is fetched and built: half an hour. `-- FOLDER` is one that is
-    unpacked already; then random texts are compared only where the package is installed.
+    llama.cpp's vocabularies and templates are in llama-cpp-python's source package, which is fetched and built: half an
+    hour. `-- FOLDER` is one that is unpacked already; random texts are compared then where the package is installed.
     """
     session.install(TORCH)
     session.install("-e", ".[compile]")
     folder, *rest = session.posargs if session.posargs and Path(session.posargs[0]).is_dir() else ["", *session.posargs]
     if not folder:
-        package, folder = "llama-cpp-python==0.3.36", session.create_tmp()
-        session.run("pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", folder, package)
-        shutil.unpack_archive(next(Path(folder).glob("*.tar.gz")), folder)
-        session.install("--no-binary", "llama-cpp-python", package)
+        folder = llama_cpp_python(session)
+        session.install("--no-binary", "llama-cpp-python", LLAMA_CPP_PYTHON)
     session.run("python", "tests/conformance/vocabularies.py", folder, *rest)
+    session.run("python", "tests/support/published_templates.py", folder, env={"PYTHONPATH": "tests"})
+
+
+@nox.session
+def converted(session: nox.Session) -> None:
+    """Hold what llama.cpp's own converter writes against transformers, and llama.cpp where LLAMA_CPP_PYTHON has it.
+
+    The converter is in the source package of llama-cpp-python. Outside CI: a process for each of some 50 models.
+    """
+    session.install(TORCH)
+    session.install("-e", ".[compile]", *TEST_TOOLS, "sentencepiece==0.2.1")
+    (package,) = Path(llama_cpp_python(session)).glob("llama_cpp_python-*/")
+    env = {"LLAMA_CPP_SOURCE": str(package / "vendor/llama.cpp")}
+    session.run("pytest", "tests/compile/checkpoint/gguf/test_converted.py", *session.posargs, env=env)
+
+
+def llama_cpp_python(session: nox.Session) -> str:
+    """The folder into which the source package of llama-cpp-python is fetched and unpacked."""
+    folder = str(Path(session.create_tmp()).resolve())
+    session.run("pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", folder, LLAMA_CPP_PYTHON)
+    shutil.unpack_archive(next(Path(folder).glob("*.tar.gz")), folder, filter="data")
+    return folder
 
 
 @nox.session

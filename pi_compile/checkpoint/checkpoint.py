@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_compile.checkpoint.families.adapter import SourceTensor
-from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES, find_checkpoint
+from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES, find_checkpoint, hub_commit
 from pi_compile.checkpoint.resolution import ResolvedCheckpoint, resolve_checkpoint
 from pi_compile.checkpoint.tensors import Array, Index, RowReader, StoredRows, TensorSource, Values
 from pi_compile.errors import CheckpointError
@@ -309,8 +309,7 @@ def open_checkpoint(
     ('llama', 4, 1024)
     """
     location = find_checkpoint(model, revision)
-    folder = location if location.is_dir() else location.parent
-    commit = None if Path(model).expanduser().exists() else folder.name
+    commit = None if Path(model).expanduser().exists() else hub_commit(location)
     resolved = resolve_checkpoint(location, ignore_config, activation, in_recipe=in_recipe)
     return Checkpoint(revision=commit, **vars(resolved))
 

@@ -30,7 +30,15 @@ _HARMLESS_KEYS = """
 HARMLESS = frozenset(_HARMLESS_KEYS.split())
 """Keys of any family that do not change the function: they are about files, training, tokens or generation."""
 
+_OFF = """
+    add_cross_attention is_encoder_decoder tie_encoder_decoder use_bidirectional_attention use_sliding_window
+    quantization
+    attention_bias mlp_bias qkv_bias use_bias bias use_qk_norm qk_layernorm use_mrope rope_interleaved
+    apply_residual_connection_post_layernorm scale_attn_by_inverse_layer_idx residual_in_fp32
+    output_router_logits flash_attn flash_rotary fused_dense fp16 bf16 fp32
+"""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_OFF.split(), (False,)),
     "attention_multiplier": (1.0,),
     "embedding_multiplier": (1.0,),
     "residual_multiplier": (1.0,),
@@ -40,20 +48,18 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rotary_pct": (1.0,),
     "chunk_size_feed_forward": (0,),
     "pruned_heads": ({},),
-    "quantization": (),
     "num_experts": (0, 1),
     "num_local_experts": (0, 1),
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
     "logit_soft_cap": (),
     "clip_qkv": (),
-    "is_encoder_decoder": (),
-    "add_cross_attention": (),
-    "is_decoder": (True,),
+    "is_causal": (True,),
+    "is_decoder": (True, False, None),
     "layer_types": (),
-    "use_sliding_window": (),
 }
-"""Keys that change the function unless they hold one of these values (or null or false)."""
+"""Keys that change the function unless they hold one of these values. Null is one more, except where true is one: there
+it is taken for false."""
 
 
 class Config:
@@ -92,7 +98,9 @@ class Config:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self.get(key, default)
+        """The value of a switch, which null puts off: code that asks for it takes null for false."""
+        value = self.fields.get(self.names.get(key, key), default)
+        value = False if value is None else value
         if type(value) is not bool:
             raise self.error(key, value, expected="true or false")
         return value
@@ -178,15 +186,19 @@ def _open_keys(config: Config, read: Collection[str], neutral: Mapping[str, tupl
         for key, value in sorted(config.fields.items())
         if key not in read
         and key not in HARMLESS
-        and value not in allowed.get(key, ())
+        and not _is_neutral(value, allowed.get(key, ()))
         and not _without_effect(config, key)
     ]
 
 
+def _is_neutral(value: object, allowed: tuple[Any, ...]) -> bool:
+    if value is None:
+        return None in allowed or not any(v is True for v in allowed)
+    return any(value == v and isinstance(value, bool) is isinstance(v, bool) for v in allowed)
+
+
 def _without_effect(config: Config, key: str) -> bool:
     value = config.fields[key]
-    if value is None or value is False:
-        return True
     if key == "sliding_window":
         # A window as long as the context, or switched off, is no window.
         context = config.size("max_position_embeddings", 2048)
@@ -226,7 +238,8 @@ def _way_out(keys: list[str], in_recipe: bool) -> Text:
 def _neutral_text(allowed: Mapping[str, tuple[Any, ...]], key: str) -> str:
     if key == "sliding_window":
         return "sliding_window no shorter than max_position_embeddings"
-    return f"{key} = {' or '.join(repr(value) for value in (*allowed[key], None))}"
+    values = allowed[key] if None in allowed[key] or not _is_neutral(None, allowed[key]) else (*allowed[key], None)
+    return f"{key} = {' or '.join(map(repr, values))}"
 
 
 def short(value: object) -> str:

@@ -30,11 +30,15 @@ TOKENIZER_FILES = (
 )
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+ADAPTER_FILE = "adapter_config.json"
+"""What PEFT writes beside an adapter (LoRA)."""
 GGUF_PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 """Name of a part of a split GGUF file."""
-_HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[\w.-]+))?")
+_HUB_NAME = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[\w./-]+))?")
+_NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
+"""In the name of a GGUF file that is no model: a projector of pictures, or counts for quantising."""
 _TEXTS = (CONFIG_FILE, GENERATION_FILE, *TOKENIZER_FILES)
-_WEIGHTS = ((*SAFETENSORS, "model-*.safetensors"), (*PICKLES, "pytorch_model-*.bin"))
+WEIGHTS = ((*SAFETENSORS, "model-*.safetensors"), (*PICKLES, "pytorch_model-*.bin"))
 """Patterns of weight files, the preferred form first."""
 
 
@@ -42,9 +46,10 @@ def find_checkpoint(model: str | Path, revision: str | None = None) -> Path:
     """The folder or GGUF file of a checkpoint.
 
     `model` is a GGUF file, a folder, or the name of a hub model, whose snapshot at `revision` is fetched;
-    `OWNER/NAME:Q4_K_M` is its GGUF file whose name ends so. A folder with one GGUF file and no other weights stands for
-    that file; with the parts of one, for its first part. Only config, tokenizer and weights are fetched, pickled
-    weights only where there are no others. Raises CheckpointError where there is no checkpoint.
+    `OWNER/NAME:Q4_K_M` is its GGUF file whose name ends so, in any of its folders. A folder, or a hub model, with one
+    GGUF file and no other weights stands for that file; with the parts of one, for its first part. Only config,
+    tokenizer and weights are fetched, pickled weights only where there are no others. Raises CheckpointError where
+    there is no checkpoint.
     """
     path = Path(model).expanduser()
     if path.exists() and revision is not None:
@@ -67,6 +72,12 @@ def find_checkpoint(model: str | Path, revision: str | None = None) -> Path:
         )
     with _hub_faults(named["name"], revision):
         return _fetch(named, revision)
+
+
+def hub_commit(location: Path) -> str:
+    """The commit of a fetched checkpoint: its snapshot's folder, in which a GGUF file may stand deeper."""
+    folder = location if location.is_dir() else location.parent
+    return next((path for path in (folder, *folder.parents) if path.parent.name == "snapshots"), folder).name
 
 
 def names_model(text: str) -> bool:
@@ -96,8 +107,8 @@ def fetch_offer(model: str) -> str | None:
         else:
             return None
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    if named["file"] is None:
-        weights = next((form for form in _WEIGHTS if _matching(sizes, form)), ())
+    weights = next((form for form in WEIGHTS if _matching(sizes, form)), ())
+    if named["file"] is None and (weights or not _gguf_models(sizes)):
         files = _matching(sizes, (*_TEXTS, *weights))
     else:
         files = _gguf_files(sizes, named)
@@ -122,7 +133,7 @@ def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
 
 
 def _only_gguf(folder: Path) -> Path | None:
-    found = sorted(filter(is_gguf, folder.iterdir()))
+    found = [path for path in sorted(filter(is_gguf, folder.iterdir())) if not _NO_MODEL.search(path.name)]
     parts = [GGUF_PART.fullmatch(path.name) for path in found]
     models = {(part["name"], part["count"]) if part else path.name for part, path in zip(parts, found, strict=True)}
     other = any((folder / name).is_file() for name in (*SAFETENSORS, *PICKLES))
@@ -136,7 +147,7 @@ def _checked(folder: Path) -> Path:
     names, remedy = [path.name for path in entries], None
     if any(map(is_gguf, entries)):
         remedy = "name one of its GGUF files; of a hub model by how its name ends: OWNER/NAME:Q4_K_M"
-    elif "adapter_config.json" in names:
+    elif ADAPTER_FILE in names:
         remedy = "this is an adapter (LoRA), not a model: merge it into its base model and save that"
     elif "params.json" in names:
         remedy = "this is a checkpoint in its maker's own form: use the one converted for Hugging Face"
@@ -178,31 +189,48 @@ def _unreachable(name: str, error: Exception) -> CheckpointError:
 def _fetch(named: re.Match[str], revision: str | None, *, local: bool = False) -> Path:
     """The folder or GGUF file of a hub model. `local`: as far as it has been fetched already."""
     name = named["name"]
-    if named["file"] is not None:
-        if local or huggingface_hub.constants.HF_HUB_OFFLINE:
-            names = [path.name for path in _snapshot(name, revision, ["*.gguf"], local=True).iterdir()]
-        else:
-            names = huggingface_hub.HfApi().list_repo_files(name, revision=revision)
-        files = _gguf_files(names, named)
-        return _snapshot(name, revision, files, local=local) / files[0]
-    for weights in _WEIGHTS:
+    for weights in WEIGHTS if named["file"] is None else ():
         folder = _snapshot(name, revision, [*_TEXTS, *weights], local=local)
         if any((folder / file).is_file() for file in weights[:2]):
-            break
-    return _checked(folder)
+            return _checked(folder)
+    if local or huggingface_hub.constants.HF_HUB_OFFLINE:
+        folder = _snapshot(name, revision, ["*.gguf"], local=True)
+        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
+    else:
+        names = huggingface_hub.HfApi().list_repo_files(name, revision=revision)
+    if named["file"] is None and not _gguf_models(names):
+        return _checked(_snapshot(name, revision, [*_TEXTS], local=local))
+    files = _gguf_files(names, named)
+    return _snapshot(name, revision, files, local=local) / files[0]
+
+
+def _gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
+    """Name of each model among the files of a repository, without its ending → its GGUF file, or its parts in turn."""
+    models = dict[str, list[str]]()
+    for name in sorted(names):
+        if name.endswith(".gguf") and not _NO_MODEL.search(Path(name).name):
+            part = GGUF_PART.fullmatch(name)
+            models.setdefault(part["name"] if part else name.removesuffix(".gguf"), []).append(name)
+    return models
 
 
 def _gguf_files(names: Iterable[str], named: re.Match[str]) -> list[str]:
-    """The one GGUF file, or all parts of it, whose name ends as wanted. Raises CheckpointError naming the others."""
-    wanted, models = named["file"].lower().removesuffix(".gguf"), dict[str, list[str]]()
-    for name in sorted(names):
-        if name.endswith(".gguf") and "/" not in name:
-            part = GGUF_PART.fullmatch(name)
-            models.setdefault(part["name"] if part else name.removesuffix(".gguf"), []).append(name)
-    found = [files for model, files in models.items() if model.lower().endswith(wanted)]
+    """The one GGUF file, or all parts of it, whose name ends as wanted. Raises CheckpointError naming the others.
+
+    An ending is one of whole words: F16 is not how BF16 ends. A whole name counts before an ending.
+    """
+    models, wanted = _gguf_models(names), (named["file"] or "").removesuffix(".gguf")
+    ending = re.compile(rf"(?:.*[^a-z0-9])?{re.escape(wanted)}", re.IGNORECASE)
+    whole = [model for model in models if wanted in (model, Path(model).name)]
+    found = [models[model] for model in whole or models if not wanted or ending.fullmatch(model)]
     if len(found) != 1:
+        problem = (
+            f"{len(found) or 'no'} GGUF files of {named['name']} have a name that ends so"
+            if wanted
+            else f"{named['name']} has no weights but in GGUF files, of which one is to be named"
+        )
         raise CheckpointError(
-            f"{named[0]}: {len(found) or 'no'} GGUF files of {named['name']} have a name that ends so",
+            f"{named[0]}: {problem}",
             expected="one, such as OWNER/NAME:Q4_K_M",
             found=", ".join(models) or "no GGUF file",
         )

@@ -231,7 +231,7 @@ def _check_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: Tens
     # With a tied head, a stored head is a copy of the embedding: `_resolve_tied_head` has compared them.
     known = expected.keys() | ({_head(adapter)} if decoder.tied_head else set())
     left = source.names - known - source.without_effect
-    left -= _draft_tensors(decoder, adapter, prefix, source)
+    left -= _draft_tensors(decoder, adapter, prefix, source) | _idle_routers(decoder, adapter, prefix)
     extra = sorted(n for n in left if not any(re.search(pattern, n) for pattern in ignorable))
     if extra:
         raise CheckpointError(
@@ -242,6 +242,16 @@ def _check_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: Tens
         )
     _check_shapes(expected, source)
     _check_dtypes(expected, source)
+
+
+def _idle_routers(decoder: Decoder, adapter: Adapter, prefix: str) -> set[str]:
+    """Routers of a single expert, to which a softmax gives the weight 1 whatever it reads."""
+    if decoder.n_experts > 1 or (decoder.router_score, decoder.router_scale) != ("softmax", 1.0):
+        return set()
+    routers = [f"layers/{n}/ffn/router" for n in range(decoder.n_layers)]
+    tables = (adapter.layer_tensors(decoder.of_layer(n)) for n in range(decoder.n_layers))
+    known = [name for name, table in zip(routers, tables, strict=True) if "ffn/router" in table]
+    return {tensor.name for name in known for tensor in adapter.source_tensors(name, prefix, decoder)}
 
 
 def _draft_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: TensorSource) -> set[str]:

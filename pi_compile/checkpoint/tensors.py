@@ -7,8 +7,9 @@ the only thing here that needs torch.
 
 import json
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from pi_compile.checkpoint.folder import CONFIG_FILE, PICKLES, SAFETENSORS
+from pi_compile.checkpoint.folder import ADAPTER_FILE, CONFIG_FILE, PICKLES, SAFETENSORS, WEIGHTS
 from pi_compile.checkpoint.json_file import read_json, remedy_for
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.formats import Format
@@ -128,7 +129,6 @@ class FolderTensors:
     block_types: frozenset[str] = frozenset()
     powers = False
     without_effect: frozenset[str] = frozenset()
-    notices: tuple[str, ...] = ()
 
     def __init__(self, folder: Path) -> None:
         """Open every weight file of `folder`. Raises CheckpointError if one is missing, damaged or not as indexed."""
@@ -147,6 +147,8 @@ class FolderTensors:
         self.names = frozenset(self._tensors)
         if index is not None:
             _check_index(folder / main, index, self._file_of)
+        self.notices = tuple(_left_out(folder, main, self.files))
+        """Lines for the user about weights that are not read."""
 
     def alias(self, name: str, existing: str) -> None:
         """Give a tensor another name as well."""
@@ -174,6 +176,18 @@ class FolderTensors:
     def path(self, name: str) -> Path:
         """File that holds a tensor."""
         return self.location / self._file_of[name]
+
+
+def _left_out(folder: Path, main: str, read: Collection[str]) -> Iterator[str]:
+    """Yield a line about weights of the same form that are not read, and one about an adapter beside the weights."""
+    form = next(form for form in WEIGHTS if main in form)
+    names = sorted(path.name for path in folder.iterdir() if any(fnmatch(path.name, pattern) for pattern in form))
+    others = [name for name in names if name not in read]
+    if others:
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        yield f"{main} is read, as transformers reads it: {', '.join(others[:3])}{more} beside it left out"
+    if (folder / ADAPTER_FILE).is_file():
+        yield f"{ADAPTER_FILE}: the adapter (PEFT) beside the weights is left out; merge it into them to have it"
 
 
 def _main_file(folder: Path) -> str:

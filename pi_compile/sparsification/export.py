@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from pi_compile.errors import CheckpointError
 from pi_compile.files import library_writes
 from pi_compile.sparsification.activation import Activation
 from pi_compile.torch_model import decoder as torch_decoder
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.errors import Setting, UsageError, write_error
 
 Tensor = torch.Tensor
@@ -31,6 +32,10 @@ RECORD = "sparsify.json"
 """The file of the folder that says how it was made."""
 CLOSE = 1e-3
 """Largest difference of a logit between the trained model and the folder, of the largest logit."""
+
+
+_CHANGED = {"family", "activation", "threshold", "ffn_bias", "tied_head"}
+"""Fields of the decoder that training may change: the constants of `target.constant` are a bias."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,9 @@ def form_of(config: dict[str, Any], activation: Activation) -> Form:
     if published is not None:
         family, model_class, origin, act = published
         fields = {"model_type": family, "architectures": [model_class], "hidden_act": act, **parameter}
+        # Their code has other defaults than the base's, and keys that transformers does not write any more.
+        fields["sliding_window"] = config.get("sliding_window")
+        fields |= {key: value for key, value in (config.get("rope_parameters") or {}).items() if key == "rope_theta"}
         return Form(fields, False, f"the folder has the form of {origin}, whose modelling code transformers needs")
     fields = {"hidden_act": name, **parameter}
     return Form(fields, False, f'config.json has hidden_act = "{name}", which only this project reads')
@@ -138,23 +146,34 @@ def save_model(model: Any, state: dict[str, Tensor], base: Checkpoint, activatio
     return form
 
 
-def check_model(folder: Path, ids_W: Tensor, wanted_WV: Tensor) -> float:
+def check_model(folder: Path, ids_W: Tensor, wanted_WV: Tensor, base: Decoder) -> float:
     """Read the folder as `build` does and compare logits; return the largest difference.
 
-    Raises CheckpointError where they are not close: a form that says something else than what was trained.
+    Its decoder must be the base's in all but its activation, which also tells of positions behind those of `ids_W`.
+    Raises CheckpointError where it is not, or where logits are not close: a form that says something else than what was
+    trained.
     """
     checkpoint = open_checkpoint(folder)
     d, device = checkpoint.decoder, "cpu"
+    kept = {f.name for f in fields(Decoder)} - _CHANGED
+    other = [f"{name} = {getattr(d, name)}" for name in sorted(kept) if getattr(d, name) != getattr(base, name)]
+    if other:
+        expected = ", ".join(f"{name.split()[0]} = {getattr(base, name.split()[0])}" for name in other)
+        raise _unlike(folder, expected, ", ".join(other))
     global_w = torch_decoder.global_weights(checkpoint, device)
     states = [torch_decoder.embed(d, global_w, ids_W[None])]
     *_, (x,) = torch_decoder.layers(d, torch_decoder.stored_layers(checkpoint, device), states)
     found_WV = torch_decoder.logits(d, global_w, x)[0]
     difference = float((found_WV - wanted_WV).abs().max())
     if difference > CLOSE * float(wanted_WV.abs().max()):
-        raise CheckpointError(
-            f"{folder}: does not compute what was trained",
-            expected="logits that differ by rounding",
-            found=f"a difference of {difference:g}",
-            remedy="report it with the recipe and the model's config.json; the checkpoints are kept",
-        )
+        raise _unlike(folder, "logits that differ by rounding", f"a difference of {difference:g}")
     return difference
+
+
+def _unlike(folder: Path, expected: str, found: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: does not compute what was trained",
+        expected=expected,
+        found=found,
+        remedy="report it with the recipe and the model's config.json; the checkpoints are kept",
+    )

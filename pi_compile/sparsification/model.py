@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
+from pi_compile.checkpoint.folder import ADAPTER_FILE
 from pi_compile.checkpoint.json_file import read_json
 from pi_compile.checkpoint.tokenizer_files import TOKENIZER
 from pi_compile.errors import CheckpointError
@@ -34,7 +35,7 @@ def check_base(checkpoint: Checkpoint) -> Checkpoint:
 
     Raises CheckpointError for a family that is not among `FAMILIES`, for quantised checkpoints and for adapters.
     """
-    if (checkpoint.folder / "adapter_config.json").exists():
+    if (checkpoint.folder / ADAPTER_FILE).exists():
         raise CheckpointError(
             f"{checkpoint.folder}: has an adapter (PEFT)",
             expected="a whole model: with another activation all weights change, more than an adapter can",

@@ -279,7 +279,7 @@ class _Sparsification:
             shutil.rmtree(out, ignore_errors=True)  # of a run that was killed before it wrote the arm down
             with export.new_folder(out) as folder:
                 form = export.save_model(unwrapped, state, self.base, activation, folder)
-                difference = export.check_model(folder, probe_W, wanted_WV)
+                difference = export.check_model(folder, probe_W, wanted_WV, self.base.decoder)
             facts |= {"stock": form.stock, "form": form.words, "difference": difference}
         return Arm(trained, found.losses_N, facts)
 

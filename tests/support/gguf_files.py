@@ -29,7 +29,11 @@ _ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
     "glm4_moe": "glm4moe",
+    "gemma3_text": "gemma3",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
 }
+_CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
 _PERMUTED = ("arcee", "granite", "granitemoe", "llama", "mixtral", "smollm3")
 _ROUTERS = ("block_sparse_moe.gate.", "block_sparse_moe.router.", "mlp.gate.weight", "ffn_gate_inp")
 _ROUTERS += ("mlp.router.", "primary_router.")
@@ -118,7 +122,7 @@ def rounded_checkpoint(folder: Path, case: str, kind: str, **overrides: Any) -> 
     config = getattr(tf, f"{name}Config")(
         **{k: v for k, v in {**LLAMA, **fields, **overrides}.items() if v is not None}
     )
-    model = randomised(getattr(tf, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config))
+    model = randomised(getattr(tf, _CLASSES.get(name, f"{name}ForCausalLM"))(config))
     model.config._experts_implementation = "eager"
     save(model, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -281,6 +285,7 @@ def _kind(name: str, array: np.ndarray, kind: str) -> Type:
 def _tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     stacked: dict[str, list[np.ndarray]] = {}
     loaded = _told_apart({n: t.numpy() for n, t in load_file(folder / "model.safetensors").items()})
+    loaded = gguf_mixtures.heads_apart(loaded, config)
     known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     arch = _ARCHITECTURES.get(config["model_type"], config["model_type"])
     names = gguf.get_tensor_name_map(known[arch], len(loaded))
@@ -324,11 +329,14 @@ def _as_llama_cpp_has_it(values: np.ndarray, name: str, config: Mapping[str, Any
         return np.concatenate([queries, keys, values_])
     if family == "gpt2" and module in ("c_attn", "c_proj", "c_fc") and name.endswith(".weight"):
         return np.ascontiguousarray(values.T)
-    return values + 1 if family == "nemotron" and name.endswith("norm.weight") else values
+    return values + 1 if family in ("nemotron", "gemma3_text") and name.endswith("norm.weight") else values
 
 
 def _rope_divisors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     rope = config.get("rope_parameters", {})
+    if rope.get("rope_type") == "longrope":
+        names = {"short": "rope_factors_short.weight", "long": "rope_factors_long.weight"}
+        return {name: np.array(rope[f"{kind}_factor"], np.float32) for kind, name in names.items()}
     if rope.get("rope_type") != "llama3":
         return {}
     width, length = config["head_dim"], rope["original_max_position_embeddings"]
@@ -343,6 +351,7 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         return next((config[name] for name in names if config.get(name) is not None), None)
 
     rope, width = config.get("rope_parameters", {}), config.get("head_dim")
+    rope = rope.get("full_attention", rope)
     heads = first("num_attention_heads", "n_head")
     rotated = int((width or first("hidden_size", "n_embd") // heads) * rope.get("partial_rotary_factor", 1))
     epsilon, norm = first("rms_norm_eps"), "layer_norm_rms"

@@ -34,14 +34,17 @@ class Form:
     scale: torch.dtype = torch.float16
 
 
-def _compressed(form: str, strategy: str, bits: int, **more: Any) -> dict[str, Any]:
+def _compressed(
+    form: str, strategy: str, bits: int, symmetric: bool = False, order: str | None = None, **more: Any
+) -> dict[str, Any]:
     weights = {
         "num_bits": bits,
         "type": "int",
         "strategy": strategy,
-        "symmetric": True,
+        "symmetric": symmetric,
         "group_size": 8,
         "dynamic": False,
+        "actorder": order,
     }
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None, **more}
     return {
@@ -57,17 +60,19 @@ PACKED, PLAIN = "pack-quantized", "int-quantized"
 FORMS = {
     "gptq": Form(GPTQ),
     "gptq-v2": Form({**GPTQ, "checkpoint_format": "gptq_v2"}),
+    "gptq-v2-by-format": Form({**GPTQ, "format": "gptq_v2"}),
+    "gptq-v2-twice": Form({**GPTQ, "checkpoint_format": "gptq_v2", "format": "GPTQ_V2"}),
     "gptq-8-bits": Form({**GPTQ, "bits": 8}, bits=8),
     "gptq-act-order": Form({**GPTQ, "desc_act": True}, permuted=True),
     "gptq-one-group": Form({**GPTQ, "group_size": -1}, groups=1),
     "awq": Form({"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm", "zero_point": True}),
-    "packed": Form(_compressed(PACKED, "group", 4), has_zeros=False, scale=torch.bfloat16),
+    "packed": Form(_compressed(PACKED, "group", 4, True), has_zeros=False, scale=torch.bfloat16),
     "packed-zeros": Form(_compressed(PACKED, "group", 4)),
     "packed-old-zeros": Form(_compressed(PACKED, "group", 4), packed_zeros=False),
     "packed-8-bits": Form(_compressed(PACKED, "channel", 8), bits=8, groups=1),
-    "packed-act-order": Form(_compressed(PACKED, "group", 4), permuted=True, has_zeros=False),
-    "int8": Form(_compressed(PLAIN, "channel", 8), bits=8, groups=1, has_zeros=False, packed=False),
-    "int8-one-scale": Form(_compressed(PLAIN, "tensor", 8), bits=8, groups=0, has_zeros=False, packed=False),
+    "packed-act-order": Form(_compressed(PACKED, "group", 4, True, "group"), permuted=True, has_zeros=False),
+    "int8": Form(_compressed(PLAIN, "channel", 8, True), bits=8, groups=1, has_zeros=False, packed=False),
+    "int8-one-scale": Form(_compressed(PLAIN, "tensor", 8, True), bits=8, groups=0, has_zeros=False, packed=False),
     "int8-zeros": Form(
         _compressed(PLAIN, "channel", 8, input_activations={"num_bits": 8, "dynamic": True}),
         bits=8,
@@ -114,7 +119,8 @@ def layer_tensors(
     meant = scale.float()[:, group] * torch.from_numpy(q - zero[:, group]).float()
     match method:
         case "gptq":
-            less = 0 if form.config.get("checkpoint_format") == "gptq_v2" else 1
+            said = {form.config.get(key, "gptq").lower() for key in ("checkpoint_format", "format")}
+            less = 0 if "gptq_v2" in said else 1
             parts = {
                 "qweight": _words(q.T, form.bits, axis=0),
                 "qzeros": _words((zero - less).T, form.bits, axis=1),

@@ -5,7 +5,7 @@ are interleaved in a checkpoint, and stand in halves here. Experts are those of 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pi_compile.checkpoint.config import Config
@@ -14,11 +14,24 @@ from pi_compile.checkpoint.families.adapter import FusedRows, SourceTensor, Tabl
 from pi_compile.checkpoint.families.fields import biases, usual_decoder
 from pi_runtime.artifact.decoder import Decoder
 
+_V2 = glm.Routed(count=64, per_token=None, shared=2, dense_ff=11008)
+_V3 = glm.Routed(count=256, scale=2.5, dense_ff=18432)
+_LITE = glm.Routed(count=64, per_token=4, scale=1.8, dense_ff=10240)
 _ATTENTION = "layers.{n}.self_attn"
 
 
-def _decoder(config: Config, family: str, **differences: Any) -> Decoder:
-    query_rank = 0 if config.fields.get("q_lora_rank", 1536) is None else config.size("q_lora_rank", 1536)
+@dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """What a family takes for missing keys of its attention."""
+
+    query_rank: int = 1536
+    plain: int = 128
+    value_dim: int = 128
+
+
+def _decoder(config: Config, family: str, missing: _Sizes = _Sizes(), **differences: Any) -> Decoder:
+    has_rank = config.fields.get("q_lora_rank", missing.query_rank) is not None
+    query_rank = config.size("q_lora_rank", missing.query_rank) if has_rank else 0
     bias = config.flag("attention_bias", default=False)
     if bias and not query_rank:
         raise config.error("attention_bias", bias, expected="false where q_lora_rank is null")
@@ -37,10 +50,10 @@ def _decoder(config: Config, family: str, **differences: Any) -> Decoder:
     found = replace(
         found,
         n_kv_heads=1,
-        head_dim=config.size("qk_nope_head_dim", 128) + found.head_dim,
+        head_dim=config.size("qk_nope_head_dim", missing.plain) + found.head_dim,
         latent_rank=config.size("kv_lora_rank", 512),
         query_rank=query_rank,
-        value_dim=config.size("v_head_dim", 128),
+        value_dim=config.size("v_head_dim", missing.value_dim),
         score_scale=rope.score_scale(config),
     )
     glm.check(config, found)
@@ -57,18 +70,19 @@ def _v2(config: Config) -> Decoder:
         router_normalised=False,
         router_group_top=1 if sizes.get("router_groups", 1) > 1 else 2,
         **sizes,
-        **glm.routed(config, glm.first_layers(config, 0), 64, 2),
+        **glm.routed(config, glm.first_layers(config, 0), _V2),
     )
 
 
 def _v3(config: Config) -> Decoder:
-    experts = glm.routed(config, glm.first_layers(config, 3), 256)
-    return _decoder(config, "deepseek_v3", context=4096, **glm.by_sigmoid(config, 8, 4), **experts)
+    options = glm.by_sigmoid(config, 8, 4) | glm.routed(config, glm.first_layers(config, 3), _V3)
+    return _decoder(config, "deepseek_v3", context=4096, n_kv_heads=128, **options)
 
 
 def _glm_lite(config: Config) -> Decoder:
-    experts = glm.routed(config, _dense_layers(config), 64)
-    return _decoder(config, "glm4_moe_lite", context=202752, norm_eps=1e-5, **glm.by_sigmoid(config), **experts)
+    options = glm.by_sigmoid(config) | glm.routed(config, _dense_layers(config), _LITE)
+    sizes = _Sizes(query_rank=768, plain=192, value_dim=256)
+    return _decoder(config, "glm4_moe_lite", sizes, context=202752, n_kv_heads=20, norm_eps=1e-5, **options)
 
 
 def _dense_layers(config: Config) -> Sequence[int]:
@@ -86,7 +100,8 @@ def _in_halves(name: str, groups: int, size: int, plain: int) -> tuple[SourceTen
     return tuple(SourceTensor(name, rows=FusedRows(groups, size, *cut)) for cut in cuts)
 
 
-def _layer(d: Decoder) -> Table:
+def layer_tensors(d: Decoder) -> Table:
+    """The tensors of a layer."""
     heads, rank, plain = d.n_heads, d.latent_rank, d.head_dim - d.rotary_dim
     found: dict[str, tuple[SourceTensor, ...]] = {}
     for array, part in (("attention/qkv", "weight"), ("attention/qkv_bias", "bias")):
@@ -118,7 +133,7 @@ DEEPSEEK_V3 = replace(
     glm.ADAPTER,
     family="deepseek_v3",
     architectures=("DeepseekV3ForCausalLM", "DeepseekV3Model"),
-    layer_tensors=_layer,
+    layer_tensors=layer_tensors,
     read_keys=(glm.KEYS | {*_KEYS.split()}) - {"topk_method"},
     neutral_keys={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
     decoder=_v3,
@@ -128,7 +143,7 @@ DEEPSEEK_V2 = replace(
     family="deepseek_v2",
     architectures=("DeepseekV2ForCausalLM", "DeepseekV2Model"),
     read_keys=(glm.KEYS | {*_KEYS.split()}) - {"norm_topk_prob"},
-    neutral_keys={"scoring_func": ("softmax",), "moe_layer_freq": (1,)},
+    neutral_keys={"scoring_func": ("softmax",), "moe_layer_freq": (1,), "norm_topk_prob": (False,)},
     decoder=_v2,
 )
 GLM4_MOE_LITE = replace(

@@ -108,6 +108,5 @@ ADAPTER = Adapter(
     global_tensors={"embedding": stored("word_embeddings.weight"), **weight_and_bias("final_norm", "ln_f")},
     layer_tensors=_layer,
     read_keys=frozenset((*_KEYS.split(), *rope.KEYS)),
-    neutral_keys={"apply_residual_connection_post_layernorm": ()},
     decoder=_decoder,
 )

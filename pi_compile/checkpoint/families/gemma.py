@@ -15,19 +15,28 @@ from pi_runtime.artifact.decoder import Decoder
 
 
 def _angles_of(config: Config, kind: str, theta: str) -> Config:
-    """The config with the rope parameters of one kind of layer alone; `theta` is the key that older configs have."""
-    fields = dict(config.fields)
-    nested = fields.get("rope_parameters")
-    if isinstance(nested, dict) and {*nested} <= {*KINDS}:
-        fields["rope_parameters"] = nested.get(kind)
-    fields["rope_theta"] = fields.get(theta)
-    if kind == "sliding_attention":
-        fields.pop("rope_scaling", None)
-    return Config(config.path, {key: value for key, value in fields.items() if value is not None})
+    """The config with the rope parameters of one kind of layers alone; `theta` is the key that older configs have.
+
+    Older configs have a `rope_scaling` for the layers without a window. It is joined to their parameters, and does not
+    take their place.
+    """
+    nested = config.get("rope_parameters", {})
+    if not isinstance(nested, dict) or not {*nested} <= {*KINDS}:
+        raise config.error("rope_parameters", nested, expected=f"those of {' and of '.join(KINDS)} layers, each apart")
+    own = {"rope_type": "default"} if nested.get(kind) is None else nested[kind]
+    scaling = config.get("rope_scaling", {}) if kind == KINDS[False] else {}
+    if not isinstance(own, dict) or not isinstance(scaling, dict):
+        raise config.error("rope_parameters", nested, expected="an object for each kind of layers")
+    fields = {key: value for key, value in config.fields.items() if key not in rope.KEYS}
+    fields["rope_scaling" if scaling else "rope_parameters"] = own | scaling
+    base = {} if config.get(theta) is None else {"rope_theta": config.get(theta)}
+    found = Config(config.path, fields | base)
+    found.notices = config.notices
+    return found
 
 
 def _decoder(config: Config) -> Decoder:
-    whole = _angles_of(config, "full_attention", "rope_theta")
+    whole = _angles_of(config, KINDS[False], "rope_theta")
     bias = biases(attention=config.flag("attention_bias", default=False), ffn=False)
     options: dict[str, Any] = {"context": 131072, "n_kv_heads": 4, "head_width": 256, "theta": 1e6, "tied": True}
     found = usual_decoder(
@@ -41,14 +50,20 @@ def _decoder(config: Config) -> Decoder:
         **options,
         **bias,
     )
+    scale = found.rotary_scale
     scores = (found.head_dim / config.number("query_pre_attn_scalar", 256.0)) ** 0.25
-    found = replace(found, embedding_scale=found.d_model**0.5, rotary_scale=found.rotary_scale * scores)
+    found = replace(found, embedding_scale=found.d_model**0.5, rotary_scale=scale * scores)
     every = config.size("sliding_window_pattern", 6)
     windowed = windowed_layers(config, [(n + 1) % every != 0 for n in range(found.n_layers)])
-    if not windowed or config.fields.get("sliding_window", 4096) is None:
+    if not windowed:
         return found
-    local = rope.rotary(_angles_of(config, "sliding_attention", "rope_local_base_freq"), found.head_dim)
+    if config.fields.get("sliding_window", 4096) is None:
+        raise config.error("sliding_window", None, expected=f"a window, which {len(windowed)} layers have")
+    local = rope.rotary(_angles_of(config, KINDS[True], "rope_local_base_freq"), found.head_dim)
     angles = local["rotary_frequencies"]
+    if local["rotary_scale"] != scale:
+        expected = f"one scale of cosine and sine for both kinds of layers, not {scale:g} and {local['rotary_scale']:g}"
+        raise config.error("rope_parameters", config.get("rope_parameters"), expected=expected)
     return replace(
         found,
         window=config.size("sliding_window", 4096),

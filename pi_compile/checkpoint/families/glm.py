@@ -5,7 +5,7 @@ layer, cut into experts; the experts before these are zeros. The layer behind th
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pi_compile.checkpoint.config import Config
@@ -23,15 +23,29 @@ def names(config: Config) -> dict[str, str]:
     return {ours: name for ours, name in _NAMES.items() if ours not in config.fields or ours == "intermediate_size"}
 
 
-def routed(config: Config, dense: Sequence[int], count: int = 128, shared: int = 1) -> dict[str, Any]:
-    """The fields of experts and dense layers; `count` and `shared` are the family's defaults."""
-    found: dict[str, Any] = experts(config.renamed(names(config)), "num_local_experts", count, per_token=8)
-    shared = config.size("n_shared_experts", shared, least=0)
+@dataclass(frozen=True, kw_only=True)
+class Routed:
+    """What a family takes for missing keys of its experts."""
+
+    count: int = 128
+    per_token: int | None = 8
+    """None where the key must be there."""
+    shared: int = 1
+    scale: float = 1.0
+    dense_ff: int = 10944
+
+
+def routed(config: Config, dense: Sequence[int], missing: Routed) -> dict[str, Any]:
+    """The fields of experts and dense layers."""
+    found: dict[str, Any] = experts(
+        config.renamed(names(config)), "num_local_experts", missing.count, per_token=missing.per_token
+    )
+    shared = config.size("n_shared_experts", missing.shared, least=0)
     return {
-        "router_scale": config.number("routed_scaling_factor", 1.0),
+        "router_scale": config.number("routed_scaling_factor", missing.scale),
         "experts_shared": shared,
         "dense_layers": tuple(dense),
-        "dense_ff": config.size("intermediate_size", 10944) if dense else 0,
+        "dense_ff": config.size("intermediate_size", missing.dense_ff) if dense else 0,
         **{name: number + shared for name, number in found.items()},
     }
 
@@ -62,7 +76,7 @@ def _decoder(config: Config) -> Decoder:
         norm_eps=1e-5,
         partial=0.5,
         qk_norm=config.flag("use_qk_norm", default=False),
-        **routed(config, first_layers(config, 1)),
+        **routed(config, first_layers(config, 1), Routed()),
         **by_sigmoid(config),
         **biases(attention=False, ffn=False) | {"qkv_bias": config.flag("attention_bias", default=False)},
     )

@@ -58,7 +58,6 @@ ADAPTER = Adapter(
     },
     layer_tensors=lambda _: _LAYER,
     read_keys=frozenset(_KEYS.split()),
-    neutral_keys={"scale_attn_by_inverse_layer_idx": ()},
     # The causal mask, which older versions saved.
     ignored_tensors=(r"\.attn\.(masked_)?bias$",),
     decoder=_decoder,

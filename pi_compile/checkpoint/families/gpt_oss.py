@@ -4,6 +4,7 @@ Gate and up of an expert are the even and the odd rows of one matrix. Matrices o
 in MXFP4 are not.
 """
 
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,8 +15,21 @@ from pi_compile.checkpoint.families.adapter import FusedRows, SourceTensor, Tabl
 from pi_compile.checkpoint.families.fields import biases, experts, usual_decoder, windowed_layers
 from pi_runtime.artifact.decoder import CLAMP, SWIGLU_SLOPE, Decoder
 
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""What stands for missing rope parameters."""
+
 
 def _decoder(config: Config) -> Decoder:
+    if config.get("rope_parameters") is None and not config.get("rope_scaling"):
+        config = copy(config)
+        config.fields = {**config.fields, "rope_parameters": _YARN}
     windowed = windowed_layers(config, [n % 2 == 0 for n in range(config.size("num_hidden_layers"))])
     window = 0 if config.fields.get("sliding_window", 128) is None else config.size("sliding_window", 128)
     routed: dict[str, Any] = experts(config, "num_local_experts", 128, per_token=4)

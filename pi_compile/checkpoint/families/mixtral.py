@@ -19,7 +19,7 @@ _THETA = 1e6
 
 def _decoder(config: Config, family: str = "mixtral", **differences: Any) -> Decoder:
     routed = experts(config, "num_local_experts", 8, per_token=2)
-    return mistral.decoder(config, family, window=None, theta=_THETA, **routed, **differences)
+    return mistral.decoder(config, family, window=None, theta=_THETA, norm_eps=1e-5, **routed, **differences)
 
 
 def _layer(d: Decoder) -> Table:

@@ -3,6 +3,7 @@
 Phi-3 and Phi-4 are Llamas whose queries, keys and values, and whose gate and up, are stored in one tensor each.
 """
 
+from copy import copy
 from dataclasses import replace
 
 from pi_compile.checkpoint.config import Config
@@ -40,6 +41,9 @@ def _decoder(config: Config) -> Decoder:
 
 
 def _phi3(config: Config) -> Decoder:
+    if config.get("original_max_position_embeddings") is None:  # which counts before the one in the rope parameters
+        config = copy(config)
+        config.fields = {**config.fields, "original_max_position_embeddings": 4096}
     found = usual_decoder(config, "phi3", context=4096, norm_eps=1e-5, partial=1.0)
     return replace(found, context_length=within_window(config, found.context_length))
 
@@ -73,7 +77,7 @@ ADAPTER = replace(
     layer_tensors=lambda _: _LAYER,
     read_keys=(llama.KEYS - {"rms_norm_eps"}) | {"layer_norm_eps", "partial_rotary_factor", "rotary_dim"},
     # The first repositories of Phi have GPT-2's names of sizes, and other names of tensors.
-    neutral_keys=dict.fromkeys(("qk_layernorm", "n_embd", "n_head", "n_layer"), ()),
+    neutral_keys=dict.fromkeys(("n_embd", "n_head", "n_layer"), ()),
     decoder=_decoder,
 )
 PHI3 = replace(

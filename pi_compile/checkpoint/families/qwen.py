@@ -10,15 +10,15 @@ from typing import Any
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import llama, mixtral
 from pi_compile.checkpoint.families.adapter import Table, experts_ffn
-from pi_compile.checkpoint.families.fields import biases, no_window, routed_experts, usual_decoder
+from pi_compile.checkpoint.families.fields import biases, no_window, routed_experts, usual_decoder, within_window
 from pi_runtime.artifact.decoder import Decoder
 
 _CONTEXT = 32768
 _KEYS = llama.KEYS | {"use_sliding_window", "sliding_window", "max_window_layers"}
 
 
-def _decoder(config: Config, family: str, n_kv_heads: int = 32, **options: Any) -> Decoder:
-    found = usual_decoder(config, family, context=_CONTEXT, n_kv_heads=n_kv_heads, **options)
+def _decoder(config: Config, family: str, **options: Any) -> Decoder:
+    found = usual_decoder(config, family, context=_CONTEXT, n_kv_heads=32, **options)
     no_window(config, found.context_length)
     return found
 
@@ -31,7 +31,10 @@ def _qwen3(config: Config) -> Decoder:
 def _qwen3_moe(config: Config) -> Decoder:
     names, bias = {"intermediate_size": "moe_intermediate_size"}, config.flag("attention_bias", default=False)
     options = {"names": names, "qk_norm": True, **biases(attention=bias, ffn=False), **routed_experts(config)}
-    return _decoder(config, "qwen3_moe", n_kv_heads=4, **options)
+    found = usual_decoder(config, "qwen3_moe", context=_CONTEXT, n_kv_heads=4, **options)
+    if not config.flag("use_sliding_window", default=False):
+        return found
+    return replace(found, context_length=within_window(config, found.context_length, 4096))  # every layer's
 
 
 def moe_layer(d: Decoder) -> Table:

@@ -1,8 +1,10 @@
 """Rotary positions: the angles that a config describes, in float32 as transformers computes them.
 
-The types default, linear, llama3 and yarn have fixed angles. Those of dynamic and longrope depend on the length of the
-text; they are refused. Source: `modeling_rope_utils.py` of transformers. Shape letters: J angles, 2J rotated
-columns of a head.
+The types default, linear, llama3 and yarn have fixed angles. Those of longrope are fixed within the original context,
+to which it is cut; those of dynamic depend on the length of the text, and are refused.
+
+Source: `modeling_rope_utils.py` of transformers.
+Shape letters: J angles, 2J rotated columns of a head.
 """
 
 import math
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pi_compile.checkpoint.config import Config
+from pi_compile.checkpoint.config import Config, short
 
 F32 = npt.NDArray[np.float32]
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
@@ -24,7 +26,7 @@ MOST_COLUMNS = 1 << 16
 
 
 def rotary(config: Config, head_dim: int, *, theta: float = THETA, partial: float | None = None) -> dict[str, Any]:
-    """The decoder's fields `positions`, `rotary_frequencies` and `rotary_scale`.
+    """The decoder's fields `positions`, `rotary_frequencies` and `rotary_scale`; `context_length` where angles cut it.
 
     `theta` is the family's base where the config has none. `partial` is its fraction of a head that is rotated; None
     for whole heads.
@@ -40,7 +42,8 @@ def rotary(config: Config, head_dim: int, *, theta: float = THETA, partial: floa
         frequencies_J, scale = TYPES[rope.rope_type](rope, width)
     if not (np.isfinite(frequencies_J).all() and frequencies_J.min() > 0 and 0 < scale < math.inf):
         raise rope.error("angles", f"rope_theta {rope.theta:g}", "angles that float32 can hold", None)
-    return {"positions": "rope", "rotary_frequencies": tuple(frequencies_J.tolist()), "rotary_scale": scale}
+    found = {"positions": "rope", "rotary_frequencies": tuple(frequencies_J.tolist()), "rotary_scale": scale}
+    return found | ({"context_length": rope.cut_context()} if rope.rope_type in _LONG else {})
 
 
 class _Rope:
@@ -57,7 +60,11 @@ class _Rope:
         if not isinstance(self.fields, dict):
             raise config.error(self.key, self.fields, expected="an object")
         self.rope_type: Any = self.fields.get("rope_type", self.fields.get("type", "default"))
-        self._check_type()
+        older = self.fields.get("type", self.rope_type)
+        self._check_type(self.rope_type if older in (self.rope_type, "default") else older)
+        if older not in (self.rope_type, "default"):
+            raise self.error("type", older, f"{self.rope_type}, which its rope_type is", None)
+        self._check_keys()
         self.theta = self.number("rope_theta", config.fields.get("rope_theta", theta), name="rope_theta")
         beside = config.get("partial_rotary_factor", partial or 1.0)
         self.rotated_fraction = self.number("partial_rotary_factor", beside, name="partial_rotary_factor")
@@ -65,21 +72,31 @@ class _Rope:
             most = "1: this family rotates whole heads" if partial is None else "at most 1"
             raise config.error("partial_rotary_factor", self.rotated_fraction, expected=most)
 
-    def _check_type(self) -> None:
-        if self.rope_type in ("dynamic", "longrope", "su"):
+    def _check_type(self, rope_type: Any) -> None:
+        if rope_type == "dynamic":
             raise self.error(
                 "rope type",
-                self.rope_type,
+                rope_type,
                 "angles that do not depend on how long the text is",
                 "no such type is supported",
             )
-        if not isinstance(self.rope_type, str) or self.rope_type not in TYPES:
-            raise self.error("rope type", self.rope_type, f"one of {', '.join(TYPES)}", "no other is supported")
+        if not isinstance(rope_type, str) or rope_type not in TYPES:
+            raise self.error("rope type", rope_type, f"one of {', '.join(TYPES)}", "no other is supported")
+
+    def _check_keys(self) -> None:
         known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_KEYS_OF[self.rope_type]}
-        unknown = sorted(k for k, v in self.fields.items() if k not in known and v is not None and v is not False)
+        others = sorted(k for k, v in self.fields.items() if k not in known and v is not None)
+        others = [key for key in others if self.fields[key] is not False or key not in _OFF]
+        unknown = [key for key in others if key not in _PASSED_OVER]
         if unknown:
             names = ", ".join(unknown)
             raise self.error(names, self.fields[unknown[0]], f"keys that the rope type {self.rope_type} has", None)
+        if others:
+            said = ", ".join(f"{key} = {short(self.fields[key])}" for key in others)
+            line = (
+                f"config.json: {self.key}: {said} has no effect on the rope type {self.rope_type}, as in transformers"
+            )
+            self.config.notices += [line] * (line not in self.config.notices)
 
     def error(self, name: str, value: object, expected: str, remedy: str | None) -> Exception:
         return self.config.error(f"{self.key}: {name}", value, expected=expected, remedy=remedy)
@@ -98,6 +115,16 @@ class _Rope:
         if beside is not None:
             return float(self.config.size("original_max_position_embeddings"))
         return self.number("original_max_position_embeddings", self.config.get("max_position_embeddings", 2048))
+
+    def cut_context(self) -> int:
+        """The original context, within which LongRoPE has one set of angles; a notice tells of what is cut."""
+        length = int(self.original_length())
+        context = self.config.size("max_position_embeddings", length)
+        if length < context:
+            line = f"config.json: {self.key}: the context is cut from {context} positions to the original {length}, "
+            line += f"behind which {self.rope_type} has other angles"
+            self.config.notices += [line] * (line not in self.config.notices)
+        return min(length, context)
 
 
 def frequencies(width: int, theta: float) -> F32:
@@ -174,10 +201,24 @@ def _yarn_scale(rope: _Rope, factor: float) -> float:
     return _mscale(factor, 1.0)
 
 
+def _longrope(rope: _Rope, width: int) -> tuple[F32, float]:
+    """Each angle divided by its own number, and a scale (arXiv:2402.13753); those of the original context."""
+    short: Any = rope.fields.get("short_factor")
+    numbers = short if isinstance(short, list) else []
+    if len(numbers) != width // 2 or not all(type(n) in (int, float) and 0 < n < math.inf for n in numbers):
+        raise rope.error("short_factor", short, f"{width // 2} positive numbers", None)
+    length = rope.original_length()
+    factor = rope.number("factor", rope.config.size("max_position_embeddings", int(length)) / length)
+    usual = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 < length else 1.0
+    return np.float32(1) / (np.array(short, np.float32) * _powers(width, rope.theta)), rope.number(
+        "attention_factor", usual
+    )
+
+
 def score_scale(config: Config) -> float:
     """The factor of scores that DeepSeek's YaRN has: the square of the scale that `mscale_all_dim` gives."""
     rope = _Rope(config, THETA, None)
-    if rope.rope_type != "yarn" or not rope.fields.get("mscale_all_dim"):
+    if rope.rope_type == "default" or not rope.fields.get("mscale_all_dim"):
         return 1.0
     return _mscale(rope.number("factor"), rope.number("mscale_all_dim")) ** 2
 
@@ -191,9 +232,14 @@ TYPES: Mapping[str, Callable[[_Rope, int], tuple[F32, float]]] = {
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
+    "su": _longrope,
 }
+_LONG = ("longrope", "su")
+"""LongRoPE's name, and its older one."""
 _EXTENDED = ("factor", "original_max_position_embeddings")
 _KEYS_OF: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(_LONG, (*_EXTENDED, "short_factor", "long_factor", "attention_factor")),
     "default": (),
     "linear": _EXTENDED,
     "llama3": (*_EXTENDED, "low_freq_factor", "high_freq_factor"),
@@ -209,3 +255,12 @@ _KEYS_OF: Mapping[str, tuple[str, ...]] = {
         "finetuned",
     ),
 }
+_PASSED_OVER = {"attn_factor", *(key for keys in _KEYS_OF.values() for key in keys)} - {
+    "finetuned",
+    "short_factor",
+    "long_factor",
+}
+"""Keys that transformers passes over, with a warning, in a type that does not have them. YaRN's `attention_factor` is
+`attn_factor` in other programs, and stands so in published configs."""
+_OFF = ("finetuned", "mrope_interleaved")
+"""Keys of other programs that false switches off."""

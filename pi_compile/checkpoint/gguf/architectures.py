@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType as Type
 
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import granite, llama, rope
@@ -28,7 +27,7 @@ from pi_compile.checkpoint.families.adapter import (
 from pi_compile.checkpoint.families.fields import ACTIVATIONS as HF_ACTIVATIONS
 from pi_compile.checkpoint.families.fields import head_dim, usual_decoder
 from pi_compile.checkpoint.gguf.file import GgufFile
-from pi_compile.checkpoint.gguf.mixtures import MIXTURES, Mixture, mixture_layer
+from pi_compile.checkpoint.gguf.of_families import OF_FAMILIES, OfFamily, family_layer, rope_divisors
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import ACTIVATIONS, GATED_ACTIVATIONS, Decoder
 
@@ -49,7 +48,7 @@ class Architecture:
     """Every so many layers one is not rotated; 0 for none."""
     multiplied: bool = False
     """Whether it has Granite's multipliers."""
-    mixture: Mixture | None = None
+    of_family: OfFamily | None = None
     """What it is where Llama's decoder with differences would not say it."""
 
     @property
@@ -77,8 +76,8 @@ ARCHITECTURES = {
     "qwen3moe": Architecture(family="qwen3_moe", differences={"qk_norm": True}),
     "smollm3": Architecture(family="smollm3", permuted=True, unrotated_every=4),
     **{
-        name: Architecture(family=m.adapter.family, mixture=m, partly_rotated=m.partly_rotated)
-        for name, m in MIXTURES.items()
+        name: Architecture(family=m.adapter.family, of_family=m, partly_rotated=m.partly_rotated)
+        for name, m in OF_FAMILIES.items()
     },
 }
 """The architectures of llama.cpp that are read."""
@@ -141,8 +140,8 @@ def gguf_adapter(file: GgufFile, activation: str) -> Adapter:
         head="output",
         read_keys=llama.KEYS
         | frozenset((*EXPERTS.values(), *MULTIPLIERS.values()))
-        | (found.mixture.adapter.read_keys if found.mixture else frozenset()),
-        draft_layer=draft_layer("blk.{n}.nextn", "shared_head_norm", "shared_head_head") if found.mixture else {},
+        | (found.of_family.adapter.read_keys if found.of_family else frozenset()),
+        draft_layer=draft_layer("blk.{n}.nextn", "shared_head_norm", "shared_head_head") if found.of_family else {},
         unused_tensors=_PREDICTORS if file.of_powerinfer else {},
         decoder=lambda config: _decoder(config, found, file, activation),
     )
@@ -152,19 +151,13 @@ def apply_rope_divisors(decoder: Decoder, file: GgufFile) -> Decoder:
     """The decoder with its angles divided as the file says, if it does. Raises CheckpointError for bad divisors."""
     if ROPE_DIVISORS not in file.tensors:
         return decoder
-    tensor, frequencies_J = file.tensors[ROPE_DIVISORS], np.array(decoder.rotary_frequencies, np.float32)
-    data = tensor.data
-    if tensor.tensor_type != Type.F32 or data.shape != frequencies_J.shape or not np.all((data > 0) & (data < np.inf)):
-        raise CheckpointError(
-            f"{file.path}: {ROPE_DIVISORS}",
-            expected=f"{len(frequencies_J)} positive numbers, F32",
-            found=f"{tensor.tensor_type.name} {data.shape}",
-        )
-    return replace(decoder, rotary_frequencies=tuple((frequencies_J / np.asarray(data)).tolist()))
+    divisors = rope_divisors(file, ROPE_DIVISORS, len(decoder.rotary_frequencies))
+    frequencies_J = np.array(decoder.rotary_frequencies, np.float32) / np.array(divisors, np.float32)
+    return replace(decoder, rotary_frequencies=tuple(frequencies_J.tolist()))
 
 
 def _decoder(config: Config, found: Architecture, file: GgufFile, activation: str) -> Decoder:
-    decoder = _of_mixture(config, found.mixture, file) if found.mixture else _of_llama(config, found, file)
+    decoder = _of_family(config, found.of_family, file) if found.of_family else _of_llama(config, found, file)
     decoder = _with_activation(decoder, config, file, activation)
     if decoder.experts_per_token > decoder.n_experts:
         expected = f"at most {decoder.n_experts} experts"
@@ -172,12 +165,16 @@ def _decoder(config: Config, found: Architecture, file: GgufFile, activation: st
     return decoder
 
 
-def _of_mixture(config: Config, mixture: Mixture, file: GgufFile) -> Decoder:
+def _of_family(config: Config, of_family: OfFamily, file: GgufFile) -> Decoder:
     """The decoder that the family's own config keys describe, rotated as far as the file says."""
-    decoder = mixture.adapter.decoder(config)
+    decoder = of_family.adapter.decoder(config)
+    config.notices += of_family.notices
+    if not of_family.partly_rotated:
+        return decoder
     rotated = file.metadata.get(f"{file.architecture}.rope.dimension_count", decoder.head_dim)
-    config.notices += mixture.notices
-    return replace(decoder, **rope.rotary(config, rotated))
+    angles = rope.rotary(config, rotated)
+    context = min(decoder.context_length, angles.pop("context_length", decoder.context_length))
+    return replace(decoder, **angles, context_length=context)
 
 
 def _of_llama(config: Config, found: Architecture, file: GgufFile) -> Decoder:
@@ -232,8 +229,8 @@ def _with_activation(decoder: Decoder, config: Config, file: GgufFile, declared:
 
 def _layer(d: Decoder, found: Architecture, file: GgufFile) -> Table:
     attention_norm, ffn_norm = _norms(d)
-    if found.mixture:
-        ffn_norm = found.mixture.ffn_norm
+    if found.of_family:
+        ffn_norm = found.of_family.ffn_norm
     first = "ffn_gate" if d.ffn == "gated" else "ffn_up"
     experts = [f".{e}" for e in range(d.experts_routed)] if d.n_experts > 1 else [""]
     table = {
@@ -251,7 +248,9 @@ def _layer(d: Decoder, found: Architecture, file: GgufFile) -> Table:
         "ffn/up_bias": stored("blk.{n}.ffn_up.bias"),
         "ffn/down_bias": stored("blk.{n}.ffn_down.bias"),
     }
-    return mixture_layer(d, table) if found.mixture else table
+    if found.of_family is None:
+        return table
+    return family_layer(d, {**table, **found.of_family.attention(d, file.tensors.keys())})
 
 
 def _norms(d: Decoder) -> tuple[str, str]:

@@ -53,6 +53,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Keys that change the function unless they hold one of these values."""
 _HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout")
+_NORM_KEYS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
+"""Of which an architecture has one; what the converter writes for the other is not read."""
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _SAMPLING = {
     "temp": "temperature",
@@ -71,8 +73,8 @@ def gguf_config(file: GgufFile) -> Config:
     found = architecture(file)
     prefix = f"{file.architecture}."
     keys = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
-    mixture = found.mixture
-    required = {**_REQUIRED, found.norm_key: "rms_norm_eps", **(mixture.required if mixture else {})}
+    of_family = found.of_family
+    required = {**_REQUIRED, found.norm_key: "rms_norm_eps", **(of_family.required if of_family else {})}
     missing = [prefix + key for key in required if key not in keys]
     if missing:
         raise CheckpointError(f"{file.path}: no {', '.join(missing)}", remedy="convert the model again")
@@ -84,9 +86,9 @@ def gguf_config(file: GgufFile) -> Config:
     fields["intermediate_size"] = keys.pop("expert_feed_forward_length", fields["intermediate_size"])
     _check_counts(file, fields)
     fields |= _rope(file, found, fields, keys)
-    if mixture:
-        fields = {mixture.names.get(name, name): value for name, value in fields.items()}
-        fields |= mixture.fields(file, keys, fields)
+    if of_family:
+        fields = {of_family.names.get(name, name): value for name, value in fields.items()}
+        fields |= of_family.fields(file, keys, fields)
     _refuse_changes(file, found, fields, keys)
     # Other keys are unknown, and refused like unknown keys of a config.json.
     config = Config(file.path, fields | {prefix + key: value for key, value in keys.items()})
@@ -172,7 +174,7 @@ def _rope(file: GgufFile, found: Architecture, fields: Mapping[str, Any], keys: 
         )
     theta = keys.pop("rope.freq_base", 10000.0)
     if rope_type == "none":
-        return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+        rope_type, scaling = "default", {}
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": theta, **scaling}}
 
 
@@ -181,8 +183,10 @@ def _refuse_changes(file: GgufFile, found: Architecture, fields: Mapping[str, An
     context, window = fields["max_position_embeddings"], "attention.sliding_window"
     neutral = {**_NEUTRAL, **({"rope.scaling.finetuned": (True,)} if found.multiplied else {})}  # Granite's switch
     neutral |= {"use_parallel_residual": (found.differences.get("block") == "parallel",)}
-    for key in [*(k for k in _HARMLESS if k not in neutral), ACTIVATION_KEY, *(k for k in EXPERTS if keys.get(k) == 0)]:
-        keys.pop(key, None)
+    without_effect = (*_HARMLESS, *_NORM_KEYS, ACTIVATION_KEY, *(key for key in EXPERTS if keys.get(key) == 0))
+    for key in without_effect:
+        if key not in neutral:
+            keys.pop(key, None)
     if keys.get(window) == 0 or (type(keys.get(window)) is type(context) is int and keys[window] >= context):
         del keys[window]
     for key in [key for key in keys if key in (*neutral, window)]:

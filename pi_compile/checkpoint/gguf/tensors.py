@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType as Type
 
 from pi_compile.checkpoint.gguf.architectures import ROPE_DIVISORS, architecture
 from pi_compile.checkpoint.gguf.file import BLOCK_TYPES, GgufFile
+from pi_compile.checkpoint.gguf.of_families import LONG_FACTORS
 from pi_compile.checkpoint.tensors import BF16, Array, Index, Values, as_float32
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import Format
@@ -20,6 +21,8 @@ _GRIDS = {Type.Q4_0: "q4", Type.Q4_1: "q4_1", Type.Q5_0: "q5"}
 """Tensor type → the block format in which its blocks can be stored as they are."""
 _EXPERTS = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))_exps(\.weight)")
 _FUSED = re.compile(r"(blk\.\d+\.attn_)qkv(\.(?:weight|bias))")
+_HEADS = re.compile(r"(blk\.\d+\.attn_[kv]_b)(\.weight)")
+_GATED = re.compile(r"(blk\.\d+\.ffn_)up(\.weight)")
 _ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.(?:weight|bias)")
 
 
@@ -28,11 +31,11 @@ class _StoredTensor:
     """Where the values of a tensor are in the file."""
 
     name: str
-    expert: int | None = None
-    """Its index in a tensor of all experts; None for a tensor of its own."""
+    item: int | None = None
+    """Its index in a tensor of all experts, or of all heads; None for a tensor of its own."""
     start: int = 0
     stop: int | None = None
-    """Its rows are `start` to `stop` of a tensor of queries, keys and values; None for the last."""
+    """Its rows are `start` to `stop` of a tensor of several, such as queries, keys and values; None for the last."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +84,8 @@ class _GgufRows:
 
 
 class GgufTensors:
-    """Tensors of a GGUF file by its own names; those of experts, and of queries, keys and values, are told apart.
+    """Tensors of a GGUF file by its own names; those of experts and heads, of queries, keys and values,
+    and of gate and up, are told apart.
 
     An expert's tensor is named as llama.cpp did before it joined them: `blk.0.ffn_up.3.weight`.
     """
@@ -98,14 +102,21 @@ class GgufTensors:
         self.location = file.path
         self.files: tuple[str, ...] = tuple(path.name for path in file.paths)
         self._stored = {name: stored for whole in file.tensors for name, stored in self._told_apart(whole)}
-        self._stored.pop(ROPE_DIVISORS, None)
+        for name in (ROPE_DIVISORS, *LONG_FACTORS):
+            self._stored.pop(name, None)
         self.names = frozenset(self._stored)
 
     def _told_apart(self, name: str) -> Iterator[tuple[str, _StoredTensor]]:
         d = self._decoder
         experts, fused, shape = _EXPERTS.fullmatch(name), _FUSED.fullmatch(name), self._file.shape(name)
-        if experts and len(shape) == 3 and shape[0] == d.experts_routed:
-            yield from ((f"{experts[1]}.{e}{experts[2]}", _StoredTensor(name, expert=e)) for e in range(shape[0]))
+        heads, gated = _HEADS.fullmatch(name), _GATED.fullmatch(name)
+        parts, count = (experts, d.experts_routed) if experts else (heads, d.n_heads)
+        if parts and len(shape) == 3 and shape[0] == count:
+            ending = [f".{e}" for e in range(count)] if heads or d.n_experts > 1 else [""]
+            yield from ((f"{parts[1]}{end}{parts[2]}", _StoredTensor(name, item=e)) for e, end in enumerate(ending))
+        elif gated and d.ffn == "gated" and shape[:1] == (2 * d.d_ff,):
+            yield f"{gated[1]}gate{gated[2]}", _StoredTensor(name, stop=d.d_ff)
+            yield f"{gated[1]}up{gated[2]}", _StoredTensor(name, start=d.d_ff)
         elif fused:
             keys = d.n_heads * d.head_dim
             rows = ((0, keys), (keys, keys + d.n_kv_heads * d.head_dim), (keys + d.n_kv_heads * d.head_dim, None))
@@ -121,7 +132,7 @@ class GgufTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         stored = self._stored[name]
-        shape = self._file.shape(stored.name)[0 if stored.expert is None else 1 :]
+        shape = self._file.shape(stored.name)[0 if stored.item is None else 1 :]
         return (len(range(shape[0])[stored.start : stored.stop]), *shape[1:]) if shape else shape
 
     def dtype(self, name: str) -> str:
@@ -141,7 +152,7 @@ class GgufTensors:
         """The rows of the tensor; only those that are read are dequantised."""
         stored, rotated = self._stored[name], _ROTATED.fullmatch(name) if self._permuted else None
         tensor = self._file.tensors[stored.name]
-        whole = np.asarray(tensor.data if stored.expert is None else tensor.data[stored.expert])
+        whole = np.asarray(tensor.data if stored.item is None else tensor.data[stored.item])
         data = whole[stored.start : stored.stop]
         heads = {"q": self._decoder.n_heads, "k": self._decoder.n_kv_heads}
         order = None if rotated is None else _unpermuted_rows(len(data), heads[rotated[1]])

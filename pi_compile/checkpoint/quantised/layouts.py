@@ -177,7 +177,7 @@ def _gptq(tensors: Tensors, scheme: Scheme) -> QuantisedMatrix:
         lambda index: _unpacked(words[:, index].T, bits)[:, :columns],
         scale_GN.T,
         lambda index: _columns(zeros, bits, index, rows) + scheme.stored_zero & (1 << bits) - 1,
-        _groups(stored, columns, groups),
+        _groups(stored, columns, groups, scheme),
         _nbytes(tensors),
     )
 
@@ -193,12 +193,12 @@ def _awq(tensors: Tensors, scheme: Scheme) -> QuantisedMatrix:
         lambda index: _columns(words, bits, index, rows, _AWQ_ORDER),
         scale_GN.T,
         lambda index: _columns(zeros, bits, index, rows, _AWQ_ORDER),
-        _groups(None, columns, groups),
+        _groups(None, columns, groups, scheme),
         _nbytes(tensors),
     )
 
 
-def _packed(tensors: Tensors, _: Scheme) -> QuantisedMatrix:
+def _packed(tensors: Tensors, scheme: Scheme) -> QuantisedMatrix:
     words = _check("weight_packed", tensors["weight_packed"], _INTEGERS[:1], 2)
     shape = _check("weight_shape", tensors["weight_shape"], _INTEGERS, (2,)).tolist()
     rows, columns = shape
@@ -207,20 +207,20 @@ def _packed(tensors: Tensors, _: Scheme) -> QuantisedMatrix:
         raise ValueError(f"weight_packed of {tuple(words.shape)} holds no {rows} × {columns} integers of 4 or 8 bits")
     bits, start = fitting[0], 1 << fitting[0] - 1
     scale_NG, groups = _channel_scales(tensors, rows)
-    zeros = _channel_zeros(tensors, rows, groups, bits)
+    zeros = _channel_zeros(tensors, rows, groups, bits, scheme)
     return QuantisedMatrix(
         (rows, columns),
         bits,
         lambda index: _unpacked(words[index], bits)[:, :columns] - start,
         scale_NG,
         zeros,
-        _groups(tensors.get("weight_g_idx"), columns, groups),
+        _groups(tensors.get("weight_g_idx"), columns, groups, scheme),
         _nbytes(tensors),
         start,
     )
 
 
-def _plain(tensors: Tensors, _: Scheme) -> QuantisedMatrix:
+def _plain(tensors: Tensors, scheme: Scheme) -> QuantisedMatrix:
     integers = _check("weight", tensors["weight"], (_INT8,), 2)
     rows, columns = integers.shape
     scale_NG, groups = _channel_scales(tensors, rows)
@@ -229,8 +229,8 @@ def _plain(tensors: Tensors, _: Scheme) -> QuantisedMatrix:
         8,
         lambda index: integers[index],
         scale_NG,
-        _channel_zeros(tensors, rows, groups, 8),
-        _groups(tensors.get("weight_g_idx"), columns, groups),
+        _channel_zeros(tensors, rows, groups, 8, scheme),
+        _groups(tensors.get("weight_g_idx"), columns, groups, scheme),
         _nbytes(tensors),
     )
 
@@ -289,9 +289,13 @@ def _channel_scales(tensors: Tensors, rows: int) -> tuple[Array, int]:
     return scale, _check_scales("weight_scale", scale, (rows, None))[1]
 
 
-def _channel_zeros(tensors: Tensors, rows: int, groups: int, bits: int) -> Callable[[Index], Array] | None:
+def _channel_zeros(
+    tensors: Tensors, rows: int, groups: int, bits: int, scheme: Scheme
+) -> Callable[[Index], Array] | None:
     zeros = tensors.get("weight_zero_point")
     if zeros is None:
+        if scheme.layers[0].has_zeros:
+            raise ValueError("weight_zero_point, because symmetric is false")
         return None
     if zeros.dtype == _INT32:
         packed = _check("weight_zero_point", zeros, _INTEGERS[:1], (-(-rows * bits // WORD), groups)).T
@@ -302,13 +306,15 @@ def _channel_zeros(tensors: Tensors, rows: int, groups: int, bits: int) -> Calla
     return lambda index: zeros[index]
 
 
-def _groups(stored: Array | None, columns: int, groups: int) -> npt.NDArray[np.int64]:
+def _groups(stored: Array | None, columns: int, groups: int, scheme: Scheme) -> npt.NDArray[np.int64]:
     """The group of each column: as it is stored, or equal ones side by side."""
     if stored is not None and stored.size:
         group_K = _check("g_idx", stored, _INTEGERS, (columns,)).astype(np.int64)
         if int(group_K.min()) < 0 or int(group_K.max()) >= groups:
             raise ValueError(f"g_idx in 0 … {groups - 1}, the groups that have a scale")
         return group_K
+    if scheme.layers[0].permuted and groups > 1:
+        raise ValueError("g_idx, the group of each column, because columns are permuted (desc_act, actorder)")
     if columns % groups:
         raise ValueError(f"groups of equal size, or a g_idx, and not {groups} groups of {columns} columns")
     return np.arange(columns) // (columns // groups)

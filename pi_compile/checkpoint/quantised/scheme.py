@@ -3,8 +3,9 @@
 It is read strictly. A key that is not known here, or a value that is not, might change the weights and is refused.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pi_compile.checkpoint.config import Config, short
@@ -13,6 +14,18 @@ from pi_compile.errors import CheckpointError
 KEY = "quantization_config"
 BITS = (4, 8)
 """Bits of an integer weight that are read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """Quantised layers that are stored alike."""
+
+    targets: tuple[str, ...] = ()
+    """Names of layers, `re:` and a pattern of their beginnings, or classes of layers."""
+    permuted: bool = False
+    """Whether the columns of a group need not lie side by side, so that the group of each must be stored."""
+    has_zeros: bool = False
+    """Whether zero points must be stored where a layer may lack them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +40,22 @@ class Scheme:
     """What is added to a stored zero point: GPTQ's first form stores one less."""
     divides: bool = False
     """Whether integers are divided by their scale."""
+    layers: tuple[Layers, ...] = (Layers(),)
+    """All layers are the first's unless another names them."""
     notices: tuple[str, ...] = ()
     """Lines for the user."""
+
+    def layers_of(self, name: str) -> Layers:
+        """How a layer is stored: a name counts before a pattern, and a pattern before a class."""
+        patterns = [(layers, target) for layers in self.layers for target in layers.targets]
+        named = [layers for layers, target in patterns if target == name]
+        alike = [layers for layers, t in patterns if t.startswith("re:") and re.match(t.removeprefix("re:"), name)]
+        of_class = [layers for layers, target in patterns if not target.startswith("re:") and "." not in target]
+        return (*named, *alike, *of_class, *self.layers)[0]
+
+    def of(self, name: str) -> "Scheme":
+        """The scheme of one layer alone."""
+        return replace(self, layers=(self.layers_of(name),))
 
     @property
     def name(self) -> str:
@@ -53,19 +80,20 @@ def read_scheme(config: Config) -> Scheme | None:
 def _gptq(config: Config, fields: Mapping[str, Any]) -> Scheme:
     _check_keys(config, fields, _GPTQ.split())
     bits = _one_of(config, fields, "bits", BITS)
-    form = _one_of(config, {"checkpoint_format": "gptq", **fields}, "checkpoint_format", ("gptq", "gptq_v2"))
+    form = _form(config, fields, ("checkpoint_format", "format"), ("gptq", "gptq_v2"))
+    permuted = _one_of(config, {"desc_act": False, **fields}, "desc_act", (False, True))
     for key in ("dynamic", "extension"):
         if fields.get(key):
             raise _refused(config, key, fields[key], "none: bits of single layers are not read")
-    return Scheme(method="gptq", bits=bits, stored_zero=1 if form == "gptq" else 0)
+    return Scheme(method="gptq", bits=bits, stored_zero=form == "gptq", layers=(Layers(permuted=permuted),))
 
 
 def _awq(config: Config, fields: Mapping[str, Any]) -> Scheme:
     _check_keys(config, fields, _AWQ.split())
     bits = _one_of(config, {"bits": fields.get("w_bit"), **fields}, "bits", (4,))
-    version = fields.get("version", fields.get("format", "gemm"))
-    if not isinstance(version, str) or version.lower() != "gemm":
-        raise _refused(config, "version", version, "'gemm', the form that nearly all AWQ checkpoints have")
+    _form(config, fields, ("version", "checkpoint_format", "format"), ("gemm",))
+    if fields.get("desc_act"):
+        raise _refused(config, "desc_act", True, "false: AWQ stores no group of each column")
     return Scheme(method="awq", bits=bits)
 
 
@@ -80,7 +108,7 @@ def _compressed_tensors(config: Config, fields: Mapping[str, Any]) -> Scheme:
     groups = fields.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise _refused(config, "config_groups", groups, "at least one group of layers")
-    rounded = False
+    rounded, layers = False, []
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
@@ -88,9 +116,27 @@ def _compressed_tensors(config: Config, fields: Mapping[str, Any]) -> Scheme:
         _one_of(config, {"type": "int", **weights}, "type", ("int",))
         _one_of(config, weights, "num_bits", BITS)
         _one_of(config, weights, "strategy", ("tensor", "channel", "group"))
+        symmetric = _one_of(config, {"symmetric": True, **weights}, "symmetric", (True, False))
+        order = repr(weights.get("actorder"))
+        if order not in _ORDERS:
+            raise _refused(config, "actorder", weights["actorder"], " or ".join(_ORDERS))
+        targets = _targets(config, group)
+        layers.append(Layers(targets=targets, permuted=_ORDERS[order], has_zeros=not symmetric))
         rounded |= bool(group.get("input_activations") or group.get("output_activations"))
     line = "config.json: activations are quantised too where the checkpoint was made; here they are not rounded to it"
-    return Scheme(method="compressed-tensors", notices=(line,) if rounded else ())
+    return Scheme(method="compressed-tensors", layers=tuple(layers), notices=(line,) if rounded else ())
+
+
+def _targets(config: Config, group: Mapping[str, Any]) -> tuple[str, ...]:
+    targets = group.get("targets", [])
+    try:
+        for target in targets:
+            re.compile(target)
+    except (TypeError, re.error):
+        targets = None
+    if not isinstance(targets, list):
+        raise _refused(config, "targets", group["targets"], "names, patterns and classes of layers")
+    return tuple(targets)
 
 
 def _mxfp4(config: Config, fields: Mapping[str, Any]) -> Scheme:
@@ -125,6 +171,10 @@ _READERS: Mapping[str, Callable[[Config, Mapping[str, Any]], Scheme]] = {
     "bitnet": _bitnet,
 }
 
+_ORDERS = dict.fromkeys(("None", "False", "'weight'", "'static'"), False)
+_ORDERS |= dict.fromkeys(("True", "'group'", "'dynamic'"), True)
+"""How columns were ordered for compressed-tensors → whether those of a group need not lie side by side."""
+
 # Keys about how the integers were found, not about what they mean, beside those that are read above.
 _GPTQ = """
     quant_method bits group_size sym desc_act checkpoint_format dynamic extension damp_percent damp_auto_increment
@@ -150,6 +200,17 @@ def _check_keys(config: Config, fields: Mapping[str, Any], known: Collection[str
     if unknown or fields.get("transform_config"):
         name = (unknown or ["transform_config"])[0]
         raise _refused(config, name, fields[name], "keys whose meaning is known")
+
+
+def _form(config: Config, fields: Mapping[str, Any], names: tuple[str, ...], allowed: tuple[str, ...]) -> str:
+    """The form of the tensors: by the first of some keys that is there, which the others must not contradict."""
+    said = {name: fields[name] for name in names if fields.get(name) is not None}
+    values = [value.lower() if isinstance(value, str) else value for value in said.values()]
+    for name, value in zip(said, values, strict=True):
+        if value not in allowed or value != values[0]:
+            expected = " or ".join(map(repr, allowed))
+            raise _refused(config, name, fields[name], f"{expected}, and the same in {', '.join(said)}")
+    return values[0] if values else allowed[0]
 
 
 def _one_of(config: Config, fields: Mapping[str, Any], key: str, allowed: tuple[Any, ...]) -> Any:

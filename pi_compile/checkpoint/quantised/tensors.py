@@ -60,7 +60,8 @@ class QuantisedTensors:
                 remedy="the checkpoint is incomplete: fetch it again",
             )
         try:
-            matrix = layout.open({part: self._stored.tensor(name) for part, name in found.items()}, self._scheme)
+            stored = {part: self._stored.tensor(name) for part, name in found.items()}
+            matrix = layout.open(stored, self._scheme.of(layer))
         except ValueError as error:
             raise CheckpointError(
                 f"{path}: the tensors of {layer} do not fit together",
@@ -85,7 +86,7 @@ class QuantisedTensors:
         if permuted:
             first = f"{len(permuted)} of them have columns permuted across groups (act-order), such as {permuted[0]}"
             lines.append(f"{first}: no number format of blocks keeps these")
-        return (*lines, *self._scheme.notices)
+        return (*self._stored.notices, *lines, *self._scheme.notices)
 
     def alias(self, name: str, existing: str) -> None:
         """Give a tensor another name as well."""

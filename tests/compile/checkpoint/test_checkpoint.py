@@ -1,6 +1,7 @@
 """What users get wrong about a checkpoint: each with its message and exit code, before any long work."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,30 @@ def test_a_missing_shard(sharded: Path) -> None:
     message = refusal(sharded)
     assert "1 of " in message
     assert shard.name in message
+
+
+STRAY = {
+    "shards beside a whole file": (
+        "model.safetensors",
+        "model-00001-of-00009.safetensors",
+        "model.safetensors is read",
+    ),
+    "an older form": (None, "pytorch_model.bin", None),
+    "its maker's form": (None, "consolidated.safetensors", None),
+    "shards of another time": (None, "model-00010-of-00010.safetensors", "index.json is read"),
+    "an adapter": (None, "adapter_config.json", "the adapter (PEFT) beside the weights is left out"),
+}
+
+
+@pytest.mark.parametrize("case", STRAY)
+def test_weights_that_are_not_read_are_told(sharded: Path, tmp_path: Path, case: str) -> None:
+    whole, stray, notice = STRAY[case]
+    if whole:
+        random_llama(tmp_path / "whole", tokenizer=False)
+        shutil.copyfile(tmp_path / "whole" / whole, sharded / whole)
+    (sharded / stray).write_bytes(b"{}")
+    notices = open_checkpoint(sharded).notices
+    assert [*notices] == [] if notice is None else len(notices) == 1 and notice in notices[0]
 
 
 def test_an_index_that_names_what_the_shard_lacks(sharded: Path) -> None:

@@ -38,6 +38,9 @@ CHANGING = {
     "quantization": {"group_size": 64, "bits": 4},
     "num_experts": 8,
     "num_local_experts": 8,
+    "is_causal": False,
+    "use_bidirectional_attention": True,
+    "rope_interleaved": True,
 }
 
 
@@ -56,7 +59,9 @@ NEUTRAL = {
     "attention_multiplier": 1.0,
     "final_logit_softcapping": None,
     "quantization_config": None,
-    "unheard_of": False,
+    "unheard_of": None,
+    "rope_interleaved": False,
+    "is_causal": True,
     "pretraining_tp": 2,
     "layer_types": ["full_attention"] * 3,
     "torch_dtype": "float16",
@@ -70,6 +75,22 @@ NEUTRAL = {
 def test_a_key_that_changes_nothing(folder: Path, key: str) -> None:
     edit_json(folder / "config.json", **{key: NEUTRAL[key]})
     assert open_checkpoint(folder).notices == ()
+
+
+@pytest.mark.parametrize("key", ["is_causal", "unheard_of"])
+def test_null_and_false_pass_only_where_they_are_known_to_be_neutral(folder: Path, key: str) -> None:
+    """A mask that is not causal where the key is null is transformers' rule."""
+    edit_json(folder / "config.json", **{key: None if key == "is_causal" else False})
+    assert f"{key} would change the function" in refusal(folder) or f"{key} is not understood" in refusal(folder)
+
+
+def test_keys_that_a_rope_type_does_not_have_are_told(folder: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attn_factor": 0.9}
+    edit_json(folder / "config.json", rope_scaling=scaling)
+    (notice,) = open_checkpoint(folder).notices
+    assert "rope_scaling: attn_factor = 0.9 has no effect on the rope type yarn" in notice
+    edit_json(folder / "config.json", rope_scaling={"rope_type": "linear", "type": "yarn", "factor": 4.0})
+    assert "rope_scaling: type" in refusal(folder)
 
 
 def test_unknown_keys_are_all_named_with_the_way_out(folder: Path) -> None:

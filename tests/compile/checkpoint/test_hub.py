@@ -2,6 +2,7 @@
 
 import io
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ pytest.importorskip("transformers")
 import huggingface_hub
 import typer
 
-from pi_compile.checkpoint.folder import fetch_offer, names_model
+from pi_compile.checkpoint.folder import fetch_offer, find_checkpoint, hub_commit, names_model
 from pi_compile.cli import main
 from pi_compile.errors import CheckpointError
 from pi_runtime.errors import UsageError
@@ -60,6 +61,72 @@ def test_size_and_licence_of_what_would_be_fetched() -> None:
     with pytest.raises(CheckpointError, match="2 GGUF files of owner/name") as caught:
         fetch_offer("owner/name:q4_k_s")
     assert "name-Q4_K_M, name-Q4_K_S, name-UD-Q4_K_S" in str(caught.value)
+
+
+NAMED = {
+    "Q4_K_M": (["a-Q4_K_M.gguf", "a-Q5_K_M.gguf", "README.md"], ["a-Q4_K_M.gguf"]),
+    "q8_0": (["q8/a-Q8_0-00001-of-00002.gguf", "q8/a-Q8_0-00002-of-00002.gguf"], 2),
+    "F16": (["mmproj-F16.gguf", "a-BF16.gguf", "a-F16.gguf"], ["a-F16.gguf"]),
+    "BF16": (["a-BF16-mmproj.gguf", "BF16/a-BF16.gguf", "a-F16.gguf"], ["BF16/a-BF16.gguf"]),
+    "Q4_XS": (["a-IQ4_XS.gguf", "a.Q4_XS.gguf"], ["a.Q4_XS.gguf"]),
+    "F32": (["F32.gguf", "imatrix-F32.gguf"], ["F32.gguf"]),
+    "Q2/a.gguf": (["Q2/a.gguf", "Q3/a.gguf"], ["Q2/a.gguf"]),
+    "a-Q4_0": (["a-Q4_0.gguf", "b-a-Q4_0.gguf"], ["a-Q4_0.gguf"]),
+    "": (["only/a-Q6_K.gguf", "mmproj-a-F16.gguf", "config.json"], ["only/a-Q6_K.gguf"]),
+}
+REFUSED = {
+    "F16": (["a-BF16.gguf", "mmproj-F16.gguf"], "no GGUF files", "a-BF16"),
+    "Q4_0": (["x/a-Q4_0.gguf", "y/a-Q4_0.gguf"], "2 GGUF files", "x/a-Q4_0, y/a-Q4_0"),
+    "a.gguf": (["Q2/a.gguf", "Q3/a.gguf"], "2 GGUF files", "Q2/a, Q3/a"),
+    "mmproj-F16": (["mmproj-F16.gguf"], "no GGUF files", "no GGUF file"),
+    "": (["a-Q4_0.gguf", "b/a-Q8_0.gguf", "config.json"], "of which one is to be named", "a-Q4_0, b/a-Q8_0"),
+}
+
+
+def of_repository(monkeypatch: pytest.MonkeyPatch, folder: Path, files: list[str]) -> list[str]:
+    """A hub with these files, whose snapshot is in a folder; returns the list of what is fetched last."""
+    fetched: list[str] = []
+    commit = folder / "snapshots" / "c0ffee"
+
+    def snapshot(_name: str, *, allow_patterns: list[str], **_options: Any) -> str:
+        fetched[:] = [file for file in files if any(fnmatch(file, pattern) for pattern in allow_patterns)]
+        for file in fetched:
+            (commit / file).parent.mkdir(parents=True, exist_ok=True)
+            (commit / file).write_bytes(b"GGUF" if file.endswith(".gguf") else b"{}")
+        return str(commit)
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: files)
+    return fetched
+
+
+@pytest.mark.parametrize("ending", NAMED)
+def test_a_gguf_file_by_how_its_name_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ending: str) -> None:
+    files, wanted = NAMED[ending]
+    wanted = files if wanted == 2 else wanted
+    fetched = of_repository(monkeypatch, tmp_path, files)
+    found = find_checkpoint("owner/name" + f":{ending}" * bool(ending))
+    assert found == tmp_path / "snapshots" / "c0ffee" / wanted[0]
+    assert fetched == wanted
+    assert hub_commit(found) == "c0ffee"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert find_checkpoint("owner/name" + f":{ending}" * bool(ending)) == found
+
+
+@pytest.mark.parametrize("ending", REFUSED)
+def test_what_a_repository_has_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ending: str) -> None:
+    files, what, found = REFUSED[ending]
+    of_repository(monkeypatch, tmp_path, files)
+    with pytest.raises(CheckpointError, match=what) as caught:
+        find_checkpoint("owner/name" + f":{ending}" * bool(ending))
+    assert f"found: {found}" in str(caught.value)
+
+
+def test_a_folder_with_a_projector_beside_its_model(tmp_path: Path) -> None:
+    for name in ("mmproj-F16.gguf", "a-Q4_0.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    assert find_checkpoint(tmp_path) == tmp_path / "a-Q4_0.gguf"
 
 
 @pytest.mark.usefixtures("hub")

@@ -1,6 +1,7 @@
 """What comes out: folders that stock transformers computes alike, or that only this project reads, and says so."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
 import torch
+from support.hf import edit_json
 from transformers import AutoModelForCausalLM
 
 from pi_compile.checkpoint import open_checkpoint
@@ -43,7 +45,7 @@ def test_the_folder_computes_what_was_trained(bases: Path, tmp_path: Path, name:
     ids = torch.arange(3, 20)
     with torch.no_grad():
         wanted = model.eval()(ids[None]).logits[0]
-    assert export.check_model(tmp_path / "out", ids, wanted) < 1e-4
+    assert export.check_model(tmp_path / "out", ids, wanted, base.decoder) < 1e-4
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     usual = (base.family, activation)
     assert (config["model_type"], config["hidden_act"]) == FORMS.get((name, activation), usual)
@@ -70,12 +72,61 @@ def test_a_folder_that_says_something_else_is_refused(bases: Path, tmp_path: Pat
         torch.no_grad(),
         pytest.raises(CheckpointError, match=r"does not compute what was trained\n(.*\n)+  try: report it"),
     ):
-        export.check_model(tmp_path / "out", ids, model(ids[None]).logits[0])
+        export.check_model(tmp_path / "out", ids, model(ids[None]).logits[0], base.decoder)
+
+
+LONGER = {
+    "a Llama of 8,192 positions": ("model", {"max_position_embeddings": 8192}, 8192),
+    "a Mistral with a window": ("mistral", {"sliding_window": 23}, 23),
+    "a Mistral without": ("mistral", {"sliding_window": None, "max_position_embeddings": 9000}, 9000),
+    "a Mixtral with a window": ("mixtral", {"sliding_window": 23}, 23),
+    "a Mixtral without": ("mixtral", {"max_position_embeddings": 9000}, 9000),
+    "another base": ("model", {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}, 40),
+}
+
+
+@pytest.mark.parametrize("case", LONGER)
+@pytest.mark.parametrize("activation", ["drelu", "fatrelu", "relu2"])
+def test_window_and_base_are_the_models(bases: Path, tmp_path: Path, case: str, activation: str) -> None:
+    """The published forms have defaults of their own, so that both stand in the folder where its code looks."""
+    name, fields, context = LONGER[case]
+    shutil.copytree(bases / name, tmp_path / "base")
+    edit_json(tmp_path / "base" / "config.json", **fields)
+    base = open_base(ModelSection(path="base", revision="", ignore_config=[]), tmp_path)
+    model: Any = load_model(base)
+    activity = FfnActivity(Activation(activation, 0.1 if activation == "fatrelu" else 0.0))
+    activity.install(model)
+    form = export.save_model(model, model.state_dict(), base, activity.activation, tmp_path / "out")
+    assert open_checkpoint(tmp_path / "out").decoder.context_length == base.decoder.context_length == context
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    if "model_type" in form.fields:
+        assert "sliding_window" in config
+        assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    ids = torch.arange(3, 20)
+    with torch.no_grad():
+        wanted = model.eval()(ids[None]).logits[0]
+    assert export.check_model(tmp_path / "out", ids, wanted, base.decoder) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "change", [{"sliding_window": 30}, {"max_position_embeddings": 64}, {"rms_norm_eps": 1.0001e-6}], ids=str
+)
+def test_a_folder_that_says_something_else_behind_what_is_probed(
+    bases: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    base = open_base(ModelSection(path="mistral", revision="", ignore_config=[]), bases)
+    model: Any = load_model(base)
+    FfnActivity(Activation("drelu")).install(model)
+    export.save_model(model, model.state_dict(), base, Activation("drelu"), tmp_path / "out")
+    edit_json(tmp_path / "out" / "config.json", **change)
+    ids = torch.arange(3, 20)
+    with torch.no_grad(), pytest.raises(CheckpointError, match="does not compute what was trained") as caught:
+        export.check_model(tmp_path / "out", ids, model(ids[None]).logits[0], base.decoder)
+    assert "context_length" in str(caught.value) or "norm_eps" in str(caught.value)
 
 
 def test_the_number_format_of_the_base_is_kept(bases: Path, tmp_path: Path, sparsified: Any) -> None:
     from support.families import random_checkpoint
-    from support.hf import edit_json
 
     random_checkpoint(bases / "half", "mistral")
     model = AutoModelForCausalLM.from_pretrained(bases / "half", dtype=torch.float16)

@@ -192,7 +192,7 @@ def test_a_shard_that_is_not_there(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"opt", "gpt2"}))
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "spiral"])
+@pytest.mark.parametrize("kind", ["dynamic", "spiral"])
 def test_a_rope_type_that_is_not_known(copy: Copy, family: str, kind: str) -> None:
     folder = copy(family)
     edit_json(folder / "config.json", rope_scaling={"type": kind, "factor": 2.0})

@@ -21,7 +21,16 @@ from pi_compile.errors import CheckpointError
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": np.linspace(1, 3, 64).tolist(),
+    "long_factor": np.linspace(2, 40, 64).tolist(),
+    "original_max_position_embeddings": 4096,
+}
 FIELDS: dict[str, dict[str, Any]] = {
+    "longrope": {"rope_parameters": LONG},
+    "longrope-factor": {"rope_scaling": LONG | {"factor": 3.0}},
+    "longrope-attention": {"rope_scaling": LONG | {"attention_factor": 1.25}},
     "none": {},
     "beside": {"rope_theta": 777.0},
     "beside-null": {"rope_theta": 777, "rope_scaling": None},
@@ -39,6 +48,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     "yarn-exact": {"rope_parameters": YARN | {"truncate": False}},
     "yarn-factor": {"rope_parameters": YARN | {"attention_factor": 1.25}},
     "yarn-mscale": {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
+    "yarn-attn-factor": {"rope_scaling": YARN | {"attn_factor": 0.8782488562869419}},
+    "default-older": {"rope_scaling": {"type": "default"}, "rope_parameters": LLAMA3, "rope_theta": 5e5},
+    "default-with-others": {"rope_scaling": {"type": "default", "factor": 4.0, "attention_factor": 0.5}},
+    "default-beside-another": {"rope_scaling": {"rope_type": "linear", "type": "default", "factor": 4.0}},
+    "linear-with-others": {"rope_scaling": {"type": "linear", "factor": 4.0, "attention_factor": 0.5, "beta_fast": 3}},
     "yarn-shrunk": {"rope_parameters": YARN | {"factor": 1.0}},
 }
 
@@ -83,7 +97,10 @@ def test_partly_rotated_heads(fields: dict[str, Any]) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "angles that do not depend on how long the text"),
-    "longrope": ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_parameters: rope type\n"),
+    "longrope": ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_parameters: short_factor\n"),
+    "longrope-short": ({"rope_scaling": LONG | {"short_factor": [1.0] * 63}}, "rope_scaling: short_factor\n"),
+    "longrope-zero": ({"rope_scaling": LONG | {"short_factor": [1.0] * 63 + [0]}}, "rope_scaling: short_factor\n"),
+    "longrope-beside": ({"rope_scaling": {"type": "linear", "factor": 2.0, "short_factor": [1.0]}}, "short_factor"),
     "unknown": ({"rope_scaling": {"type": "spiral"}}, "expected: one of default, linear, llama3, yarn"),
     "no-name": ({"rope_scaling": {"type": 3}}, "expected: one of default, linear, llama3, yarn"),
     "no-object": ({"rope_scaling": "linear"}, "config.json: rope_scaling"),

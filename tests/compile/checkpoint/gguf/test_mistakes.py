@@ -135,7 +135,7 @@ CHANGES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "logit-scale": ({"ARCH.logit_scale": 0.5}, ("logit_scale would change",)),
     "clamp": ({"ARCH.attention.clamp_kqv": 8.0}, ("clamp_kqv would change",)),
     "not-causal": ({"ARCH.attention.causal": False}, ("attention.causal would change",)),
-    "longrope": ({"ARCH.rope.scaling.type": "longrope"}, ("rope type", "longrope")),
+    "longrope": ({"ARCH.rope.scaling.type": "longrope"}, ("short_factor", "positive numbers")),
     "odd-rope": ({"ARCH.rope.scaling.type": "spiral"}, ("rope type", "spiral")),
     "yarn-factor": ({"ARCH.rope.scaling.yarn_attn_factor": 0.5}, ("yarn_attn_factor would change",)),
     "missing": (

@@ -78,12 +78,30 @@ def test_biases_that_only_the_quantiser_wrote(tmp_path: Path) -> None:
     assert "1 tensors that config.json does not account for" in refusal(tmp_path)
 
 
+def _with_weights(**changes: object) -> dict[str, object]:
+    """The scheme "packed", whose weights are said to be otherwise."""
+    group = FORMS["packed"].config["config_groups"]["group_0"]
+    changed = {**group, "weights": group["weights"] | changes}
+    return {**FORMS["packed"].config, "config_groups": {"group_0": changed}}
+
+
 UNKNOWN = {
     "another method": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method = 'bitsandbytes'"),
     "no method": ({"bits": 4}, "quant_method = None"),
     "three bits": ({**FORMS["gptq"].config, "bits": 3}, "bits = 3"),
     "bits as a string": ({**FORMS["gptq"].config, "bits": "4"}, "bits = '4'"),
     "another form": ({**FORMS["gptq"].config, "checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
+    "two forms": (
+        {**FORMS["gptq"].config, "checkpoint_format": "gptq", "format": "gptq_v2"},
+        "format = 'gptq_v2'",
+    ),
+    "another form by its other name": ({**FORMS["gptq"].config, "format": "gptq_v3"}, "format = 'gptq_v3'"),
+    "columns ordered in no known way": ({**FORMS["gptq"].config, "desc_act": "yes"}, "desc_act = 'yes'"),
+    "ordered columns of AWQ": ({**FORMS["awq"].config, "desc_act": True}, "desc_act = True"),
+    "gemv by its other name": (
+        {"quant_method": "awq", "bits": 4, "checkpoint_format": "gemv"},
+        "checkpoint_format = 'gemv'",
+    ),
     "layers of their own": ({**FORMS["gptq"].config, "dynamic": {"-:.*down.*": {}}}, "dynamic = {"),
     "an unknown key": ({**FORMS["gptq"].config, "rotation": "hadamard"}, "rotation = 'hadamard'"),
     "gemv": ({**FORMS["awq"].config, "version": "gemv"}, "version = 'gemv'"),
@@ -91,6 +109,8 @@ UNKNOWN = {
     "a transform": ({**FORMS["packed"].config, "transform_config": {"config_groups": {}}}, "transform_config = {"),
     "a cache": ({**FORMS["packed"].config, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme = {"),
     "sparsity": ({**FORMS["packed"].config, "sparsity_config": {"format": "sparse-24"}}, "sparsity_config = {"),
+    "no such order": (_with_weights(actorder=["group"]), "actorder = ['group']"),
+    "neither symmetric nor not": (_with_weights(symmetric="no"), "symmetric = 'no'"),
     "no groups": ({**FORMS["packed"].config, "config_groups": {}}, "config_groups = {}"),
     "groups of lists": ({**FORMS["packed"].config, "config_groups": {"W4A16": ["Linear"]}}, "W4A16 weights = None"),
 }
@@ -122,6 +142,15 @@ DAMAGED = {
     "another shape": ("packed", {"weight_shape": torch.tensor([84, 400])}, "holds no 84 × 400 integers"),
     "a negative shape": ("packed", {"weight_shape": torch.tensor([-1, 40])}, "holds no -1 × 40 integers"),
     "scales that do not divide": ("packed", {"weight_scale": torch.ones(84, 3)}, "not 3 groups of 40 columns"),
+    "permuted columns whose groups are missing": ("gptq-act-order", {"g_idx": None}, "g_idx, the group of each column"),
+    "permuted columns of which no group is told": (
+        "gptq-act-order",
+        {"g_idx": torch.zeros(0, dtype=torch.int32)},
+        "g_idx, the group of each column",
+    ),
+    "ordered columns whose groups are missing": ("packed-act-order", {"weight_g_idx": None}, "g_idx, the group of"),
+    "zeros that are said to be": ("packed-zeros", {"weight_zero_point": None}, "because symmetric is false"),
+    "zeros of int8 that are said to be": ("int8-zeros", {"weight_zero_point": None}, "because symmetric is false"),
     "zeros of floats": ("int8-zeros", {"weight_zero_point": torch.ones(84, 1)}, "weight_zero_point of int8"),
 }
 
@@ -136,6 +165,43 @@ def test_tensors_that_do_not_fit_together(tmp_path: Path, case: str) -> None:
     message = refusal(tmp_path)
     assert expected in message
     assert LAYER in message
+
+
+def test_one_group_needs_no_order(tmp_path: Path) -> None:
+    made(tmp_path, "gptq-one-group")
+    edit_json(tmp_path / "config.json", quantization_config={**FORMS["gptq-one-group"].config, "desc_act": True})
+    before = open_checkpoint(tmp_path).values("layers/0/ffn/first")
+    edit_tensors(tmp_path, f"{LAYER.replace('up', 'gate')}.g_idx")
+    assert np.array_equal(open_checkpoint(tmp_path).values("layers/0/ffn/first"), before)
+
+
+TARGETED = {
+    "by class": (["Linear"], ["re:.*down_proj"], True),
+    "by pattern": (["re:.*up_proj$"], ["Linear"], True),
+    "by name": ([LAYER], ["re:.*up_proj$", "Linear"], True),
+    "by another pattern": (["re:.*down_proj$"], ["Linear"], False),
+    "by another name": (["model.layers.1.mlp.up_proj", "re:.*down_proj"], ["re:.*mlp.up_proj"], False),
+}
+
+
+@pytest.mark.parametrize("case", TARGETED)
+def test_which_layers_need_zeros(tmp_path: Path, case: str) -> None:
+    """A layer without zero points is refused where the group that it belongs to is not symmetric."""
+    asymmetric, symmetric, refused = TARGETED[case]
+    made(tmp_path, "packed-zeros")
+    group = FORMS["packed-zeros"].config["config_groups"]["group_0"]
+    groups = {
+        "a": group | {"targets": symmetric, "weights": group["weights"] | {"symmetric": True}},
+        "b": group | {"targets": asymmetric},
+    }
+    scheme = {**FORMS["packed-zeros"].config, "config_groups": groups}
+    edit_json(tmp_path / "config.json", quantization_config=scheme)
+    open_checkpoint(tmp_path)
+    edit_tensors(tmp_path, f"{LAYER}.weight_zero_point")
+    if refused:
+        assert "because symmetric is false" in refusal(tmp_path)
+    else:
+        open_checkpoint(tmp_path)
 
 
 def test_a_scheme_without_quantised_tensors(tmp_path: Path) -> None:

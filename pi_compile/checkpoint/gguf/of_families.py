@@ -1,0 +1,308 @@
+"""Architectures of GGUF files that are more than a Llama with differences: their decoders are those of their families.
+
+Their metadata are told in the words of the family's config.json, and what llama.cpp takes for a key that is missing is
+said there too. Sources: the files of these names in llama.cpp's `src/models`.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+from pi_compile.checkpoint.config import Config
+from pi_compile.checkpoint.families import deepseek, gemma, glm, gpt_oss, phi, smallthinker
+from pi_compile.checkpoint.families.adapter import Adapter, SourceTensor, Table, cut_ffn, stored
+from pi_compile.checkpoint.families.fields import KINDS
+from pi_compile.checkpoint.gguf.file import GgufFile
+from pi_compile.errors import CheckpointError
+from pi_runtime.artifact.decoder import Decoder
+
+_SOFTMAX, _SIGMOID = 1, 2
+"""Values of `expert_gating_func`."""
+_WINDOW, _PERIOD = 4096, 4
+"""What llama.cpp takes for SmallThinker, whatever the file says: every fourth layer, from the first, has no window."""
+_LONGEST_GEMMA = 62
+"""Layers of the one size of Gemma 3 whose scores llama.cpp divides by the root of the model's width over the heads."""
+LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+"""LongRoPE's divisors of angles, within the original context and behind it."""
+_Fields = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfFamily:
+    """How an architecture's metadata become the config of its family, and where its tensors differ from Llama's."""
+
+    adapter: Adapter
+    """The family's; its decoder is taken, not its tensors."""
+    required: Mapping[str, str]
+    """Metadata keys that it must have besides the usual ones → the family's config keys."""
+    fields: Callable[[GgufFile, _Fields, _Fields], _Fields]
+    """Makes further config fields of a file's metadata keys, which it takes out, and of the fields so far."""
+    names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Usual config keys → the family's."""
+    ffn_norm: str = "post_attention_norm"
+    attention: Callable[[Decoder, Collection[str]], Table] = field(default=lambda _d, _names: {})
+    """Makes the arrays of a layer's attention and norms that differ, of the names of a file's tensors."""
+    partly_rotated: bool = False
+    notices: tuple[str, ...] = ()
+
+
+def family_layer(d: Decoder, usual: Table) -> Table:
+    """The tensors of one layer, whose FFN may be dense, or have shared experts, or biases of each expert."""
+    if d.n_experts == 1:
+        return usual
+    if d.experts_per_token == d.experts_shared:
+        return {**usual, **cut_ffn(_parts(""), d.dense_ff, d.d_ff, d.n_experts)}
+    biases = {f"ffn/{array}_bias": f"blk.{{n}}.ffn_{part}_exps.bias" for array, part in _BIASED.items()}
+    always = cut_ffn(_parts("_shexp"), d.experts_shared * d.d_ff, d.d_ff, d.experts_shared) if d.experts_shared else {}
+    return {
+        **usual,
+        "attention/sinks": stored("blk.{n}.attn_sinks.weight"),
+        "ffn/router_bias": stored("blk.{n}.ffn_gate_inp.bias"),
+        "ffn/router_choice_bias": stored("blk.{n}.exp_probs_b.bias"),
+        **{array: (SourceTensor(name, stacked=d.n_experts),) for array, name in biases.items()},
+        "ffn/expert_bias": stored("blk.{n}.ffn_down_exps.bias"),
+        **{array: usual[array] + tensors for array, tensors in always.items()},
+    }
+
+
+_BIASED = {"first": "gate", "up": "up"}
+
+
+def _parts(ending: str) -> list[str]:
+    return [f"blk.{{n}}.ffn_{part}{ending}.weight" for part in ("gate", "up", "down")]
+
+
+def _gpt_oss(_file: GgufFile, _keys: _Fields, _fields: _Fields) -> _Fields:
+    return {}
+
+
+def _glm(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
+    _take_gating(file, keys, (0, _SIGMOID))
+    return {
+        **_routed(file, keys, fields),
+        "use_qk_norm": any(name.endswith(".attn_q_norm.weight") for name in file.tensors),
+        "attention_bias": any(name.endswith((".attn_q.bias", ".attn_qkv.bias")) for name in file.tensors),
+        "partial_rotary_factor": 1.0,
+    }
+
+
+def _routed(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
+    """The fields of routed and shared experts, and of layers that have none or that draft."""
+    layers, drafting = fields["num_hidden_layers"], keys.pop("nextn_predict_layers", 0)
+    if type(drafting) is not int or not 0 <= drafting < layers:
+        raise _error(file, "nextn_predict_layers", f"fewer than {layers}", drafting)
+    shared, of_expert = fields["n_shared_experts"], fields["moe_intermediate_size"]
+    rows = next((file.shape(name)[:1] for name in file.tensors if name.endswith(".ffn_gate_shexp.weight")), (0,))
+    if not type(shared) is type(of_expert) is int or (shared * of_expert,) != rows:
+        raise _error(file, "expert_shared_count", f"experts of {of_expert} neurons, {rows[0]} together", shared)
+    return {
+        "num_hidden_layers": layers - drafting,
+        "first_k_dense_replace": keys.pop("leading_dense_block_count", 0),
+        "routed_scaling_factor": keys.pop("expert_weights_scale", 0.0) or 1.0,
+        "norm_topk_prob": keys.pop("expert_weights_norm", False),
+        "n_group": keys.pop("expert_group_count", 0) or 1,
+        "topk_group": keys.pop("expert_group_used_count", 0) or 1,
+    }
+
+
+def _deepseek(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
+    """DeepSeek V2 and V3, and GLM-4.7-Flash. Heads of a file are those of its latent, one for keys and values."""
+    gating = _take_gating(file, keys, (0, _SOFTMAX, _SIGMOID))
+    whole, value = keys.pop("attention.key_length_mla", 0), keys.pop("attention.value_length_mla", 0)
+    stored_key, stored_value = fields.pop("key_length"), fields.pop("value_length")
+    if not whole:  # files of older versions of llama.cpp have whole heads
+        whole, value = stored_key, stored_value
+    rotated, weight = fields["qk_rope_head_dim"], keys.pop("rope.scaling.yarn_log_multiplier", 0.0)
+    if not type(whole) is type(rotated) is int or whole <= rotated:
+        raise _error(file, "attention.key_length_mla", f"more than {rotated} rotated columns", whole)
+    parameters = fields["rope_parameters"]
+    if parameters["rope_type"] == "yarn":
+        if not weight:
+            raise _error(file, "rope.scaling.yarn_log_multiplier", "a number beside YaRN", weight)
+        # llama.cpp's converter writes a tenth of it.
+        parameters |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * weight)
+    fields.pop("head_dim", None)
+    return {
+        **_routed(file, keys, fields),
+        "scoring_func": "sigmoid" if gating == _SIGMOID or (not gating and _is_glm(fields)) else "softmax",
+        "num_key_value_heads": fields["num_attention_heads"],
+        "qk_nope_head_dim": whole - rotated,
+        "v_head_dim": value,
+        "q_lora_rank": keys.pop("attention.q_lora_rank", None),
+    }
+
+
+def _is_glm(fields: _Fields) -> bool:
+    """Whether llama.cpp takes a file without a gating function for GLM-4.7-Flash."""
+    return fields["num_hidden_layers"] in (47, 48) and fields["vocab_size"] == 154880
+
+
+def _deepseek_decoder(config: Config) -> Decoder:
+    if config.get("scoring_func") == "sigmoid":
+        return deepseek.DEEPSEEK_V3.decoder(config)
+    groups = config.size("n_group", 1)
+    if groups > 1:
+        line = "groups of experts are chosen by their largest, as the published code of DeepSeek V2 does;"
+        config.notices.append(f"{line} llama.cpp chooses them by the sum of their two largest")
+    found = replace(
+        deepseek.DEEPSEEK_V2.decoder(config),
+        router_normalised=config.flag("norm_topk_prob", default=False),
+        router_groups=groups,
+        router_group_top=1 if groups > 1 else 2,
+        router_groups_taken=config.size("topk_group", 1),
+    )
+    glm.check(config, found)
+    return found
+
+
+_DEEPSEEK_NAMES = {
+    "layers.{n}.input_layernorm": "attn_norm",
+    "layers.{n}.self_attn.q_proj": "attn_q",
+    "layers.{n}.self_attn.q_a_proj": "attn_q_a",
+    "layers.{n}.self_attn.q_a_layernorm": "attn_q_a_norm",
+    "layers.{n}.self_attn.q_b_proj": "attn_q_b",
+    "layers.{n}.self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "layers.{n}.self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "layers.{n}.self_attn.kv_b_proj": "attn_kv_b",
+    "layers.{n}.self_attn.o_proj": "attn_output",
+}
+
+
+def _deepseek_attention(d: Decoder, names: Collection[str]) -> Table:
+    """The family's, by llama.cpp's names. Newer files have a tensor for keys and one for values of `kv_b_proj`."""
+    found: dict[str, tuple[SourceTensor, ...]] = {}
+    for array, tensors in deepseek.layer_tensors(d).items():
+        if array.startswith("attention/"):
+            parts = [tensor.name.rpartition(".") for tensor in tensors]
+            found[array] = tuple(
+                replace(tensor, name=f"blk.{{n}}.{_DEEPSEEK_NAMES[name]}.{kind}")
+                for tensor, (name, _, kind) in zip(tensors, parts, strict=True)
+                if name in _DEEPSEEK_NAMES
+            )
+    if "blk.0.attn_k_b.weight" in names:
+        for array, part in (("k_up", "k"), ("v_up", "v")):
+            found[f"attention/{array}"] = stored(*(f"blk.{{n}}.attn_{part}_b.{h}.weight" for h in range(d.n_heads)))
+    return found
+
+
+def _gemma3(_file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
+    """The window is of five layers of six; they have a base of their own, and no scaling."""
+    window, layers = keys.pop("attention.sliding_window", 0), fields["num_hidden_layers"]
+    base = keys.pop("rope.freq_base_swa", 10000.0)
+    width = fields.get("head_dim")
+    if layers == _LONGEST_GEMMA:
+        width = fields["hidden_size"] // fields["num_attention_heads"]
+    parameters = fields.pop("rope_parameters")
+    return {
+        "rope_parameters": dict(zip(KINDS, (parameters, {"rope_type": "default", "rope_theta": base}), strict=True)),
+        "query_pre_attn_scalar": width,
+        "final_logit_softcapping": keys.pop("final_logit_softcapping", 0.0) or None,
+        "layer_types": None if window else [KINDS[False]] * layers,
+        "sliding_window": window or None,
+    }
+
+
+def _gemma3_attention(_d: Decoder, _names: Collection[str]) -> Table:
+    norms = {"attention/out_norm": "post_attention_norm", "ffn/out_norm": "post_ffw_norm"}
+    return {f"{array}/weight": stored(f"blk.{{n}}.{name}.weight") for array, name in norms.items()}
+
+
+def _phi3(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
+    """The window is the family's, though llama.cpp passes it over. LongRoPE's divisors are tensors."""
+    parameters, short = fields["rope_parameters"], LONG_FACTORS[0]
+    if parameters["rope_type"] == "longrope" or short in file.tensors:
+        rotated = file.metadata.get(f"{file.architecture}.rope.dimension_count", fields.get("head_dim"))
+        length = file.metadata.get(f"{file.architecture}.rope.scaling.original_context_length")
+        if short not in file.tensors or type(rotated) is not int:
+            raise _error(file, "rope.scaling.type", f"a tensor {short} beside longrope", parameters["rope_type"])
+        parameters |= {"rope_type": "longrope", "short_factor": rope_divisors(file, short, rotated // 2)}
+        fields["original_max_position_embeddings"] = length
+        parameters["attention_factor"] = keys.pop("rope.scaling.attn_factor", 1.0)
+    return {"sliding_window": keys.pop("attention.sliding_window", 0) or None}
+
+
+def rope_divisors(file: GgufFile, name: str, count: int) -> list[float]:
+    """The numbers by which angles are divided. Raises CheckpointError for others than `count` positive ones."""
+    tensor = file.tensors[name]
+    data = tensor.data
+    if tensor.tensor_type != Type.F32 or data.shape != (count,) or not np.all((data > 0) & (data < np.inf)):
+        raise CheckpointError(
+            f"{file.path}: {name}",
+            expected=f"{count} positive numbers, F32",
+            found=f"{tensor.tensor_type.name} {data.shape}",
+        )
+    return [float(number) for number in data]
+
+
+def _smallthinker(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
+    gating = _take_gating(file, keys, (_SOFTMAX, _SIGMOID))
+    window, layers = keys.pop("attention.sliding_window", 0), range(fields["num_hidden_layers"])
+    if window not in (0, _WINDOW):
+        raise _error(file, "attention.sliding_window", f"0 or {_WINDOW}, which llama.cpp takes for any other", window)
+    marks = [int(n % _PERIOD != 0) for n in layers]
+    windowed = {"rope_layout": marks, "sliding_window_layout": marks, "sliding_window_size": _WINDOW}
+    return {"moe_primary_router_apply_softmax": gating == _SOFTMAX, **(windowed if window else {})}
+
+
+def _take_gating(file: GgufFile, keys: _Fields, allowed: tuple[int, ...]) -> int:
+    found: int = keys.pop("expert_gating_func", 0)
+    if found not in allowed:
+        raise _error(file, "expert_gating_func", " or ".join(map(str, allowed)), found)
+    return found
+
+
+def _error(file: GgufFile, key: str, expected: str, found: object) -> CheckpointError:
+    return CheckpointError(f"{file.path}: {file.architecture}.{key}", expected=expected, found=found)
+
+
+OF_FAMILIES = {
+    "gpt-oss": OfFamily(
+        adapter=gpt_oss.ADAPTER,
+        required={"attention.sliding_window": "sliding_window"},
+        fields=_gpt_oss,
+        notices=(
+            "the ends of YaRN's ramp are rounded, as llama.cpp rounds them; the published config of gpt-oss keeps them",
+        ),
+    ),
+    "glm4moe": OfFamily(
+        adapter=glm.ADAPTER,
+        required={"expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "n_shared_experts"},
+        fields=_glm,
+        partly_rotated=True,
+    ),
+    "deepseek2": OfFamily(
+        adapter=replace(
+            deepseek.DEEPSEEK_V3,
+            family="deepseek2",
+            decoder=_deepseek_decoder,
+            read_keys=deepseek.DEEPSEEK_V3.read_keys | {"scoring_func", "norm_topk_prob"},
+        ),
+        required={
+            "attention.kv_lora_rank": "kv_lora_rank",
+            "attention.key_length": "key_length",
+            "attention.value_length": "value_length",
+            "rope.dimension_count": "qk_rope_head_dim",
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_count": "n_shared_experts",
+        },
+        fields=_deepseek,
+        ffn_norm="ffn_norm",
+        attention=_deepseek_attention,
+    ),
+    "gemma3": OfFamily(
+        adapter=gemma.ADAPTER, required={}, fields=_gemma3, ffn_norm="ffn_norm", attention=_gemma3_attention
+    ),
+    "phi3": OfFamily(adapter=phi.PHI3, required={}, fields=_phi3, ffn_norm="ffn_norm", partly_rotated=True),
+    "smallthinker": OfFamily(
+        adapter=smallthinker.ADAPTER,
+        required={},
+        fields=_smallthinker,
+        names=smallthinker.NAMES,
+        ffn_norm="ffn_norm",
+    ),
+}
+"""The architectures, by llama.cpp's names."""

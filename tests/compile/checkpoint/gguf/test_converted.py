@@ -1,0 +1,152 @@
+"""Files by llama.cpp's own converter: read, and computed as transformers and llama.cpp compute them.
+
+LLAMA_CPP_SOURCE names the folder of its `convert_hf_to_gguf.py` (`nox -s converted` fetches it), and LLAMA_CPP_PYTHON
+an interpreter that has llama_cpp, whose logits are compared too.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+
+import torch
+from compile.checkpoint.gguf import test_llama_cpp as theirs
+from support.changed_configs import logits
+from support.families import CASES as FAMILIES
+from support.families import GEMMA3, GLM_LITE, GPT_OSS, LLAMA, MIXTRAL, MLA, MLA_YARN, PHI3, Case, random_checkpoint
+from support.gguf_files import write_byte_tokenizer
+from support.hf import edit_json
+
+from pi_compile.checkpoint import open_checkpoint
+
+SOURCE = os.environ.get("LLAMA_CPP_SOURCE", "")
+SCRIPT = Path(__file__).parents[3] / "support" / "llama_cpp_converter.py"
+pytestmark = pytest.mark.skipif(not SOURCE, reason="LLAMA_CPP_SOURCE names no source of llama.cpp")
+ONE = {"num_experts_per_tok": 1}
+_ALIKE = {"mscale": 0.9, "mscale_all_dim": 0.9}
+MORE: dict[str, Case] = {
+    "mixtral-one": Case("Mixtral", MIXTRAL | ONE | {"num_local_experts": 1}),
+    "qwen3-moe-one": Case(
+        "Qwen3Moe", LLAMA | ONE | {"moe_intermediate_size": 53, "num_experts": 1, "norm_topk_prob": True}
+    ),
+    "deepseek-v2-queries": Case("DeepseekV2", MLA | {"kv_lora_rank": 22, "rope_parameters": MLA_YARN | _ALIKE}),
+    "deepseek-v2-grouped": Case(
+        "DeepseekV2",
+        MLA | {"kv_lora_rank": 22, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2},
+    ),
+    "gemma3-six": Case("Gemma3Text", GEMMA3 | {"num_hidden_layers": 7, "layer_types": None, "sliding_window": 5}),
+    "gemma3-linear": Case(
+        "Gemma3Text",
+        GEMMA3
+        | {"num_hidden_layers": 7, "layer_types": None, "final_logit_softcapping": 3.0}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 700.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
+            }
+        },
+    ),
+    "phi3-longrope": Case(
+        "Phi3",
+        PHI3
+        | {"original_max_position_embeddings": 600, "max_position_embeddings": 1200}  # llama.cpp has 256 at least
+        | {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.3, 1.7, 2.0, 2.5],
+                "long_factor": [3.0] * 5,
+            }
+        },
+    ),
+    "glm4-moe-lite-groups": Case("Glm4MoeLite", GLM_LITE | {"n_group": 3, "topk_group": 2}),
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "nemotron": {"hidden_size": 72},
+    "phi": {"intermediate_size": 240},
+    **{name: {"hidden_size": 60} for name in ("granite", "granite-biases", "granitemoe")},
+    **{name: {"ffn_hidden_size": 144} for name in ("falcon-7b", "falcon-40b", "falcon-11b")},
+    **{name: {"n_inner": 144} for name in ("gpt2", "gpt2-relu-wide")},
+    **{name: {"num_key_value_heads": 6} for name in ("olmoe", "olmoe-normalised")},
+    "gpt-oss": {"rope_parameters": GPT_OSS["rope_parameters"] | {"truncate": True}},
+    "nemotron-biases": {"hidden_size": 72},
+    "deepseek-v2": {"num_hidden_layers": 27, "rope_parameters": MLA_YARN | _ALIKE},
+    "deepseek-v3": {"rope_parameters": MLA_YARN | _ALIKE},
+    "gemma3": {"query_pre_attn_scalar": 10, "num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+    "gemma3-six": {"query_pre_attn_scalar": 10},
+    "gemma3-linear": {"query_pre_attn_scalar": 10},
+}
+"""Fields without which llama.cpp has no such model: widths of whole heads, and what a file does not say."""
+USUAL = {"hidden_act": "silu", "activation_function": "gelu_new", "activation": "gelu_pytorch_tanh"}
+"""The activations that llama.cpp takes, by the keys of the families."""
+SAID = {
+    "GPT2": {"n_ctx": 37},
+    "DeepseekV2": {"scoring_func": "softmax"},
+    "DeepseekV3": {"scoring_func": "sigmoid"},
+    "Glm4MoeLite": {"scoring_func": "sigmoid", "first_k_dense_replace": 1},
+}
+"""Keys of published configs that transformers does not write, by the class of the model."""
+OTHERWISE = {"deepseek-v2-grouped": "llama.cpp chooses groups by two experts, transformers by one"}
+"""Cases that llama.cpp computes otherwise than transformers, as which they are read."""
+LOOSE = {"gemma3-linear": 2e-2}
+"""Tolerance where llama.cpp's table of GELU, in binary16, is seen: a cap leaves little of the logits."""
+UNREAD = {
+    "deepseek-v2-groups": "llama.cpp has no biases for DeepSeek",
+    "gemma3-listed": "llama.cpp has a window in five layers of six",
+    "nanochat": "llama.cpp has no such architecture",
+    "nanochat-uncapped": "llama.cpp has no such architecture",
+    "bitnet": "the converter rounds its weights, and BitNet is not read from GGUF",
+    "falcon-sequential": "the converter and llama.cpp have parallel blocks alone",
+    "falcon-7b-biases": "llama.cpp has no biases for Falcon",
+    "gpt-oss-listed": "llama.cpp has a window in every other layer",
+    "smollm3-listed": "llama.cpp leaves every fourth layer without rotation",
+}
+
+
+def converted(folder: Path) -> Path:
+    command = [sys.executable, SCRIPT, SOURCE, folder, folder / "model.gguf"]
+    ran = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return folder / "model.gguf"
+
+
+CONVERTED = [
+    name
+    for name, case in (FAMILIES | MORE).items()
+    if not (name in UNREAD or case.model == "OPT" or case.made or case.computes or "model_type" in case.own)
+]
+
+
+@pytest.mark.parametrize("case", CONVERTED)
+def test_logits_are_those_of_both(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("support.families.CASES", FAMILIES | MORE)
+    compare(case, tmp_path / "model")  # some names of folders mean something to llama.cpp
+
+
+def compare(case: str, folder: Path) -> None:
+    folder.mkdir()
+    write_byte_tokenizer(folder)
+    words = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
+    fields = (FAMILIES | MORE)[case].fields
+    usual = {key: value for key, value in USUAL.items() if key in fields or (key == "activation" and "falcon" in case)}
+    changes = {"vocab_size": words, **usual, **CHANGES.get(case, {})}
+    model = random_checkpoint(folder, case, tokenizer=False, sizes=changes)
+    if case == "falcon-7b":
+        edit_json(folder / "config.json", num_kv_heads=1)
+    edit_json(folder / "config.json", **SAID.get((FAMILIES | MORE)[case].model, {}))
+    file = converted(folder)
+    checkpoint = open_checkpoint(file)
+    ids = np.random.default_rng(0).integers(0, words, min(24, checkpoint.decoder.context_length))
+    found = logits(checkpoint, ids)
+    with torch.no_grad():
+        theirs.assert_close(found, model(input_ids=torch.from_numpy(ids)[None]).logits[0].numpy())
+    if theirs.has_llama_cpp() and case not in OTHERWISE:
+        theirs.assert_close(found, theirs.of_llama_cpp(file, ids), LOOSE.get(case, theirs.EXACT))

@@ -1,0 +1,169 @@
+"""Configs of which one key is missing, null or another, and what transformers and we make of them."""
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as tf
+
+from pi_compile.checkpoint import Checkpoint, open_checkpoint
+from pi_compile.checkpoint.config import NEUTRAL, Config
+from pi_compile.checkpoint.families.registry import adapters, find_adapter
+from pi_compile.errors import CheckpointError
+from pi_compile.torch_model import decoder as td
+from support.families import CASES, random_checkpoint
+from support.hf import randomised
+
+FAMILIES = {
+    CASES[name].model: name
+    for name in reversed(CASES)
+    if not (CASES[name].computes or CASES[name].made or "model_type" in CASES[name].own)
+}
+"""Class in transformers → its first case."""
+MISSING = object()
+_MOST_PARAMETERS = 1 << 22
+_WORDS = {
+    "hidden_act": ("relu", "gelu", "silu", "gelu_new"),
+    "topk_method": ("greedy", "group_limited_greedy", "noaux_tc"),
+    "scoring_func": ("sigmoid", "softmax"),
+}
+_YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 12}
+_ROPES: tuple[dict[str, Any], ...] = (
+    {"rope_type": "default"},
+    {"type": "default"},
+    {"type": "linear", "factor": 2.0},
+    {"rope_type": "linear", "type": "default", "factor": 2.0},
+    {"rope_type": "default", "factor": 3.0},
+    {"rope_type": "default", "rope_theta": 77.0},
+    _YARN,
+    _YARN | {"attn_factor": 0.5},
+    _YARN | {"attention_factor": 0.5},
+    _YARN | {"rope_theta": 50.0, "truncate": False},
+    _YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
+    _YARN | {"mscale_all_dim": 0.9},
+    _YARN | {"factor": None},
+    _YARN | {"original_max_position_embeddings": None},
+    {"rope_type": "yarn", "factor": 3.0},
+    {"rope_type": "llama3", "factor": 3.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    | {"original_max_position_embeddings": 12},
+    {"full_attention": {"rope_type": "linear", "factor": 2.0}, "sliding_attention": {"rope_type": "default"}},
+    {"full_attention": {"rope_type": "default", "rope_theta": 91.0}, "sliding_attention": None},
+    {"full_attention": _YARN, "sliding_attention": {"rope_type": "default"}},
+    {"full_attention": _YARN, "sliding_attention": _YARN},
+)
+
+
+def fields_of(folder: Path, name: str) -> dict[str, Any]:
+    """The config of a case, as transformers saves it."""
+    random_checkpoint(folder, name, tokenizer=False)
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+def changes(fields: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Every change of one key that is tried: its name and its value, `MISSING` for none."""
+    adapter = find_adapter(Config(Path("config.json"), fields))
+    config_class = tf.CONFIG_MAPPING[fields["model_type"]]
+    others = {key for other in adapters().values() for key in other.neutral_keys}
+    known = {
+        *fields,
+        *adapter.read_keys,
+        *(f.name for f in dataclass_fields(config_class)),
+        *NEUTRAL,
+        *others,
+        "is_causal",
+    }
+    known -= {"model_type", "architectures", "transformers_version", "dtype", "id2label", "label2id"}
+    return [(key, value) for key in sorted(known) for value in _values(key, fields.get(key))]
+
+
+def _values(key: str, value: Any) -> Iterator[Any]:
+    yield from (MISSING, None, False, True)
+    if key in ("rope_parameters", "rope_scaling"):
+        yield from deepcopy(_ROPES)
+        for inner in value or {}:
+            yield {name: of for name, of in value.items() if name != inner}
+            yield value | {inner: None}
+    elif isinstance(value, list):
+        yield from ([], value[:-1], value[::-1], [*value, *value[-1:]])
+    elif isinstance(value, str) or key in _WORDS:
+        yield from _WORDS.get(key, _WORDS["hidden_act"])
+    elif isinstance(value, float):
+        yield from (value * 2, value / 3, 1, 1.0)
+    else:
+        number = value if isinstance(value, int) else 1
+        yield from (0, 1, 2, number + 1, 2 * number, 5, 0.7, 40)
+
+
+def changed(fields: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    found = {name: of for name, of in fields.items() if name != key} | ({} if value is MISSING else {key: value})
+    copied: dict[str, Any] = json.loads(json.dumps(found))
+    return copied
+
+
+def outcome(folder: Path, fields: Mapping[str, Any]) -> str:
+    """`equal`, `refused` (by us), `no model` (in transformers), or how the logits differ."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(fields))
+    try:
+        model = _model(fields)
+        if model is None:
+            return "too large"
+        model.save_pretrained(folder)
+    except Exception:  # whatever its classes raise
+        return "no model"
+    (folder / "config.json").write_text(json.dumps(fields))
+    try:
+        checkpoint = open_checkpoint(folder)
+    except CheckpointError:
+        return "refused"
+    length = min(24, checkpoint.decoder.context_length)
+    ids = np.random.default_rng(0).integers(0, checkpoint.decoder.vocab_size, length)
+    try:
+        with torch.no_grad():
+            wanted = model(input_ids=torch.from_numpy(ids)[None]).logits[0].numpy()
+    except Exception:
+        return "no model"
+    difference = float(np.abs(logits(checkpoint, ids) - wanted).max() / np.abs(wanted).max())
+    return "equal" if difference < 1e-4 else f"logits differ by {difference:.2g} of the largest"
+
+
+def _model(fields: Mapping[str, Any]) -> Any:
+    config = tf.CONFIG_MAPPING[fields["model_type"]].from_dict(deepcopy(dict(fields)))
+    model_class = getattr(tf, fields["architectures"][0])
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in model_class(deepcopy(config)).parameters())
+    if size > _MOST_PARAMETERS:
+        return None
+    model = randomised(model_class(config))
+    model.config._experts_implementation = "eager"
+    return model
+
+
+def logits(checkpoint: Checkpoint, ids: np.ndarray) -> np.ndarray:
+    """Ours, from the decoder of profiling and training."""
+    d, ends = checkpoint.decoder, td.global_weights(checkpoint, "cpu")
+    x = td.embed(d, ends, torch.from_numpy(ids)[None])
+    for n in range(d.n_layers):
+        w = td.layer_weights(checkpoint, n, "cpu")
+        x, normed = td.before_ffn(d.of_layer(n), w, x)
+        x = td.after_ffn(d, w, x, td.ffn_output(w, td.neurons(d, w, normed)))
+    found: np.ndarray = td.logits(d, ends, x)[0].detach().numpy()
+    return found
+
+
+def drawn(fields: Mapping[str, Any], count: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Draw configs with a change, or with two of them: a description of each, and its fields."""
+    rng, possible = random.Random(seed), changes(fields)
+    for _ in range(count):
+        found, said = dict(fields), []
+        for key, value in rng.sample(possible, rng.choice((1, 1, 2))):
+            found = changed(found, key, value)
+            said.append(f"no {key}" if value is MISSING else f"{key} = {value!r}")
+        yield ", ".join(said), found
