@@ -4,14 +4,5 @@ Text comes from files, from data sets through `datasets`, or from the documentat
 """
 
 from pi_compile.corpus.python_docs import HELD_OUT, TRAIN
-from pi_compile.corpus.streams import (
-    HUB,
-    PASSAGE,
-    PYTHON,
-    CorpusSpec,
-    Streams,
-    check_disjoint,
-    documents,
-    read_streams,
-    source_files,
-)
+from pi_compile.corpus.sources import HUB, PASSAGE, PYTHON, check_disjoint, documents, source_files
+from pi_compile.corpus.streams import CorpusSpec, Streams, read_streams

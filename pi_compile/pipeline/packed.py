@@ -122,7 +122,9 @@ def _packed(
     notice: Callable[[str], None],
 ) -> dict[str, Any]:
     divides = bool(recipe.bits.tokens)
-    spec = PackSpec(formats=_divided(checkpoint, recipe, folder, progress) if divides else recipe.pack.model_dump())
+    spec = PackSpec(
+        formats=_divided(checkpoint, recipe, folder, progress, notice) if divides else recipe.pack.model_dump()
+    )
     formats, stored = part_formats(checkpoint, spec), checkpoint.formats()
     rounded = divides or any(formats[part] != stored[part] and FORMATS[formats[part]].bits < 8 for part in stored)
     loss = _rounding_loss(checkpoint, recipe, folder, spec.formats, progress, notice) if rounded else {}
@@ -141,12 +143,16 @@ def _packed(
 
 
 def _divided(
-    checkpoint: Checkpoint, recipe: Recipe, folder: Path, progress: Callable[..., AbstractContextManager[Progress]]
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    folder: Path,
+    progress: Callable[..., AbstractContextManager[Progress]],
+    notice: Callable[[str], None],
 ) -> Mapping[str, str]:
     """The formats among which the recipe's budget of bits is divided."""
     from pi_compile.pipeline.division import divide  # noqa: PLC0415
 
-    tokens = _corpus(checkpoint, recipe, folder, recipe.bits.tokens).fit
+    tokens = _corpus(checkpoint, recipe, folder, notice, recipe.bits.tokens).fit
     with progress("dividing the bits", "steps") as bar:
         return divide(checkpoint, tokens, **divide_settings(recipe), progress=bar).formats
 
@@ -163,15 +169,18 @@ def _rounding_loss(
     from pi_compile.pipeline.rounding_check import RoundingCheck  # noqa: PLC0415
 
     check = RoundingCheck(checkpoint, recipe, formats, notice, progress)
-    return check.report(lambda: _corpus(checkpoint, recipe, folder).report, None)
+    return check.report(lambda: _corpus(checkpoint, recipe, folder, notice).report, None)
 
 
-def _corpus(checkpoint: Checkpoint, recipe: Recipe, folder: Path, fit_tokens: int = 0) -> "Streams":
+def _corpus(
+    checkpoint: Checkpoint, recipe: Recipe, folder: Path, notice: Callable[[str], None], fit_tokens: int = 0
+) -> "Streams":
     from pi_compile.pipeline import stages  # noqa: PLC0415
 
     window = recipe.profile.window
     amounts = {"fit_tokens": max(fit_tokens, window), "tune_tokens": max(64, window)}
-    return stages.read_corpus(checkpoint, **recipe.corpus.model_dump() | amounts, window=window, folder=folder)
+    settings = recipe.corpus.model_dump() | amounts
+    return stages.read_corpus(checkpoint, **settings, window=window, folder=folder, notice=notice)
 
 
 def divide_settings(recipe: Recipe) -> dict[str, Any]:
