@@ -19,6 +19,8 @@ from pi_compile.errors import CorpusError
 
 PASSAGE = 4096
 """Characters of a passage."""
+CHARACTERS = 16
+"""Characters that are read for each token wanted, where there is more text."""
 READERS = {".txt": "text", ".md": "text", ".raw": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 PYTHON, HUB = "python", "hub:"
 
@@ -90,7 +92,9 @@ def source_files(sources: Sequence[str], folder: Path, notice: Notice = lambda _
     for source in sources:
         if source == PYTHON or source.startswith(HUB):
             continue
-        every = [file for match in _matches(source, folder) for file in (_within(match) if match.is_dir() else [match])]
+        every = [
+            file for match in _matches(source, folder) for file in (shown_files(match) if match.is_dir() else [match])
+        ]
         files = [file for file in every if _reader(file)]
         passed.update(file.suffix or file.name for file in every if not _reader(file))
         if not files:
@@ -132,7 +136,7 @@ def _matches(source: str, folder: Path) -> list[Path]:
     return sorted(folder / p for p in glob.glob(source, root_dir=folder, recursive=True))  # noqa: PTH207
 
 
-def _within(folder: Path) -> list[Path]:
+def shown_files(folder: Path) -> list[Path]:
     """The files below a folder, without hidden ones and what is in hidden folders."""
     found = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
