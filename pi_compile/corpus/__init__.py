@@ -3,6 +3,7 @@
 Text comes from files, from data sets through `datasets`, or from the documentation of the Python that runs.
 """
 
+from pi_compile.corpus.held_out import HeldOut
 from pi_compile.corpus.python_docs import HELD_OUT, TRAIN
 from pi_compile.corpus.sources import (
     CHARACTERS,
