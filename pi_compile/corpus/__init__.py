@@ -6,13 +6,11 @@ Text comes from files, from data sets through `datasets`, or from the documentat
 from pi_compile.corpus.held_out import HeldOut
 from pi_compile.corpus.python_docs import HELD_OUT, TRAIN
 from pi_compile.corpus.sources import (
-    CHARACTERS,
     HUB,
     PASSAGE,
     PYTHON,
     check_disjoint,
     documents,
-    shown_files,
     source_files,
 )
 from pi_compile.corpus.streams import CorpusSpec, Streams, read_streams

@@ -41,6 +41,11 @@ def pieces(split: str) -> list[Piece]:
     return [piece for piece in _all_pieces() if is_held_out(piece.name) is (split == HELD_OUT)]
 
 
+def split_documents(split: str) -> Iterator[str]:
+    """The texts of one split."""
+    return (text for piece in pieces(split) for text in piece.read())
+
+
 def documents() -> Iterator[tuple[str, str]]:
     """Name and text of every document, in a fixed order."""
     return (document for piece in _all_pieces() for document in piece.documents())

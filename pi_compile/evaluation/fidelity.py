@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.corpus import CHARACTERS, shown_files
+from pi_compile.corpus.sources import CHARACTERS, shown_files
 from pi_compile.errors import CorpusError
 from pi_compile.evaluation.intervals import Interval, increase_interval
 from pi_compile.evaluation.load_options import ON_CPU, LoadOptions, device_of

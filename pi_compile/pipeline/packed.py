@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from pi_compile.files import file_digest, write_text
 from pi_compile.packing import PackSpec, pack, part_formats
 from pi_compile.pipeline.init_recipe import proposed_recipe
 from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint, with_own_head
+from pi_compile.pipeline.rounded import rounded_parts
 from pi_compile.pipeline.store import Store
 from pi_compile.pipeline.summary import pack_report
 from pi_compile.recipe import Recipe, default_recipe, read_recipe
@@ -125,9 +127,7 @@ def _packed(
     spec = PackSpec(
         formats=_divided(checkpoint, recipe, folder, progress, notice) if divides else recipe.pack.model_dump()
     )
-    formats, stored = part_formats(checkpoint, spec), checkpoint.formats()
-    rounded = divides or any(formats[part] != stored[part] and FORMATS[formats[part]].bits < 8 for part in stored)
-    loss = _rounding_loss(checkpoint, recipe, folder, spec.formats, progress, notice) if rounded else {}
+    loss = _rounding_loss(checkpoint, recipe, folder, spec.formats, progress, notice)
     with progress("packing") as bar:
         result = pack(checkpoint, spec, output, recipe=recipe.model_dump(), progress=bar)
     for line in (*checkpoint.notices, *result.notices):
@@ -165,7 +165,15 @@ def _rounding_loss(
     progress: Callable[..., AbstractContextManager[Progress]],
     notice: Callable[[str], None],
 ) -> dict[str, Any]:
-    """What rounding to few bits costs."""
+    """What rounding costs. The extra `pack` alone does without, where no part goes below 8 bits."""
+    parts = rounded_parts(checkpoint, part_formats(checkpoint, PackSpec(formats=formats)))
+    if not parts or recipe.quality.rounding_increase == 0:
+        return {}
+    names = sorted({name for names in parts.values() for name in names})
+    if find_spec("torch") is None and all(FORMATS[name].bits >= 8 for name in names):
+        remedy = "pip install 'pi-toolchain[compile]'"
+        notice(f"what rounding to {', '.join(names)} costs is not measured, for that needs torch: {remedy}")
+        return {}
     from pi_compile.pipeline.rounding_check import RoundingCheck  # noqa: PLC0415
 
     check = RoundingCheck(checkpoint, recipe, formats, notice, progress)

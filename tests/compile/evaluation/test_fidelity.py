@@ -19,7 +19,7 @@ from support.paths import GOLDEN
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_compile.checkpoint import open_checkpoint
-from pi_compile.corpus import CHARACTERS
+from pi_compile.corpus.sources import CHARACTERS
 from pi_compile.errors import CheckpointError, CorpusError
 from pi_compile.evaluation import window_scores
 from pi_compile.evaluation.fidelity import LEAST_TIMED, _tokens_per_s, _windows, evaluate
