@@ -32,8 +32,8 @@ class Unit:
     """What is read in one piece: a file, a data set, or a topic or module of Python's documentation."""
 
     name: str
-    nbytes: int
-    """About its size; 0 where that is not known, which may be any."""
+    nbytes: int | None
+    """About its size; None where that is not known, which may be any."""
     read: Callable[[int | None, np.random.Generator], Iterable[str]]
     """Its documents, or a sample of about so many characters."""
 
@@ -56,14 +56,15 @@ def sampled(found: Sequence[Unit], characters: int, seed: int) -> Iterator[str]:
 
     Which units and which passages of them are read depends on the seed and the sizes alone.
     """
-    total = sum(unit.nbytes for unit in found)
+    total = sum(unit.nbytes or 0 for unit in found)
     if total <= characters:
-        yield from (text for unit in found for text in unit.read(None if unit.nbytes else characters, _generator(seed)))
+        for unit in found:
+            yield from unit.read(characters if unit.nbytes is None else None, _generator(seed))
         return
     left = characters
     for index in np.random.default_rng([seed, 1]).permutation(len(found)):
         unit = found[index]
-        if not unit.nbytes:
+        if unit.nbytes is None:
             yield from unit.read(characters, _generator(seed))
         elif left > 0:
             share = max(PASSAGE, -(-unit.nbytes * characters // total))
@@ -225,7 +226,7 @@ def _hub(source: str, field: str) -> Unit:
         texts = _column(_load(source, path=name, revision=revision, split="train"), field, source)
         yield from texts if most is None else _head(texts, most)
 
-    return Unit(source, 0, read)
+    return Unit(source, None, read)
 
 
 def _one_line_end(text: str, notice: Notice) -> str:

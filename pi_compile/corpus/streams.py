@@ -142,11 +142,11 @@ class _Reading:
         tokens that were left out.
         """
         known = units(sources, self.folder, self.spec.field, split, self.notice)
-        wanted, there = CHARACTERS * sum(amounts.values()), sum(unit.nbytes for unit in known)
+        wanted, there = CHARACTERS * sum(amounts.values()), sum(unit.nbytes or 0 for unit in known)
         much = (
             [f"a sample of about {size(wanted)} of {size(there)}" if there > wanted else size(there)] if there else []
         )
-        much += [f"up to {size(wanted)} of {unit.name}" for unit in known if not unit.nbytes]
+        much += [f"up to {size(wanted)} of {unit.name}" for unit in known if unit.nbytes is None]
         self.notice(f"reading [corpus] {', '.join(sources)}: {', '.join(much)}")
         found = _filled(self._passages(sampled(known, wanted, self.spec.seed), sources), amounts, held_out)
         if there > wanted and sum(map(len, found[0].values())) < least:

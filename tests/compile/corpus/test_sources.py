@@ -1,6 +1,7 @@
 """What is read of a corpus: which files, how much of them, and what the user is told."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -176,6 +177,7 @@ def test_of_pythons_documentation_few_modules_are_read(
         return module(name, path)
 
     monkeypatch.setattr(python_docs, "_module", counted)
-    told_of(tmp_path, tokenizer, "python", fit=5000)
+    told = told_of(tmp_path, tokenizer, "python", fit=5000)
+    assert re.fullmatch(r"reading \[corpus\] python: a sample of about 84.4 KiB of [\d.]+ MiB", told[0])
     assert 0 < len(read) < 60
     assert len(python_docs.pieces(python_docs.TRAIN)) > 500
