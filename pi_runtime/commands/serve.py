@@ -129,6 +129,7 @@ def serve(
 
 def _settings(listen: ListenOptions, slots: int) -> "ServerSettings":
     """The server's settings. Raises UsageError and InputError for what cannot be meant."""
+    from pi_runtime.commands.model_cache import name_of
     from pi_runtime.server.settings import LOOPBACK, ServerSettings
 
     access.check_hosts(listen.allowed_host or ())
@@ -138,7 +139,7 @@ def _settings(listen: ListenOptions, slots: int) -> "ServerSettings":
     return ServerSettings(
         host=listen.host,
         port=listen.port,
-        model_name=listen.name or listen.artifact.stem,
+        model_name=listen.name or name_of(listen.artifact),
         api_keys=keys,
         allowed_hosts=(*LOOPBACK, *(listen.allowed_host or ())),
         allowed_origins=tuple(listen.allowed_origin or ()),
