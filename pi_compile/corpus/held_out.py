@@ -42,7 +42,7 @@ class HeldOut:
             words_V[number] = _word(token)
         return cls(words_V, np.zeros(0, np.uint64))
 
-    def plus(self, ids: Ids) -> Self:
+    def plus(self, ids: npt.NDArray[np.integer]) -> Self:
         """These tokens held out too."""
         return replace(self, runs=np.union1d(self.runs, _runs(self._words(ids)[0])))
 
@@ -68,7 +68,7 @@ class HeldOut:
         found: npt.NDArray[np.bool_] = self.runs[place] == runs
         return found
 
-    def _words(self, ids: Ids) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+    def _words(self, ids: npt.NDArray[np.integer]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
         """The words of some tokens, as numbers, and their places."""
         words = self.words_V[ids]
         places = np.flatnonzero(words)

@@ -1,6 +1,7 @@
 """The artifact as the last result of a recipe: what was packed last, and packing without a pipeline."""
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from pi_compile.workers import Worker
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.sizes import BY_NEURON, WHOLE
 from pi_runtime.console import Progress
+from pi_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from pi_compile.corpus import Streams
@@ -102,7 +104,14 @@ def pack_model(
     progress: Callable[..., AbstractContextManager[Progress]],
     notice: Callable[[str], None],
 ) -> dict[str, Any]:
-    """The same of a model without a recipe, with what `init` proposes. The artifact names it as it is called."""
+    """The same of a model without a recipe, with what `init` proposes. The artifact names it as it is called.
+
+    Raises UsageError where its name is no text.
+    """
+    full = str(Path(model).absolute())
+    text = os.fsencode(full).decode("utf-8", "replace")
+    if text != full:
+        raise UsageError(f"{text}: its name is no UTF-8, which manifests and tokenizers need", remedy="rename it")
     checkpoint = _in_layout(open_checkpoint(model), layout)
     name = checkpoint.location.name if checkpoint.revision is None else model
     recipe = proposed_recipe(checkpoint, name, default_recipe, lambda _: None)  # no recipe to change is there
