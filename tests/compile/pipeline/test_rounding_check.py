@@ -47,7 +47,7 @@ def test_the_loss_is_that_of_an_evaluation(project: Path) -> None:
     # The runtime rounds inputs of q4's products to 8 bits.
     found = evaluate(project / "a.pi", [project / "held-out.txt"], project / "model", tokens=192, window=32)
     expected = found["perplexity"]["dense"] / found["perplexity"]["checkpoint"] - 1
-    assert loss["perplexity_increase"] == pytest.approx(expected, abs=1e-3)
+    assert loss["perplexity_increase"] == pytest.approx(expected, rel=0.1)
 
 
 def test_more_than_the_limit_is_refused_with_what_would_keep_it(project: Path) -> None:
@@ -136,9 +136,11 @@ def rescaled(folder: Path, power: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("fmt", "power"), [("q8", 12), ("f16", 26), ("q8", -12), ("f16", 0), ("q8", 0), ("bf16", 26)])
+@pytest.mark.parametrize(
+    ("fmt", "power", "better"), [("q8", 12, "f16"), ("f16", 26, "bf16"), ("f16", 0, None), ("bf16", 26, None)]
+)
 def test_a_rescale_that_changes_no_function_is_seen_in_what_it_costs(
-    tmp_path: Path, fmt: str, power: int, keeps: str | None
+    tmp_path: Path, fmt: str, power: int, better: str | None
 ) -> None:
     """The weights' own error says nothing of it: the small ones hardly count in Σ w²."""
     rescaled(tmp_path / "model", power)
@@ -150,7 +152,7 @@ def test_a_rescale_that_changes_no_function_is_seen_in_what_it_costs(
     def packed() -> dict[str, object]:
         return pack_plain(tmp_path / "r.toml", tmp_path / "a.pi", progress=no_progress, notice=lambda _line: None)
 
-    if keeps is None:
+    if better is None:
         loss = packed()["rounding_loss"]
         assert isinstance(loss, dict)
         assert abs(loss["perplexity_increase"]) < 0.01
@@ -159,4 +161,4 @@ def test_a_rescale_that_changes_no_function_is_seen_in_what_it_costs(
     with pytest.raises(NotMetError, match="rounding loses too much") as caught:
         packed()
     assert not (tmp_path / "a.pi").exists()
-    assert f'[pack] attention = "{keeps}", ffn = "{keeps}" keeps it' in str(caught.value)
+    assert f'[pack] attention = "{better}", ffn = "{better}" keeps it' in str(caught.value)
