@@ -28,6 +28,8 @@ from pi_runtime.artifact.writer import ArtifactWriter
 
 Array = npt.NDArray[Any]
 Progress = Callable[[int, int], None]
+NOTABLE = 1e-3
+"""Share of Σ w² of an array that may underflow: as much as rounding to q5 loses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,13 +244,19 @@ def _layers(decoder: Decoder, predictor_set: PredictorSet | None) -> tuple[Layer
 
 
 def _representable(checkpoint: Checkpoint, name: str, spec: ArraySpec, blocks: Iterable[Array]) -> Iterator[Array]:
-    """The blocks, each checked to fit the format; the original format needs no range check."""
+    """The blocks, checked to fit the format; the original format needs no check of their range."""
     tensors, target = checkpoint.tensor_names(name), FORMATS[spec.format]
     kept = all(checkpoint.source.dtype(tensor) == spec.format for tensor in tensors)
+    lost = of = 0.0
     for block in blocks:
-        if not kept and target.overflows(block):
-            raise _too_large(checkpoint, name, target, tensors)
+        if not kept:
+            if target.overflows(block):
+                raise _too_large(checkpoint, name, target, tensors)
+            lost += target.underflow(block)
+            of += float(np.square(block, dtype=np.float64).sum()) if target.underflows_below else 0.0
         yield block
+    if lost > NOTABLE * of:
+        raise _too_small(checkpoint, name, target, tensors, lost / of)
 
 
 def _too_large(checkpoint: Checkpoint, name: str, target: Format, tensors: Sequence[str]) -> CheckpointError:
@@ -258,8 +266,23 @@ def _too_large(checkpoint: Checkpoint, name: str, target: Format, tensors: Seque
         f"{checkpoint.folder}: values of {', '.join(wrong)} are too large for {target.name}",
         expected=f"values that {target.name} can hold",
         found=f"{max(wrong.values()):.6g}",
-        remedy=f'in the recipe: [pack] {part_of(name)} = "{"f32" if target.name == "bf16" else "bf16"}"',
+        remedy=_wider(name, target),
     )
+
+
+def _too_small(
+    checkpoint: Checkpoint, name: str, target: Format, tensors: Sequence[str], share: float
+) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint.folder}: values of {', '.join(tensors)} are too small for {target.name}",
+        expected=f"values that {target.name} can hold, or so few others that they do not count",
+        found=f"{share:.3%} of Σ w² in values that it stores as 0, or with less than three bits",
+        remedy=_wider(name, target),
+    )
+
+
+def _wider(name: str, target: Format) -> str:
+    return f'in the recipe: [pack] {part_of(name)} = "{"f32" if target.name == "bf16" else "bf16"}"'
 
 
 def _provenance(

@@ -23,6 +23,8 @@ if sys.platform != "win32":
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
+_HIDDEN = re.compile(r"\.(.+)\.\d+-\d+\.tmp", re.DOTALL)
+
 
 class WholeFile(io.FileIO):
     """A file whose `write` writes all: libraries that are given one do not ask how much a write has written."""
@@ -45,7 +47,7 @@ class Replacement:
     def __init__(self, target: Path, mode: int = 0o666) -> None:
         self.target = Path(os.path.realpath(target))  # a link keeps pointing to what it points to
         with suppress(OSError):  # a folder that cannot be listed may still be written to
-            _remove_stale(self.target)
+            _remove_stale(self.target.parent, self.target.name)
         self.path, fd = _create(self.target, mode)
         self.file = WholeFile(fd, "r+")
         self._pending = True
@@ -107,6 +109,47 @@ def locked(target: Path, waits: Callable[[], None]) -> Iterator[None]:
         os.close(fd)
 
 
+def hold(mark: Path) -> None:
+    """Tell other processes of this machine, until this one ends, that what `mark` stands for is in use.
+
+    The file is made and touched. Without locks nothing is told. Raises OSError where it cannot be made.
+    """
+    while True:
+        fd = os.open(mark, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)  # stays open
+        os.utime(mark)
+        if sys.platform == "win32":
+            os.close(fd)  # an open file cannot be removed there
+            return
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        if os.fstat(fd).st_nlink:
+            return
+        os.close(fd)  # who removes what is not in use was quicker
+
+
+@contextmanager
+def unused(mark: Path) -> Iterator[bool]:
+    """Whether no process holds `mark`; none begins to while this lasts."""
+    try:
+        fd = os.open(mark, os.O_RDWR)
+    except OSError:  # nobody ever held it, or it is another's
+        yield True
+        return
+    try:
+        _lock(fd, wait=False)
+    except OSError as error:
+        yield error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    else:
+        yield True
+    finally:
+        os.close(fd)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the hidden files that killed writers left in a folder."""
+    _remove_stale(folder, None)
+
+
 def _create(target: Path, mode: int) -> tuple[Path, int]:
     for n in count(randbits(48)):
         path = target.with_name(f".{target.name}.{os.getpid()}-{n}.tmp")
@@ -128,10 +171,11 @@ def _lock(fd: int, *, wait: bool) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
 
 
-def _remove_stale(target: Path) -> None:
-    hidden = re.compile(rf"\.{re.escape(target.name)}\.\d+-\d+\.tmp")
-    for path in target.parent.iterdir():
-        if hidden.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+def _remove_stale(folder: Path, name: str | None) -> None:
+    """Remove what killed writers left of a file of this name, or of all."""
+    for path in folder.iterdir():
+        found = _HIDDEN.fullmatch(path.name)
+        if found and name in (None, found[1]) and path.is_file() and not path.is_symlink():
             with suppress(OSError):  # gone meanwhile, locked, or not ours to remove
                 _remove_unlocked(path)
 

@@ -30,6 +30,7 @@ from pi_compile.torch_model import (
     PROCESS_BYTES,
     Estimate,
     ResidentLayers,
+    activation_values,
     computing_with,
     flops_per_s,
     layer_parameters,
@@ -76,11 +77,11 @@ FFN_PASSES, STATE_PASSES = 6, 20
 def memory_bytes(d: Decoder, spec: ProfileSpec) -> int:
     """Memory of one worker: weights and activations."""
     resident = min(spec.layers_at_once or d.n_layers, d.n_layers)
-    layer, rows = layer_parameters(d, d.n_experts), spec.batch * spec.window
+    window = min(spec.window, d.context_length)
+    layer, rows = layer_parameters(d, d.n_experts), spec.batch * window
     weights = resident * layer + d.vocab_size * d.d_model
-    states = spec.shard * spec.window * d.d_model if resident < d.n_layers else 0
-    # The larger of the FFN's values beside the states, and of what attention holds.
-    activations = rows * max(2 * d.neurons + 4 * d.d_model, 12 * d.d_model)
+    states = spec.shard * window * d.d_model if resident < d.n_layers else 0
+    activations = rows * activation_values(d, window)
     return PROCESS_BYTES + 4 * (weights + states + activations)
 
 

@@ -10,7 +10,9 @@ import hashlib
 import html
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 TRAIN, HELD_OUT = "train", "held out"
@@ -19,26 +21,34 @@ LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "ensurepip", "lib2to3
 MOST_CHARACTERS = 120_000  # of a source file; the few larger files are tables
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A topic, a page or a module: what is read together, and held out or not by its name."""
+
+    name: str
+    nbytes: int
+    """About the size of its documents."""
+    documents: Callable[[], Iterator[tuple[str, str]]]
+    """Name and text of each of its documents."""
+
+    def read(self) -> Iterator[str]:
+        """The texts of its documents."""
+        return (text for _, text in self.documents())
+
+
+def pieces(split: str) -> list[Piece]:
+    """What one split, `TRAIN` or `HELD_OUT`, consists of, in a fixed order. No module is read for that."""
+    return [piece for piece in _all_pieces() if is_held_out(piece.name) is (split == HELD_OUT)]
+
+
+def split_documents(split: str) -> Iterator[str]:
+    """The texts of one split."""
+    return (text for piece in pieces(split) for text in piece.read())
+
+
 def documents() -> Iterator[tuple[str, str]]:
     """Name and text of every document, in a fixed order."""
-    from pydoc_data.topics import topics  # noqa: PLC0415  700 KB of text
-
-    yield from ((f"topic/{name}", text) for name, text in sorted(topics.items()))
-    library = Path(sysconfig.get_path("stdlib"))
-    for name in ("idlelib/help.html", "idlelib/NEWS.txt", "LICENSE.txt"):
-        path = library / name
-        if path.exists():
-            yield name, _plain(path.read_text(encoding="utf-8"))
-    for path in sorted(library.rglob("*.py")):
-        module = path.relative_to(library)
-        if LEFT_OUT.intersection(module.parts):
-            continue
-        source = path.read_text(encoding="utf-8", errors="replace")
-        docs = "\n\n".join(_docstrings(source))
-        if len(docs) > 200:
-            yield f"doc/{module.as_posix()}", docs
-        if len(source) <= MOST_CHARACTERS:
-            yield f"source/{module.as_posix()}", source
+    return (document for piece in _all_pieces() for document in piece.documents())
 
 
 def is_held_out(name: str) -> bool:
@@ -47,9 +57,37 @@ def is_held_out(name: str) -> bool:
     return int.from_bytes(hashlib.sha256(stem.encode()).digest()[:4], "big") % 1000 < HELD_OUT_PER_MILLE
 
 
-def split_documents(split: str) -> Iterator[str]:
-    """The texts of one split, `TRAIN` or `HELD_OUT`."""
-    return (text for name, text in documents() if is_held_out(name) is (split == HELD_OUT))
+def _all_pieces() -> Iterator[Piece]:
+    from pydoc_data.topics import topics  # noqa: PLC0415  700 KB of text
+
+    for name, text in sorted(topics.items()):
+        yield Piece(f"topic/{name}", len(text), partial(_topic, f"topic/{name}", text))
+    library = Path(sysconfig.get_path("stdlib"))
+    for name in ("idlelib/help.html", "idlelib/NEWS.txt", "LICENSE.txt"):
+        path = library / name
+        if path.exists():
+            yield Piece(name, path.stat().st_size, partial(_page, name, path))
+    for path in sorted(library.rglob("*.py")):
+        module = path.relative_to(library)
+        if not LEFT_OUT.intersection(module.parts):
+            yield Piece(f"source/{module.as_posix()}", path.stat().st_size, partial(_module, module.as_posix(), path))
+
+
+def _topic(name: str, text: str) -> Iterator[tuple[str, str]]:
+    yield name, text
+
+
+def _page(name: str, path: Path) -> Iterator[tuple[str, str]]:
+    yield name, _plain(path.read_text(encoding="utf-8"))
+
+
+def _module(name: str, path: Path) -> Iterator[tuple[str, str]]:
+    source = path.read_text(encoding="utf-8", errors="replace")
+    docs = "\n\n".join(_docstrings(source))
+    if len(docs) > 200:
+        yield f"doc/{name}", docs
+    if len(source) <= MOST_CHARACTERS:
+        yield f"source/{name}", source
 
 
 def _docstrings(source: str) -> Iterator[str]:

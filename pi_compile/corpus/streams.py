@@ -1,30 +1,25 @@
-"""Reading corpora with `datasets`, and splitting them into three disjoint token streams.
+"""Text as three disjoint token streams.
 
-A source is a path or glob (text, JSON, JSON lines or Parquet), `python` for the documentation that comes with Python,
-or `hub:OWNER/NAME@REVISION`. Documents are split into passages, which are shuffled: any stretch of the stream is a
-sample of the whole.
+Documents are split into passages, which are shuffled: any stretch of a stream is a sample of the whole. Streams are
+filled one after the other, what is held out first, and each without the text that those before it hold (`held_out`).
 """
 
-import glob
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import tokenizers
 
 from pi_compile.corpus import python_docs
+from pi_compile.corpus.held_out import HeldOut
+from pi_compile.corpus.sources import CHARACTERS, PASSAGE, Notice, check_disjoint, sampled, units
 from pi_compile.errors import CorpusError
 from pi_compile.files import read_arrays, write_arrays
-
-PASSAGE = 4096
-"""Characters of a passage."""
-HUB_CHARACTERS = 16
-"""Characters that are read from a hub data set for each token wanted: a data set may be of any size."""
-READERS = {".txt": "text", ".md": "text", ".raw": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-PYTHON, HUB = "python", "hub:"
+from pi_runtime.console import size
 
 Stream = npt.NDArray[np.int32]
 
@@ -64,54 +59,17 @@ class Streams:
         return cls(stored["fit"], stored["tune"], stored["report"])
 
 
-def source_files(sources: Sequence[str], folder: Path) -> list[Path]:
-    """The local files of the sources, in a fixed order. Raises CorpusError for a source without any."""
-    found: dict[Path, Path] = {}
-    for source in sources:
-        if source == PYTHON or source.startswith(HUB):
-            continue
-        matches = _matches(source, folder)
-        files = [f for m in matches for f in (sorted(m.rglob("*")) if m.is_dir() else [m]) if f.suffix in READERS]
-        if not files:
-            raise CorpusError(
-                f"{folder / source}: no text found",
-                expected=f"files ending in {', '.join(READERS)}",
-                remedy="name a file or folder that holds text",
-            )
-        for file in files:
-            # A file of two sources counts once: twice in the stream, it could be in `fit` and in `tune`.
-            found.setdefault(file.resolve(), file)
-    return list(found.values())
-
-
-def _matches(source: str, folder: Path) -> list[Path]:
-    """Paths that a path or pattern names; an existing name is no pattern, even with brackets."""
-    if (folder / source).exists():
-        return [folder / source]
-    # `Path.glob` takes no absolute pattern.
-    return sorted(folder / p for p in glob.glob(source, root_dir=folder, recursive=True))  # noqa: PTH207
-
-
-def _origins(sources: Sequence[str], folder: Path) -> set[str]:
-    """Names of local files and hub data sets, without revisions; the two corpora must not share any."""
-    hub = {source.partition("@")[0] for source in sources if source.startswith(HUB)}
-    return hub | {str(file.resolve()) for file in source_files(sources, folder)}
-
-
-def check_disjoint(text: Sequence[str], report: Sequence[str], folder: Path) -> None:
-    """Raise CorpusError where a file or data set is in both corpora."""
-    shared = _origins(text, folder) & _origins(report, folder)
-    if shared:
-        raise CorpusError(
-            f"{min(shared)}: is in [corpus] text and in report, which must be disjoint",
-            remedy="take it out of one of them",
-        )
-
-
-def read_streams(spec: CorpusSpec, folder: Path, tokenizer: tokenizers.Tokenizer, window: int) -> Streams:
+def read_streams(
+    spec: CorpusSpec,
+    folder: Path,
+    tokenizer: tokenizers.Tokenizer,
+    window: int,
+    notice: Notice = lambda _line: None,
+) -> Streams:
     """Tokenise the corpus. Relative paths start from `folder`; each stream must have at least `window` tokens.
 
-    Raises CorpusError if there is no text, a file cannot be read, a text is in both corpora, or one is too short.
+    `notice` is told what is read, and what is left out. Raises CorpusError if there is no text, a file cannot be read,
+    a text is in both corpora, or one is too short.
     """
     check_disjoint(spec.text, spec.report, folder)
     for name in ("fit_tokens", "tune_tokens", "report_tokens"):
@@ -122,122 +80,106 @@ def read_streams(spec: CorpusSpec, folder: Path, tokenizer: tokenizers.Tokenizer
                 found=getattr(spec, name),
                 remedy=f"raise {name}, or lower [profile] window",
             )
-    held_out = 0 if spec.report else spec.report_tokens
-    wanted = spec.fit_tokens + spec.tune_tokens + held_out
-    stream = _tokens(spec, spec.text, folder, tokenizer, wanted, python_docs.TRAIN)
-    least = spec.tune_tokens + held_out + window
-    if len(stream) < least:
-        raise CorpusError(
-            f"[corpus] text has {len(stream):,} tokens",
-            expected=f"at least {least:,}: tune_tokens, report_tokens and one window",
-            remedy="add text, or lower tune_tokens and report_tokens",
+    told: set[str] = set()
+
+    def once(line: str) -> None:
+        if line not in told:
+            told.add(line)
+            notice(line)
+
+    return _Reading(spec, folder, tokenizer, window, once).streams()
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One reading of a corpus."""
+
+    spec: CorpusSpec
+    folder: Path
+    tokenizer: tokenizers.Tokenizer
+    window: int
+    notice: Notice
+
+    def streams(self) -> Streams:
+        spec, empty = self.spec, np.zeros(0, np.int32)
+        held_out, left_out, report = HeldOut.nothing(self.tokenizer), 0, empty
+        if spec.report:
+            amounts = {"report": spec.report_tokens}
+            found, held_out, _ = self._filled(spec.report, amounts, python_docs.HELD_OUT, held_out, self.window)
+            report = self._long_enough(found["report"])
+        amounts = {"tune": spec.tune_tokens, "report": 0 if spec.report else spec.report_tokens, "fit": spec.fit_tokens}
+        least = amounts["tune"] + amounts["report"] + self.window
+        found, _, left_out = self._filled(spec.text, amounts, python_docs.TRAIN, held_out, least)
+        self._enough(sum(map(len, found.values())), least, left_out)
+        if left_out:
+            self.notice(f"left out: {left_out:,} tokens of [corpus] text, whose words are in what is held out too")
+        return Streams(found["fit"], found["tune"], report if spec.report else found["report"])
+
+    def _long_enough(self, report: Stream) -> Stream:
+        if len(report) < self.window:
+            raise CorpusError(
+                f"[corpus] report has {len(report):,} tokens",
+                expected=f"at least one window of {self.window}",
+                remedy="add text to it, or lower [profile] window",
+            )
+        return report
+
+    def _enough(self, total: int, least: int, left_out: int) -> None:
+        if total < least:
+            also = f"; {left_out:,} more are left out, whose words are in what is held out too" if left_out else ""
+            raise CorpusError(
+                f"[corpus] text has {total:,} tokens{also}",
+                expected=f"at least {least:,}: tune_tokens, report_tokens and one window",
+                remedy="add text, or lower tune_tokens and report_tokens",
+            )
+
+    def _filled(
+        self, sources: Sequence[str], amounts: dict[str, int], split: str, held_out: HeldOut, least: int
+    ) -> tuple[dict[str, Stream], HeldOut, int]:
+        """Streams of at most so many tokens each, in this order, from a sample of some sources.
+
+        All text is read where a sample has fewer than `least` tokens. Returns what is held out then, too, and the
+        tokens that were left out.
+        """
+        known = units(sources, self.folder, self.spec.field, split, self.notice)
+        wanted, there = CHARACTERS * sum(amounts.values()), sum(unit.nbytes or 0 for unit in known)
+        much = (
+            [f"a sample of about {size(wanted)} of {size(there)}" if there > wanted else size(there)] if there else []
         )
-    tune, rest = stream[: spec.tune_tokens], stream[spec.tune_tokens :]
-    if not spec.report:
-        return Streams(rest[held_out:], tune, rest[:held_out])
-    report = _tokens(spec, spec.report, folder, tokenizer, spec.report_tokens, python_docs.HELD_OUT)
-    if len(report) < window:
-        raise CorpusError(
-            f"[corpus] report has {len(report):,} tokens",
-            expected=f"at least one window of {window}",
-            remedy="add text to it, or lower [profile] window",
-        )
-    return Streams(rest, tune, report)
+        much += [f"up to {size(wanted)} of {unit.name}" for unit in known if unit.nbytes is None]
+        self.notice(f"reading [corpus] {', '.join(sources)}: {', '.join(much)}")
+        found = _filled(self._passages(sampled(known, wanted, self.spec.seed), sources), amounts, held_out)
+        if there > wanted and sum(map(len, found[0].values())) < least:
+            self.notice("the sample has too little text: all of it is read")
+            found = _filled(self._passages(sampled(known, there, self.spec.seed), sources), amounts, held_out)
+        return found
+
+    def _passages(self, documents: Iterator[str], sources: Sequence[str]) -> Iterator[Stream]:
+        """The tokens of the passages, shuffled."""
+        passages = [
+            document[start : start + PASSAGE] for document in documents for start in range(0, len(document), PASSAGE)
+        ]
+        if not passages:
+            raise CorpusError(
+                "the corpus has no text", found=", ".join(sources), remedy="name files that are not empty"
+            )
+        for index in np.random.default_rng(self.spec.seed).permutation(len(passages)):
+            yield np.array(self.tokenizer.encode(passages[index], add_special_tokens=False).ids, np.int32)
 
 
-def _tokens(
-    spec: CorpusSpec, sources: Sequence[str], folder: Path, tokenizer: tokenizers.Tokenizer, wanted: int, split: str
-) -> Stream:
-    """The first `wanted` tokens of the shuffled passages."""
-    passages = [
-        document[start : start + PASSAGE]
-        for document in documents(sources, folder, spec.field, split, HUB_CHARACTERS * wanted)
-        for start in range(0, len(document), PASSAGE)
-    ]
-    if not any(passages):
-        raise CorpusError("the corpus has no text", found=", ".join(sources), remedy="name files that are not empty")
-    found, count = [], 0
-    for index in np.random.default_rng(spec.seed).permutation(len(passages)):
-        ids = tokenizer.encode(passages[index], add_special_tokens=False).ids
-        found.append(np.array(ids, np.int32))
-        count += len(ids)
-        if count >= wanted:
-            break
-    return np.concatenate(found)[:wanted]
-
-
-def documents(
-    sources: Sequence[str], folder: Path, field: str, split: str = python_docs.TRAIN, hub_characters: int | None = None
-) -> Iterator[str]:
-    """The texts of the sources, one by one: always the same in the same order.
-
-    `split` is the part of Python's documentation that is wanted; `hub_characters` limits each hub data set. Raises
-    CorpusError for a source that cannot be read, and for a hub name without a revision.
-    """
-    for source in dict.fromkeys(sources):
-        if source == PYTHON:
-            yield from python_docs.split_documents(split)
-        elif source.startswith(HUB):
-            name, _, revision = source.removeprefix(HUB).partition("@")
-            if not revision:
-                expected = f"{HUB}OWNER/NAME@REVISION, which means one text"
-                raise CorpusError(
-                    f"{source}: no revision", expected=expected, remedy="add @ and the commit of its files"
-                )
-            rows = _load(source, path=name, revision=revision, split="train")
-            texts = _column(rows, field, source)
-            yield from texts if hub_characters is None else _head(texts, hub_characters)
-    for file in source_files(sources, folder):
-        if file.stat().st_size == 0:
-            continue  # `datasets` fails on an empty JSON file with an internal error
-        reader = READERS[file.suffix]
-        options = {"sample_by": "document", "encoding": "utf-8-sig"} if reader == "text" else {}
-        # `data_files` are patterns: brackets in a name are escaped.
-        rows = _load(str(file), path=reader, data_files=glob.escape(str(file)), split="train", **options)
-        yield from _column(rows, "text" if options else field, str(file))
-
-
-def _head(documents: Iterator[str], characters: int) -> Iterator[str]:
-    """The first documents, up to the one with which they have a number of characters."""
-    for document in documents:
-        yield document
-        characters -= len(document)
-        if characters <= 0:
-            return
-
-
-def _load(source: str, **arguments: Any) -> Any:
-    import datasets  # noqa: PLC0415  seconds to import
-
-    try:
-        return datasets.load_dataset(streaming=True, **arguments)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise _unreadable(f"{source}: cannot be read as a dataset", error) from None
-
-
-def _column(rows: Any, field: str, source: str) -> Iterator[str]:
-    import datasets  # noqa: PLC0415
-    import pyarrow  # noqa: PLC0415
-
-    try:
-        for row in rows:
-            if field not in row:
-                raise CorpusError(
-                    f"{source}: no text column {field!r}",
-                    found=", ".join(row),
-                    remedy="set [corpus] field, or name the files by a pattern such as docs/**/*.md",
-                )
-            if not isinstance(row[field], str):
-                raise CorpusError(
-                    f"{source}: column {field!r}",
-                    expected="text in every row",
-                    found=repr(row[field]),
-                    remedy="set [corpus] field to a column of text, or take the row out",
-                )
-            yield row[field]
-    except (OSError, ValueError, datasets.exceptions.DatasetsError, pyarrow.ArrowException) as error:
-        raise _unreadable(f"{source}: cannot be read", error) from None
-
-
-def _unreadable(what: str, error: Exception) -> CorpusError:
-    return CorpusError(what, found=error, remedy="see that it is whole, and that its name says what it is")
+def _filled(
+    passages: Iterator[Stream], amounts: dict[str, int], held_out: HeldOut
+) -> tuple[dict[str, Stream], HeldOut, int]:
+    """Streams of at most so many tokens, each held out from the next; what is held out then, and tokens left out."""
+    streams, left_out = {}, 0
+    for name, amount in amounts.items():
+        found, count = [np.zeros(0, np.int32)], 0
+        while count < amount and (passage := next(passages, None)) is not None:
+            found.append(held_out.rest(passage))
+            count += len(found[-1])
+            left_out += len(passage) - len(found[-1])
+        stream = np.concatenate(found)
+        streams[name] = stream[:amount]
+        held_out = held_out.plus(streams[name])
+        passages = itertools.chain([stream[amount:]], passages)
+    return streams, held_out, left_out

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_compile.checkpoint import Checkpoint
+from pi_compile.corpus.sources import CHARACTERS, shown_files
 from pi_compile.errors import CorpusError
 from pi_compile.evaluation.intervals import Interval, increase_interval
 from pi_compile.evaluation.load_options import ON_CPU, LoadOptions, device_of
@@ -151,7 +152,7 @@ def _windows(model: Model, texts: Sequence[Path | str], tokens: int, window: int
     window = min(window, model.context)
     ids: list[int] = []
     for path in map(Path, texts):
-        files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]
+        files = [file for file in shown_files(path) if file.suffix in SUFFIXES] if path.is_dir() else [path]
         if not files:
             raise CorpusError(
                 "no text in this folder",
@@ -159,8 +160,11 @@ def _windows(model: Model, texts: Sequence[Path | str], tokens: int, window: int
                 expected=f"files ending in {', '.join(SUFFIXES)}",
             )
         for file in files:
+            if len(ids) >= tokens:
+                break
             try:
-                ids += model.tokenizer.encode(file.read_text(encoding="utf-8"), prefix=False)
+                with file.open(encoding="utf-8") as stream:
+                    ids += model.tokenizer.encode(stream.read(CHARACTERS * (tokens - len(ids))), prefix=False)
             except (OSError, UnicodeDecodeError) as error:
                 raise read_error(
                     Setting("text", file), error, "name a text file or a folder of them", CorpusError

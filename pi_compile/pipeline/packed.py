@@ -1,9 +1,11 @@
 """The artifact as the last result of a recipe: what was packed last, and packing without a pipeline."""
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from pi_compile.files import file_digest, write_text
 from pi_compile.packing import PackSpec, pack, part_formats
 from pi_compile.pipeline.init_recipe import proposed_recipe
 from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint, with_own_head
+from pi_compile.pipeline.rounded import rounded_parts
 from pi_compile.pipeline.store import Store
 from pi_compile.pipeline.summary import pack_report
 from pi_compile.recipe import Recipe, default_recipe, read_recipe
@@ -19,6 +22,7 @@ from pi_compile.workers import Worker
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.sizes import BY_NEURON, WHOLE
 from pi_runtime.console import Progress
+from pi_runtime.errors import UsageError
 
 if TYPE_CHECKING:
     from pi_compile.corpus import Streams
@@ -100,7 +104,14 @@ def pack_model(
     progress: Callable[..., AbstractContextManager[Progress]],
     notice: Callable[[str], None],
 ) -> dict[str, Any]:
-    """The same of a model without a recipe, with what `init` proposes. The artifact names it as it is called."""
+    """The same of a model without a recipe, with what `init` proposes. The artifact names it as it is called.
+
+    Raises UsageError where its name is no text.
+    """
+    full = str(Path(model).absolute())
+    text = os.fsencode(full).decode("utf-8", "replace")
+    if text != full:
+        raise UsageError(f"{text}: its name is no UTF-8, which manifests and tokenizers need", remedy="rename it")
     checkpoint = _in_layout(open_checkpoint(model), layout)
     name = checkpoint.location.name if checkpoint.revision is None else model
     recipe = proposed_recipe(checkpoint, name, default_recipe, lambda _: None)  # no recipe to change is there
@@ -122,10 +133,10 @@ def _packed(
     notice: Callable[[str], None],
 ) -> dict[str, Any]:
     divides = bool(recipe.bits.tokens)
-    spec = PackSpec(formats=_divided(checkpoint, recipe, folder, progress) if divides else recipe.pack.model_dump())
-    formats, stored = part_formats(checkpoint, spec), checkpoint.formats()
-    rounded = divides or any(formats[part] != stored[part] and FORMATS[formats[part]].bits < 8 for part in stored)
-    loss = _rounding_loss(checkpoint, recipe, folder, spec.formats, progress, notice) if rounded else {}
+    spec = PackSpec(
+        formats=_divided(checkpoint, recipe, folder, progress, notice) if divides else recipe.pack.model_dump()
+    )
+    loss = _rounding_loss(checkpoint, recipe, folder, spec.formats, progress, notice)
     with progress("packing") as bar:
         result = pack(checkpoint, spec, output, recipe=recipe.model_dump(), progress=bar)
     for line in (*checkpoint.notices, *result.notices):
@@ -139,12 +150,16 @@ def _packed(
 
 
 def _divided(
-    checkpoint: Checkpoint, recipe: Recipe, folder: Path, progress: Callable[..., AbstractContextManager[Progress]]
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    folder: Path,
+    progress: Callable[..., AbstractContextManager[Progress]],
+    notice: Callable[[str], None],
 ) -> Mapping[str, str]:
     """The formats among which the recipe's budget of bits is divided."""
     from pi_compile.pipeline.division import divide  # noqa: PLC0415
 
-    tokens = _corpus(checkpoint, recipe, folder, recipe.bits.tokens).fit
+    tokens = _corpus(checkpoint, recipe, folder, notice, recipe.bits.tokens).fit
     with progress("dividing the bits", "steps") as bar:
         return divide(checkpoint, tokens, **divide_settings(recipe), progress=bar).formats
 
@@ -157,19 +172,30 @@ def _rounding_loss(
     progress: Callable[..., AbstractContextManager[Progress]],
     notice: Callable[[str], None],
 ) -> dict[str, Any]:
-    """What rounding to few bits costs."""
+    """What rounding costs. The extra `pack` alone does without, where no part goes below 8 bits."""
+    parts = rounded_parts(checkpoint, part_formats(checkpoint, PackSpec(formats=formats)))
+    if not parts or recipe.quality.rounding_increase == 0:
+        return {}
+    names = sorted({name for names in parts.values() for name in names})
+    if find_spec("torch") is None and all(FORMATS[name].bits >= 8 for name in names):
+        remedy = "pip install 'pi-toolchain[compile]'"
+        notice(f"what rounding to {', '.join(names)} costs is not measured, for that needs torch: {remedy}")
+        return {}
     from pi_compile.pipeline.rounding_check import RoundingCheck  # noqa: PLC0415
 
     check = RoundingCheck(checkpoint, recipe, formats, notice, progress)
-    return check.report(lambda: _corpus(checkpoint, recipe, folder).report, None)
+    return check.report(lambda: _corpus(checkpoint, recipe, folder, notice).report, None)
 
 
-def _corpus(checkpoint: Checkpoint, recipe: Recipe, folder: Path, fit_tokens: int = 0) -> "Streams":
+def _corpus(
+    checkpoint: Checkpoint, recipe: Recipe, folder: Path, notice: Callable[[str], None], fit_tokens: int = 0
+) -> "Streams":
     from pi_compile.pipeline import stages  # noqa: PLC0415
 
     window = recipe.profile.window
     amounts = {"fit_tokens": max(fit_tokens, window), "tune_tokens": max(64, window)}
-    return stages.read_corpus(checkpoint, **recipe.corpus.model_dump() | amounts, window=window, folder=folder)
+    settings = recipe.corpus.model_dump() | amounts
+    return stages.read_corpus(checkpoint, **settings, window=window, folder=folder, notice=notice)
 
 
 def divide_settings(recipe: Recipe) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class Pipeline:
         )
 
         def make(_work: WorkFolder) -> Streams:
-            return stages.read_corpus(self.checkpoint, folder=self.folder, **settings)
+            return stages.read_corpus(self.checkpoint, folder=self.folder, **settings, notice=self.notice)
 
         return self._stages.get("corpus", key, Streams, make, alone=True)
 

@@ -1,7 +1,7 @@
 """What rounding costs is measured before anything is packed, and refused where it is more than the recipe allows.
 
-Measured are recipes with a part in a coarse format (a block format below 8 bits) that does not hold the source's
-numbers bit for bit. One in q8 loses little, and is not measured.
+Measured is every recipe with a part that is not kept bit for bit. In 8 bits and more little is lost as a rule, but not
+where values of very different size share a block, or lie below what binary16 has: a few windows tell.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,20 +16,22 @@ import torch
 from pi_compile.calibration import quantising
 from pi_compile.calibration.quantising import RoundingLoss, coarse
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.checkpoint.checkpoint import part_of
 from pi_compile.packing import PackSpec, part_formats
 from pi_compile.pipeline.division import divide
+from pi_compile.pipeline.rounded import rounded_parts, specs_of
 from pi_compile.recipe import Recipe
 from pi_compile.results import QuantisedWeights
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.layout import place_arrays
-from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs
+from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.console import Progress, size
 from pi_runtime.errors import NotMetError
 
 Tokens = npt.NDArray[np.integer]
 DIVIDED_BY = 2048
 """Tokens that say what an error costs, where a division is proposed."""
+FINE_TOKENS = 1024
+"""Tokens that are enough where no part goes to a coarse format: what they are to find is large."""
 LEAVE_OUT = "[quality] rounding_increase = 0"
 
 
@@ -54,11 +56,14 @@ class RoundingCheck:
         return part_formats(self.checkpoint, PackSpec(formats=self.wanted))
 
     @property
-    def parts(self) -> list[str]:
-        """The parts of which something is rounded coarsely."""
-        specs, kept = self._specs(self.formats), self.checkpoint.keeps
-        rounded = {part_of(n) for n, s in _matrices(specs) if coarse(FORMATS[s.format]) and not kept(n, s.format)}
-        return [part for part in self.checkpoint.formats() if part in rounded]
+    def parts(self) -> dict[str, list[str]]:
+        """The parts of which something is rounded, with their formats."""
+        return rounded_parts(self.checkpoint, self.formats)
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether something is rounded to a block format below 8 bits."""
+        return any(coarse(FORMATS[name]) for names in self.parts.values() for name in names)
 
     def report(self, text: Callable[[], Tokens], quantised: QuantisedWeights | None) -> dict[str, Any]:
         """What rounding costs on held-out `text`, as a report names it; nothing where it is not measured."""
@@ -74,7 +79,10 @@ class RoundingCheck:
         Raises NotMetError beyond the recipe's limit, with what would keep it and what that takes.
         """
         d = self.checkpoint.decoder
-        ids_NT = quantising.text_windows(d, tokens, self.recipe.profile.window)
+        window = self.recipe.profile.window
+        if not self.is_coarse:
+            tokens = tokens[: max(FINE_TOKENS, 2 * window)]
+        ids_NT = quantising.text_windows(d, tokens, window)
         seconds = 2 * quantising.seconds_of_a_pass(d, *ids_NT.shape)
         names = self._named(self.formats)
         self.notice(
@@ -95,9 +103,8 @@ class RoundingCheck:
         return found
 
     def _named(self, formats: Mapping[str, str]) -> str:
-        specs = self._specs(formats)
-        found = {p: sorted({s.format for name, s in _matrices(specs) if part_of(name) == p}) for p in self.parts}
-        return ", ".join(f"{part} in {' and '.join(names)}" for part, names in found.items())
+        found = rounded_parts(self.checkpoint, formats)
+        return ", ".join(f"{part} in {' and '.join(names)}" for part, names in found.items()) or "formats that keep all"
 
     def _losses(self, what: str, ids_NT: torch.Tensor, values: quantising.Values) -> npt.NDArray[np.float64]:
         with self.progress(f"measuring {what}", "layers") as progress:
@@ -107,7 +114,7 @@ class RoundingCheck:
         self, found: RoundingLoss, loss: Callable[[Mapping[str, str]], RoundingLoss], tokens: Tokens
     ) -> NotMetError:
         here = self._bytes(self.formats)
-        kept = "none of the block formats keeps it"
+        kept = "no other format keeps it"
         self.notice(f"perplexity rises by {_percent(found)}: finding a format that keeps {self.limit:.2%}")
         for formats in self._finer():
             tried = loss(formats)
@@ -116,8 +123,9 @@ class RoundingCheck:
                 much = f"{size(self._bytes(formats))} in place of {size(here)}"
                 kept = f"[pack] {keys} keeps it, at {_percent(tried)}: {much}"
                 break
-        kept += self._divided(tokens[:DIVIDED_BY])
-        if not self.recipe.quantise.tokens:
+        if self.is_coarse:
+            kept += self._divided(tokens[:DIVIDED_BY])
+        if self.is_coarse and not self.recipe.quantise.tokens:
             kept += "; `build` with [quantise] tokens = 65536 loses less at the same size"
         return NotMetError(
             "rounding loses too much",
@@ -148,26 +156,16 @@ class RoundingCheck:
         return f"; {kept} takes about {size(found.nbytes)}"
 
     def _finer(self) -> list[dict[str, str]]:
-        """The formats with all these parts in another block format that takes no fewer bytes, by rising bytes."""
-        here, blocks = self._bytes(self.formats), [name for name in WEIGHT_FORMATS if FORMATS[name].quantised]
-        parts = {part: self.formats[part] for part in PARTS}
-        found = [parts | dict.fromkeys(self.parts, name) for name in blocks]
+        """The formats with all these parts in another format that takes no fewer bytes, by rising bytes."""
+        here, parts = self._bytes(self.formats), {part: self.formats[part] for part in PARTS}
+        found = [parts | dict.fromkeys(self.parts, name) for name in WEIGHT_FORMATS]
         larger = (formats for formats in found if formats != self.formats and self._bytes(formats) >= here)
         return sorted(larger, key=self._bytes)
 
     def _bytes(self, formats: Mapping[str, str]) -> int:
-        return place_arrays(self._specs(formats))[1]
-
-    def _specs(self, formats: Mapping[str, str]) -> dict[str, ArraySpec]:
-        d = self.checkpoint.decoder
-        return array_specs(d, formats, [None] * d.n_layers, False, self.checkpoint.layout)
-
-
-def _matrices(specs: Mapping[str, ArraySpec]) -> list[tuple[str, ArraySpec]]:
-    """The matrices of all parts with weight formats of their own; routers are always f32."""
-    named = [(name, spec) for name, spec in specs.items() if not name.endswith("/router")]
-    return [(name, spec) for name, spec in named if len(spec.shape) > 1 and spec.format in WEIGHT_FORMATS]
+        return place_arrays(specs_of(self.checkpoint, formats))[1]
 
 
 def _percent(found: RoundingLoss) -> str:
-    return f"{found.increase:+.2%} (standard error {found.error:.2%})"
+    known = "of one window alone" if found.error is None else f"standard error {found.error:.2%}"
+    return f"{found.increase:+.2%} ({known})"

@@ -49,6 +49,7 @@ def read_corpus(
     report_tokens: int = 16_384,
     window: int = 512,
     folder: Path | None = None,
+    notice: Callable[[str], None] = lambda _line: None,
 ) -> Streams:
     """Read text as three disjoint streams of token ids, by the checkpoint's own tokenizer.
 
@@ -58,6 +59,8 @@ def read_corpus(
 
     Returns int32 arrays `fit` (to count and train on), `tune` and `report`, each of at most as many tokens as asked
     for and at least one `window`. Without `report` texts, that stream is a stretch of `text` used for nothing else.
+    What is held out is so by content: the same words are in one stream alone, though they stand in `text` twice or in
+    `report` too. Of more text than is wanted a sample is read. `notice` gets lines that say what is read and left out.
 
     Raises CorpusError for text that is missing, unreadable, too short, or both in `text` and in `report`.
 
@@ -70,7 +73,7 @@ def read_corpus(
     spec = CorpusSpec(text=tuple(map(str, text)), report=tuple(map(str, report)), field=field, **amounts)
     tokenizer = tokenizers.Tokenizer.from_buffer(checkpoint.text_files.files[TOKENIZER])
     tokenizer.no_truncation()
-    return read_streams(spec, folder or Path(), tokenizer, min(window, checkpoint.decoder.context_length))
+    return read_streams(spec, folder or Path(), tokenizer, min(window, checkpoint.decoder.context_length), notice)
 
 
 def profile(

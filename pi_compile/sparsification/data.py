@@ -4,14 +4,14 @@
 
 The source of sequence i, and the order of each block, come from generators keyed by the seed and their numbers. So the
 row depends on nothing else, a position in it is a few integers, and any number of processes can share it out. What is
-held out is decided by a passage's content: a text that occurs twice is on one side.
+held out is decided by a passage's content, and its words are taken out of all other text (`corpus.held_out`).
 """
 
 import hashlib
 import itertools
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from pi_compile.corpus import HELD_OUT, HUB, PASSAGE, PYTHON, TRAIN, check_disjoint, documents, source_files
+from pi_compile.corpus import HELD_OUT, HUB, PASSAGE, PYTHON, TRAIN, HeldOut, check_disjoint, documents, source_files
 from pi_compile.errors import CorpusError
 from pi_compile.files import file_digest
 from pi_compile.sparsification.recipe import MixtureSection
@@ -41,13 +41,20 @@ class Packing:
     """The token between two documents; None for none."""
     window: int
     """Tokens of a sequence."""
+    held_out: HeldOut | None = None
+    """What no sequence may have."""
+
+    def without(self, sequences: Ids) -> "Packing":
+        """The same, with these sequences held out of those that are made."""
+        held_out = self.held_out or HeldOut.nothing(self.tokenizer)
+        return replace(self, held_out=held_out.plus(sequences.ravel()))
 
     def sequences(self, passages: Sequence[tuple[str, bool]]) -> Ids:
         """Passages, each with whether its document ends with it → (n, window) sequences; what is over is dropped."""
         encoded = self.tokenizer.encode_batch([text for text, _ in passages], add_special_tokens=False)
         ids: list[int] = []
         for found, (_, ends) in zip(encoded, passages, strict=True):
-            ids += found.ids
+            ids += found.ids if self.held_out is None else self.held_out.rest(np.array(found.ids, np.int32)).tolist()
             if ends and self.end_id is not None:
                 ids.append(self.end_id)
         n = len(ids) // self.window
@@ -178,6 +185,10 @@ class EvaluationText:
     held_out: Ids
     """For the figures at the end, and nothing else."""
 
+    def left_out(self, packing: Packing) -> Packing:
+        """How text becomes sequences that have nothing of this text."""
+        return packing.without(self.tune).without(self.held_out)
+
 
 def open_mixture(corpus: MixtureSection, folder: Path, packing: Packing, seed: int) -> Mixture:
     """The mixture of a recipe, from its first sequence. Raises CorpusError for a source that is not there."""
@@ -197,7 +208,9 @@ def read_evaluation_text(corpus: MixtureSection, folder: Path, packing: Packing)
     Raises CorpusError where there is too little.
     """
 
-    def read(sources: Sequence[str], weights: Sequence[float], kept: set[int], tokens: int, split: str) -> Ids:
+    def read(
+        sources: Sequence[str], weights: Sequence[float], kept: set[int], tokens: int, split: str, packing: Packing
+    ) -> Ids:
         found = []
         for name, weight in zip(sources, weights, strict=True):
             wanted = max(1, round(tokens * weight / sum(weights) / packing.window))
@@ -214,11 +227,13 @@ def read_evaluation_text(corpus: MixtureSection, folder: Path, packing: Packing)
             )
         return sequences
 
-    tune = read(corpus.text, corpus.weights, {TUNE}, corpus.tune_tokens, TRAIN)
-    if not corpus.report:
-        return EvaluationText(tune, read(corpus.text, corpus.weights, {REPORT}, corpus.report_tokens, TRAIN))
-    equal = [1.0] * len(corpus.report)
-    return EvaluationText(tune, read(corpus.report, equal, set(range(PARTS)), corpus.report_tokens, HELD_OUT))
+    if corpus.report:
+        equal = [1.0] * len(corpus.report)
+        held_out = read(corpus.report, equal, set(range(PARTS)), corpus.report_tokens, HELD_OUT, packing)
+    else:
+        held_out = read(corpus.text, corpus.weights, {REPORT}, corpus.report_tokens, TRAIN, packing)
+    tune = read(corpus.text, corpus.weights, {TUNE}, corpus.tune_tokens, TRAIN, packing.without(held_out))
+    return EvaluationText(tune, held_out)
 
 
 def _first(passages: Iterator[tuple[str, bool]], wanted: int, packing: Packing) -> Ids:

@@ -243,7 +243,7 @@ class _Sparsification:
             self.accelerator,
             model,
             activity,
-            open_mixture(self.recipe.corpus, self.folder, self.packing, self.recipe.train.seed),
+            open_mixture(self.recipe.corpus, self.folder, self.texts.left_out(self.packing), self.recipe.train.seed),
             self.texts,
             checkpoints,
             base,

@@ -14,4 +14,11 @@ from pi_compile.torch_model.predictor import (
 )
 from pi_compile.torch_model.resident_layers import ResidentLayers, computing_with
 from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
-from pi_compile.torch_model.throughput import PROCESS_BYTES, Estimate, flops_per_s, layer_parameters, values_per_s
+from pi_compile.torch_model.throughput import (
+    PROCESS_BYTES,
+    Estimate,
+    activation_values,
+    flops_per_s,
+    layer_parameters,
+    values_per_s,
+)

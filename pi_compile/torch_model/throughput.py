@@ -69,5 +69,26 @@ def _seconds(operation: Callable[[], torch.Tensor]) -> float:
 
 def layer_parameters(d: Decoder, experts: int) -> int:
     """Number of weights in one layer with `experts` experts."""
-    attention = (2 * d.n_heads + 2 * d.n_kv_heads) * d.head_dim * d.d_model
+    attention = (d.qkv_width + d.mixed_width) * d.d_model
+    if d.latent_rank:
+        head = d.head_dim - d.rotary_dim + (d.value_dim or d.head_dim)
+        attention += d.n_heads * (d.query_rank * d.head_dim + head * d.latent_rank)
     return attention + (3 if d.ffn == "gated" else 2) * experts * d.d_ff * d.d_model
+
+
+def activation_values(d: Decoder, window: int) -> int:
+    """Most numbers of a token that are held at once in a layer, by FFN or attention, in sequences of a window.
+
+    Beside queries, keys and values there are those with their rotation, repeated for each head of queries, and the
+    sums. Where heads share a latent, or have sinks, torch computes with all scores at once, and with copies of what it
+    multiplies.
+    """
+    heads, width = d.n_heads, d.n_heads * d.head_dim
+    if d.latent_rank:
+        attention = heads * (5 * d.cached_width + 2 * window)
+    elif d.attention_sinks:
+        attention = 6 * width + 3 * heads * window
+    else:
+        attention = 6 * width
+    ffn = (3 if d.ffn == "gated" else 2) * d.neurons + 4 * d.d_model
+    return max(ffn, d.qkv_width + attention + 3 * d.d_model)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pi_compile.torch_model import (
     PROCESS_BYTES,
     Estimate,
+    activation_values,
     computing_with,
     flops_per_s,
     layer_parameters,
@@ -102,7 +103,7 @@ class TrainingWork:
         one_pass = (
             2 * d.vocab_size * d.d_model
             + 6 * rows * d.vocab_size
-            + 8 * rows * d.neurons
+            + max(8 * rows * d.neurons, rows * activation_values(d, self.spec.window))
             + max(self.tune, self.report) * d.d_model
             + 3 * max(self.ranks, default=0) * (d.d_model + d.neurons)
         )

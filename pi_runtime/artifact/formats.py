@@ -71,6 +71,9 @@ class Format:
     overflows_from: float | None = None
     """Smallest magnitude that becomes infinite, or whose scale does: half a unit above the largest finite one, because
     the tie goes to even, upwards. None where every float32 number has a finite form."""
+    underflows_below: float = 0.0
+    """Magnitudes below this, in block formats of the largest value of a block, have a form with less than three bits
+    of precision, or 0: they, or their scale, are far below what binary16 has in full. 0 where that is no concern."""
 
     @property
     def itemsize(self) -> int:
@@ -147,24 +150,57 @@ class Format:
             return False
         return bool(np.any((np.abs(values) >= np.float32(self.overflows_from)) & np.isfinite(values)))
 
+    def underflow(self, values: Array) -> float:
+        """Σ w² of the values that underflow in this format."""
+        if not self.underflows_below:
+            return 0.0
+        magnitudes = np.abs(values)
+        if self.quantised and values.shape[-1]:
+            starts = np.arange(0, values.shape[-1], BLOCK)
+            largest = np.maximum.reduceat(magnitudes, starts, axis=-1)
+            magnitudes = np.repeat(largest, BLOCK, axis=-1)[..., : values.shape[-1]]
+        lost = values[magnitudes < np.float32(self.underflows_below)]
+        return float(np.square(lost, dtype=np.float64).sum())
+
 
 def _to_bf16(values: Array) -> Array:
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)).astype(np.uint16)
 
 
+_LEAST = 2.0**-22
+"""Binary16 has 2⁻²⁴ and its multiples down there: four of them from here on, and an error of an eighth at most."""
+
 FORMATS = {
     f.name: f
     for f in (
         Format("f32", 0, np.dtype("<f4")),
-        Format("f16", 1, np.dtype("<f2"), overflows_from=65520.0),
+        Format("f16", 1, np.dtype("<f2"), overflows_from=65520.0, underflows_below=_LEAST),
         Format("bf16", 2, np.dtype("<u2"), overflows_from=2.0**128 - 2.0**119),
-        Format("q8", 3, np.dtype("<i1"), block_bits=8, overflows_from=65520.0 * 127),
-        Format("q4", 4, np.dtype("<u1"), block_bits=4, overflows_from=65520.0 * 8),
-        Format("q5", 5, np.dtype("<u1"), block_bits=5, overflows_from=65520.0 * 16),
-        Format("q6", 6, np.dtype("<u1"), block_bits=6, overflows_from=65520.0 * 32),
-        Format("q4_1", 7, np.dtype("<u1"), 32, block_bits=4, offset="minimum", overflows_from=65520.0),
-        Format("q4z", 8, np.dtype("<u1"), 32, block_bits=4, offset="zero", overflows_from=65520.0 * 7.5),
+        Format("q8", 3, np.dtype("<i1"), block_bits=8, overflows_from=65520.0 * 127, underflows_below=127 * _LEAST),
+        Format("q4", 4, np.dtype("<u1"), block_bits=4, overflows_from=65520.0 * 8, underflows_below=8 * _LEAST),
+        Format("q5", 5, np.dtype("<u1"), block_bits=5, overflows_from=65520.0 * 16, underflows_below=16 * _LEAST),
+        Format("q6", 6, np.dtype("<u1"), block_bits=6, overflows_from=65520.0 * 32, underflows_below=32 * _LEAST),
+        Format(
+            "q4_1",
+            7,
+            np.dtype("<u1"),
+            32,
+            block_bits=4,
+            offset="minimum",
+            overflows_from=65520.0,
+            underflows_below=7.5 * _LEAST,
+        ),
+        Format(
+            "q4z",
+            8,
+            np.dtype("<u1"),
+            32,
+            block_bits=4,
+            offset="zero",
+            overflows_from=65520.0 * 7.5,
+            underflows_below=7.5 * _LEAST,
+        ),
         Format("scale", 15, np.dtype("<f2"), row_align=8),
         Format("u32", 16, np.dtype("<u4")),
         Format("u64", 17, np.dtype("<u8")),

@@ -1,19 +1,23 @@
 """Models that are no artifacts yet: packed once, by `pi-compile` in a process of its own, into the user's cache.
 
 An entry is an artifact, `NAME-KEY.pi`. Its key is the digest of what decides its bytes: the version of this project,
-which decides what `init` proposes, and the files of the model. Of each file it takes name, size, time of the last
-change and first MiB: reading 100 GB would take minutes, at every start. A hub name is a key by itself, so that a model
-that is packed needs no network; `rm` forgets it.
+which decides what `init` proposes, and the files of the model. Of each file it takes name, size, times of the last
+change (of the content, which a copy may keep, and of the file, which nothing keeps), and samples from all over it:
+reading 100 GB would take minutes, at every start. A hub name is a key by itself, so that a model that is packed needs
+no network; `rm` forgets it.
 """
 
+import glob
 import hashlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -24,7 +28,7 @@ import typer
 from pi_runtime import console
 from pi_runtime.errors import PiError, UsageError
 from pi_runtime.errors.exit_codes import INTERRUPTED
-from pi_runtime.files import locked
+from pi_runtime.files import hold, locked, remove_unfinished, unused
 
 if TYPE_CHECKING:
     from pi_runtime.artifact.schema import Manifest
@@ -34,8 +38,13 @@ _GGUF = (b"GGUF", b"PWRI")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?")
 _READ = (".gguf", ".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")
 """Endings of the files of a model that packing reads."""
-_PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf")
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf", re.DOTALL)
 _HEAD = 1 << 20
+_SAMPLES, _SAMPLE = 64, 1 << 14
+"""Places of a file that a key takes so many bytes of, behind its first MiB."""
+_KILL = 9
+_PATIENCE_S = 10.0
+"""Seconds in which a packer that is to end has removed what it has begun."""
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -60,17 +69,42 @@ def artifact_of(model: Path, limit: int | None) -> Path:
     parts = None if model.suffix == ".pi" else _key_parts(model)
     if parts is None:
         return model
-    key = hashlib.sha256("\0".join([version("pi-toolchain"), *parts]).encode()).hexdigest()[:16]
-    name = re.sub(r"[^\w.-]", "-", model.resolve().name.removesuffix(".gguf"))
+    key = hashlib.sha256(os.fsencode("\0".join([version("pi-toolchain"), *parts]))).hexdigest()[:16]
+    name = re.sub(r"[^\w.-]", "-", name_of(model))
     target = _folder() / f"{name}-{key}.pi"
-    if not target.exists():
-        with locked(target, lambda: console.say(f"{model}: another process is packing it; waiting for that one")):
-            if not target.exists():  # the process that was waited for has made it
-                _pack(model, target)
-                _keep_within(limit, target)
     with suppress(OSError):  # a cache that may only be read
-        _mark(target).touch()
+        hold(_mark(target))
+    try:
+        if not target.exists():
+            with locked(target, lambda: console.say(f"{model}: another process is packing it; waiting for that one")):
+                if not target.exists():  # the process that was waited for has made it
+                    _pack(model, target)
+                    _keep_within(limit, target)
+        _check_owner(target)
+    finally:
+        if not target.exists():
+            _mark(target).unlink(missing_ok=True)
     return target
+
+
+def name_of(model: Path) -> str:
+    """What a model is called: its file or folder, without the ending of a file of a model."""
+    name = model.resolve().name
+    return next((name.removesuffix(end) for end in (".pi", ".gguf") if name.endswith(end)), name)
+
+
+def _check_owner(entry: Path) -> None:
+    """Raise UsageError for an entry of somebody who is neither this user nor the folder's owner, nor root."""
+    if sys.platform == "win32":
+        return
+    owner, trusted = entry.stat().st_uid, {os.geteuid(), entry.parent.stat().st_uid, 0}
+    if owner not in trusted:
+        raise UsageError(
+            f"{entry}: a packed model of another user, in a folder that is not theirs",
+            expected="one that you, the folder's owner or root made",
+            found=f"user {owner}",
+            remedy="PI_CACHE_DIR=FOLDER, a folder of your own",
+        )
 
 
 def _mark(path: Path) -> Path:
@@ -95,7 +129,9 @@ def _key_parts(model: Path) -> list[str] | None:
             if model.suffix != ".gguf" and not file.read(4).startswith(_GGUF):
                 return None
         part = _PART.fullmatch(model.name)
-        return list(map(_file_key, sorted(model.parent.glob(f"{part[1]}-*.gguf")) if part else [model]))
+        # Brackets in a name are no pattern.
+        pattern = f"{glob.escape(part[1])}-?????-of-{part[2]}.gguf" if part else ""
+        return list(map(_file_key, sorted(model.parent.glob(pattern)) if part else [model]))
     is_hub_name = _HUB_NAME.fullmatch(model.as_posix()) and not model.parent.exists()
     return [model.as_posix()] if is_hub_name else None
 
@@ -103,8 +139,11 @@ def _key_parts(model: Path) -> list[str] | None:
 def _file_key(path: Path) -> str:
     found = path.stat()
     with path.open("rb") as file:
-        head = hashlib.sha256(file.read(_HEAD)).hexdigest()
-    return f"{path.name} {found.st_size} {found.st_mtime_ns} {head}"
+        sampled = hashlib.sha256(file.read(_HEAD))
+        for n in range(1, _SAMPLES + 1 if found.st_size > _HEAD else 1):
+            file.seek(max(_HEAD, (found.st_size - _SAMPLE) * n // _SAMPLES))
+            sampled.update(file.read(_SAMPLE))
+    return f"{path.name} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} {sampled.hexdigest()}"
 
 
 def _folder() -> Path:
@@ -124,17 +163,45 @@ def _pack(model: Path, target: Path) -> None:
     began = time.perf_counter()
     # -P: nothing is imported from the working folder.
     command = [sys.executable, "-P", "-m", "pi_compile", "pack", "--plain", str(model), "-o", str(target)]
+    remove_unfinished(target.parent)
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        code = child.wait()
-    except KeyboardInterrupt:
-        child.wait()  # Ctrl-C went to it too: it removes what it has begun, and says so
-        raise SystemExit(INTERRUPTED) from None
+    with _ended_with(child):
+        try:
+            code = child.wait()
+        except KeyboardInterrupt:
+            child.wait()  # Ctrl-C went to it too: it removes what it has begun, and says so
+            raise SystemExit(INTERRUPTED) from None
+    if code < 0:
+        why = ", as the system does with what takes more memory than there is" if code == -_KILL else ""
+        console.say(f"{model}: packing was ended by {signal.Signals(-code).name}{why}")
+        raise typer.Exit(128 - code)
     if code != 0:
-        raise typer.Exit(code if code > 0 else 1)
+        raise typer.Exit(code)
     entry = Entry.read(target)
     seconds = time.perf_counter() - began
     console.say(f"{model}: packed in {seconds:.1f} s, {console.size(entry.nbytes)} in {entry.formats}: {target}")
+
+
+@contextmanager
+def _ended_with(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """See to it that who ends this process by a signal ends the child too, which removes what it has begun."""
+
+    def end(number: int, _frame: object) -> None:
+        child.send_signal(signal.SIGINT)
+        try:
+            child.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+        raise SystemExit(128 + number)
+
+    names = [] if threading.current_thread() is not threading.main_thread() else ["SIGTERM", "SIGHUP"]
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name) and sys.platform != "win32"]
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
@@ -181,6 +248,7 @@ class Entry:
 def _entries() -> list[Entry]:
     """All packed models, the one used last first."""
     found = []
+    remove_unfinished(_folder())
     for path in _folder().glob("*.pi"):
         with suppress(FileNotFoundError):  # another process removes it
             found.append(Entry.read(path))
@@ -192,7 +260,11 @@ def _keep_within(limit: int | None, used: Path) -> None:
     entries = _entries() if limit is not None else []
     total = sum(entry.nbytes for entry in entries)
     for entry in reversed([entry for entry in entries if entry.path != used]):
-        if limit is not None and total > limit:
+        if limit is None or total <= limit:
+            break
+        with unused(_mark(entry.path)) as free:
+            if not free:
+                continue
             _remove(entry.path)
             total -= entry.nbytes
             console.say(f"--cache-limit {console.size(limit)}: {entry.path.name} ({entry.model}) was removed")
@@ -228,13 +300,12 @@ def remove(
     """Remove packed models from the cache; their sources stay."""
     entries = _entries()
     for name in names:
-        if not (found := [entry for entry in entries if name in _names(entry)]):
-            there = ", ".join(entry.path.stem for entry in entries)
+        found = [entry for entry in entries if name in (entry.path.name, entry.path.stem)]
+        found = found or [entry for entry in entries if name == entry.model]
+        there = ", ".join(entry.path.stem for entry in found or entries)
+        if not found:
             raise UsageError(f"{name}: no such packed model", found=there or "none", remedy="pi-run list")
-        for entry in found:
-            _remove(entry.path)
-            console.say(f"{entry.path.stem}: removed, {console.size(entry.nbytes)}")
-
-
-def _names(entry: Entry) -> Sequence[str]:
-    return (entry.path.name, entry.path.stem, entry.model)
+        if len(found) > 1:
+            raise UsageError(f"{name}: several packed models", found=there, remedy="name each of those to be removed")
+        _remove(found[0].path)
+        console.say(f"{found[0].path.stem}: removed, {console.size(found[0].nbytes)}")

@@ -152,6 +152,7 @@ def serve(
 
 def _settings(listen: ListenOptions, defaults: DefaultOptions, slots: int) -> "ServerSettings":
     """The server's settings. Raises UsageError and InputError for what cannot be meant."""
+    from pi_runtime.commands.model_cache import name_of
     from pi_runtime.server.settings import LOOPBACK, ServerSettings
 
     access.check_hosts(listen.allowed_host or ())
@@ -161,7 +162,7 @@ def _settings(listen: ListenOptions, defaults: DefaultOptions, slots: int) -> "S
     return ServerSettings(
         host=listen.host,
         port=listen.port,
-        model_name=listen.name or listen.artifact.stem,
+        model_name=listen.name or name_of(listen.artifact),
         api_keys=keys,
         allowed_hosts=(*LOOPBACK, *(listen.allowed_host or ())),
         allowed_origins=tuple(listen.allowed_origin or ()),

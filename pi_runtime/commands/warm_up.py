@@ -44,7 +44,9 @@ def _second_compiler() -> Iterator[None]:
     if os.cpu_count() == 1:
         yield
         return
-    second = subprocess.Popen([sys.executable, "-c", _SECOND], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    # -P: nothing is imported from the working folder.
+    command = [sys.executable, "-P", "-c", _SECOND]
+    second = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield
     finally:

@@ -19,6 +19,9 @@ class KVCache:
     Of layers with a window it keeps the pages that the next token sees, and `ROLL_BACK` positions before.
     """
 
+    tables: tuple[PageTable, ...] = ()
+    """Its pages, by the classes of layers. A constructor that Ctrl-C ends leaves none."""
+
     def __init__(self, pool: PagePool, context: int) -> None:
         self.pool, self.context = pool, context
         self.salt = ""
@@ -29,7 +32,6 @@ class KVCache:
         self.table_address = int(self._addresses.ctypes.data)
         """Where the addresses of the pages lie, for compiled kernels."""
         self.tables = tuple(PageTable(pool, kind, self._addresses[:, kind]) for kind in range(len(pool.classes)))
-        """Its pages, by the classes of layers."""
         self.write_back: Callable[[], None] | None = None
         """Set by an executor that keeps what is newest elsewhere: writes it into the pages, before others see them."""
 

@@ -79,6 +79,10 @@ class PagePool:
     without takes a page at a time. `beside`: bytes of the budget that go elsewhere with a page of each class.
     """
 
+    _allowance: Allowance | None = None
+    """A constructor that Ctrl-C ends leaves none."""
+    _allowed = 0
+
     def __init__(
         self,
         manifest: Manifest,
@@ -87,7 +91,7 @@ class PagePool:
         allowance: Allowance | None = None,
         beside: int = 0,
     ) -> None:
-        self._allowance, self._allowed, self._beside = allowance, 0, beside
+        self._allowance, self._beside = allowance, beside
         self.format = cache_format(manifest.formats["attention"], wanted)
         self.classes = layer_classes(manifest.decoder, self.format)
         self._nbytes = [one.page.nbytes for one in self.classes]

@@ -42,14 +42,14 @@ class RoundingLoss:
     """The relative increase of perplexity that rounding costs on a text."""
 
     increase: float
-    error: float
-    """Its standard error over the windows; 0 for a single one."""
+    error: float | None
+    """Its standard error over the windows; None for a single one, which tells nothing of others."""
     tokens: int
 
     @classmethod
     def between(cls, packed_N: Losses, source_N: Losses, tokens: int) -> "RoundingLoss":
         change = packed_N - source_N
-        error = float(change.std(ddof=1) / math.sqrt(len(change))) if len(change) > 1 else 0.0
+        error = float(change.std(ddof=1) / math.sqrt(len(change))) if len(change) > 1 else None
         return cls(math.expm1(float(change.mean())), error, tokens)
 
 

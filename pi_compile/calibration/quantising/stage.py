@@ -34,6 +34,7 @@ from pi_compile.torch_model import (
     PROCESS_BYTES,
     Estimate,
     ResidentLayers,
+    activation_values,
     computing_with,
     flops_per_s,
     layer_parameters,
@@ -91,7 +92,7 @@ def memory_bytes(d: Decoder, spec: QuantiseSpec) -> int:
     rows = spec.batch * spec.window
     moments = 8 * sum(k * k for k in sizes(d).values()) + 5 * 8 * max(sizes(d).values()) ** 2
     weights = 8 * layer_parameters(d, d.n_experts) + 4 * d.vocab_size * d.d_model
-    return PROCESS_BYTES + weights + moments + 4 * rows * max(2 * d.neurons + 4 * d.d_model, 12 * d.d_model)
+    return PROCESS_BYTES + weights + moments + 4 * rows * activation_values(d, spec.window)
 
 
 def estimate(d: Decoder, tokens: int, spec: QuantiseSpec) -> Estimate:

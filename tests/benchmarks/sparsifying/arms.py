@@ -106,7 +106,7 @@ class Setting:
             accelerator,
             load_model(checkpoint),
             None,
-            open_mixture(recipe.corpus, self.folder, packing, seed),
+            open_mixture(recipe.corpus, self.folder, texts.left_out(packing), seed),
             texts,
             Checkpoints(self.folder / f"{CONTROL}-seed{seed}-steps{self.steps}", accelerator),
             watch=self.watch,

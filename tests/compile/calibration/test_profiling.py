@@ -254,7 +254,7 @@ def test_persistence_is_the_same_in_any_groups_and_shards(llama: Any, tmp_path: 
 
 
 def test_an_estimate_grows_with_what_is_asked(llama: Any) -> None:
-    d = replace(llama[1].decoder, d_model=512, d_ff=2048, n_layers=8, vocab_size=1000)
+    d = replace(llama[1].decoder, d_model=512, d_ff=2048, n_layers=8, vocab_size=1000, context_length=512)
     spec = ProfileSpec()
     whole, layers = estimate(d, 10**6, spec), estimate(d, 10**6, replace(spec, layers_at_once=1))
     assert whole.seconds > 0

@@ -14,6 +14,7 @@ import pytest
 import typer
 from support.documents import assert_as_documented, sometimes
 from support.paths import GOLDEN, ROOT
+from support.small_project import prose
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -85,8 +86,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("project")
     random_llama(folder / "models" / "tiny", intermediate_size=128, num_hidden_layers=2)
     (folder / "text").mkdir()
-    for n, text in enumerate(("Once upon a time there was a neuron. ", "It waited, and then it did! ")):
-        (folder / "text" / f"{n}.txt").write_text(text * 150)
+    for n in range(2):
+        (folder / "text" / f"{n}.txt").write_text(prose(n, 1500))
     return folder
 
 

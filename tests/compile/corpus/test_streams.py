@@ -17,15 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tokenizers
 
-from pi_compile.corpus import streams as module
-from pi_compile.corpus.streams import (
-    HUB_CHARACTERS,
-    CorpusSpec,
-    Streams,
-    python_docs,
-    read_streams,
-    source_files,
-)
+from pi_compile.corpus import python_docs, sources, streams
+from pi_compile.corpus.sources import documents, source_files
+from pi_compile.corpus.streams import CHARACTERS, CorpusSpec, Streams, read_streams
 from pi_compile.errors import CorpusError
 
 WINDOW = 8
@@ -48,7 +42,8 @@ def words(start: int = 0, stop: int = WORDS) -> str:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PASSAGE", 50)
+    for module in (sources, streams):
+        monkeypatch.setattr(module, "PASSAGE", 50)
 
 
 @pytest.fixture
@@ -169,7 +164,7 @@ def test_a_file_named_twice_is_read_once(read: Callable[..., Streams], tmp_path:
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a\r\nb", encoding="utf-8-sig")
-    assert list(module.documents(["a.txt"], tmp_path, "text")) == ["a\nb"]
+    assert list(documents(["a.txt"], tmp_path, "text")) == ["a\nb"]
 
 
 def test_empty_files_among_others_do_not_matter(read: Callable[..., Streams], tmp_path: Path) -> None:
@@ -230,13 +225,17 @@ def test_a_file_that_is_something_else(refused: Callable[..., str], tmp_path: Pa
 
 
 def test_a_file_that_may_not_be_read(refused: Callable[..., str], tmp_path: Path, monkeypatch: Any) -> None:
-    (tmp_path / "text.txt").write_text(words())
-
-    def denied(**_: Any) -> None:
+    def denied(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
+    (tmp_path / "text.jsonl").write_text('{"text": "a"}')
     monkeypatch.setattr(datasets, "load_dataset", denied)
-    assert f"{tmp_path / 'text.txt'}: cannot be read as a dataset\n  found: [Errno 13]" in refused()
+    message = refused(text=("text.jsonl",))
+    assert f"{tmp_path / 'text.jsonl'}: cannot be read as a dataset\n  found: [Errno 13]" in message
+    (tmp_path / "text.txt").write_text(words())
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    monkeypatch.setattr(Path, "open", denied)
+    assert f"{tmp_path / 'text.txt'}: cannot be read\n  found: [Errno 13]" in refused()
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -295,7 +294,7 @@ def test_an_endless_data_set_is_read_as_far_as_needed(
     hub = Hub({"text": words(n % WORDS, n % WORDS + 100)} for n in itertools.count(0, 100))
     monkeypatch.setattr(datasets, "load_dataset", hub)
     assert len(read(text=("hub:owner/name@1",)).fit) == 400
-    assert hub.taken * 100 * len("w123 ") < 1.5 * HUB_CHARACTERS * 510
+    assert hub.taken * 100 * len("w123 ") < 1.5 * CHARACTERS * 510
 
 
 def test_a_hub_name_that_is_not_there(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,8 +319,11 @@ def test_the_same_data_set_in_text_and_report(refused: Callable[..., str]) -> No
 
 
 def test_python_is_a_corpus(read: Callable[..., Streams], monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = [(f"doc/module{n}.py", words(n * 100, n * 100 + 100)) for n in range(60)]
-    monkeypatch.setattr(python_docs, "documents", lambda: iter(documents))
+    def piece(n: int) -> python_docs.Piece:
+        text = words(n * 100, n * 100 + 100)
+        return python_docs.Piece(f"source/module{n}.py", len(text), lambda: iter([(f"doc/module{n}.py", text)]))
+
+    monkeypatch.setattr(python_docs, "_all_pieces", lambda: map(piece, range(60)))
     monkeypatch.setattr(python_docs, "HELD_OUT_PER_MILLE", 200)
     streams = read(text=("python",), report=("python",))
     held_out = {n for n in range(60) if python_docs.is_held_out(f"doc/module{n}.py")}

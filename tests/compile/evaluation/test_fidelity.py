@@ -5,6 +5,7 @@ import math
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,6 +19,7 @@ from support.paths import GOLDEN
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_compile.checkpoint import open_checkpoint
+from pi_compile.corpus.sources import CHARACTERS
 from pi_compile.errors import CheckpointError, CorpusError
 from pi_compile.evaluation import window_scores
 from pi_compile.evaluation.fidelity import LEAST_TIMED, _tokens_per_s, _windows, evaluate
@@ -268,6 +270,21 @@ def test_what_cannot_be_scored_says_why(tmp_path: Path, model: torch.nn.Module) 
     (tmp_path / "empty").mkdir()
     with pytest.raises(CorpusError, match="no text in this folder"):
         evaluate(artifact, [tmp_path / "empty"], None, tokens=96, window=32, progress=lambda *_: None)
+
+
+def test_of_a_folder_no_more_is_read_than_is_scored(tmp_path: Path, model: torch.nn.Module) -> None:
+    artifact, folder = packed(tmp_path, None), tmp_path / "texts"
+    (folder / ".hidden").mkdir(parents=True)
+    (folder / ".hidden/a.txt").write_text("Hidden. " * 99)
+    (folder / "b.txt").write_text(TEXT)
+    (folder / "c.txt").write_bytes(b"\xff is not read, for b.txt has enough")
+    with load(artifact) as opened:
+        ids = opened.tokenizer.encode(TEXT, prefix=False)
+        np.testing.assert_array_equal(_windows(opened, [folder], 96, 32).ravel(), ids[:96])
+        (folder / "b.txt").write_text(TEXT * 1000)
+        opened.tokenizer.encode = Mock(side_effect=opened.tokenizer.encode)
+        np.testing.assert_array_equal(_windows(opened, [folder], 96, 32).ravel(), ids[:96])
+        assert len(opened.tokenizer.encode.call_args.args[0]) <= 96 * CHARACTERS
 
 
 def test_recall_and_precision_are_those_of_the_predictor_on_the_same_inputs(

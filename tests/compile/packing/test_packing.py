@@ -244,6 +244,32 @@ def test_values_too_large_for_the_format(tmp_path: Path, fmt: str, largest: floa
     pack_folder(tmp_path, tmp_path / "model.pi", {"attention": "bf16"})
 
 
+@pytest.mark.parametrize("fmt", ["f16", "q8", "q6", "q5", "q4", "q4_1", "q4z"])
+@pytest.mark.parametrize(
+    ("others", "refused"), [(0.0, True), (20.0, True), (200.0, False)], ids=["all", "a notable share", "few"]
+)
+def test_values_too_small_for_the_format(tmp_path: Path, fmt: str, others: float, refused: bool) -> None:
+    random_llama(tmp_path)
+    small = FORMATS[fmt].underflows_below / 2
+    v = torch.full((10, 48), small)
+    v[3] = others * small
+    (tmp_path / "model.pi").write_bytes(b"an older artifact")
+    edit_tensors(tmp_path, model__layers__1__self_attn__v_proj__weight=v)
+    q = torch.zeros(30, 48)  # of the same array
+    edit_tensors(tmp_path, model__layers__1__self_attn__q_proj__weight=q, model__layers__1__self_attn__k_proj__weight=v)
+    if refused:
+        with pytest.raises(CheckpointError) as caught:
+            pack_folder(tmp_path, tmp_path / "model.pi", {"attention": fmt})
+        assert f"model.layers.1.self_attn.v_proj.weight are too small for {fmt}" in str(caught.value)
+        assert "of Σ w² in values that it stores as 0, or with less than three bits" in str(caught.value)
+        assert '[pack] attention = "bf16"' in str(caught.value)
+        assert caught.value.exit_code == 3
+        assert (tmp_path / "model.pi").read_bytes() == b"an older artifact"
+    else:
+        pack_folder(tmp_path, tmp_path / "model.pi", {"attention": fmt})
+    pack_folder(tmp_path, tmp_path / "model.pi", {"attention": "bf16"})
+
+
 def test_a_checkpoint_with_nan_leaves_nothing_behind(tmp_path: Path) -> None:
     random_llama(tmp_path / "model")
     edit_tensors(tmp_path / "model", model__norm__weight=torch.full((48,), float("nan")))

@@ -1,6 +1,9 @@
 """Packing a model that has no recipe, with the packages of the extra `pack` alone."""
 
 import json
+import os
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,6 +112,19 @@ def test_a_model_that_is_not_sparse_keeps_its_own_matrices(
     monkeypatch.setattr(loading, "ram_budget_for", lambda _nbytes: 1 << 30)
     with load(tmp_path / "a.pi") as running:
         assert "larger than the free memory" in (running.notice or "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names are text")
+def test_names_that_are_no_utf8(models: dict[str, Path], tmp_path: Path) -> None:
+    file, folder = (Path(os.fsdecode(os.fsencode(tmp_path) + b"/m\xff" + end)) for end in (b".gguf", b""))
+    shutil.copy(models["q8"], file)
+    shutil.copytree(models["folder"], folder)
+    for path in (file, folder, folder / "model.safetensors"):
+        with pytest.raises(UsageError, match=r"m\ufffd.*: its name is no UTF-8, .*\n  try: rename it"):
+            pack(path, tmp_path / "a.pi")
+    assert not (tmp_path / "a.pi").exists()
+    shutil.copy(models["q8"], tmp_path / "mÿ.gguf")
+    pack(tmp_path / "mÿ.gguf", tmp_path / "a.pi")
 
 
 def test_a_layout_is_refused_where_it_cannot_be(tmp_path: Path) -> None:

@@ -98,6 +98,29 @@ def test_sources_to_report_on_are_apart(folder: Path, packing: Packing) -> None:
         open_mixture(section(report=["a.jsonl"]), folder, packing, 0)
 
 
+@pytest.mark.parametrize("own_report", [False, True])
+def test_a_copy_of_the_held_out_text_is_never_trained_on(tmp_path: Path, packing: Packing, own_report: bool) -> None:
+    """A copy whose passages begin elsewhere has other hashes; its words are taken out."""
+    generator = np.random.default_rng(3)
+    texts = [" ".join("ab"[n // 60] + str(n % 60) for n in generator.integers(0, 120, 1500)) for _ in range(24)]
+    copies = "".join(json.dumps({"text": "a1 b2 " * 9 + text}) + "\n" for text in texts)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "b.jsonl").write_text(copies)
+    names, report = (("a.jsonl",), ["b.jsonl"]) if own_report else (("a.jsonl", "b.jsonl"), [])
+    corpus = small_recipe(text=names, corpus={"report": report}).corpus
+    found = read_evaluation_text(corpus, tmp_path, packing)
+    trained = open_mixture(corpus, tmp_path, found.left_out(packing), 0).take(1500)
+
+    def runs(sequences: np.ndarray) -> set[bytes]:
+        return {
+            run.tobytes() for run in np.lib.stride_tricks.sliding_window_view(sequences, 13, axis=1).reshape(-1, 13)
+        }
+
+    assert len(runs(trained)) > 1000
+    assert not runs(found.tune) & runs(trained)
+    assert not runs(found.held_out) & (runs(trained) | runs(found.tune))
+
+
 def test_a_text_without_a_sequence_is_refused(tmp_path: Path, packing: Packing) -> None:
     (tmp_path / "a.txt").write_text("too short")
     corpus = small_recipe(text=("a.txt",)).corpus

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,193 @@ def test_what_a_key_depends_on(tmp_path: Path) -> None:
     parts = model_cache._key_parts(tmp_path / "m-00001-of-00002.gguf")
     assert parts is not None
     assert len(parts) == 2
+
+
+def test_a_bracket_in_a_name_is_no_pattern(tmp_path: Path) -> None:
+    """Two models in parts, whose names a pattern would not match: each has its own key."""
+    keys = set()
+    for name in ("m [v1]", "m [v2]", "*", "m"):
+        folder = tmp_path / name
+        folder.mkdir()
+        for part in (1, 2):
+            (folder / f"{name}-0000{part}-of-00002.gguf").write_bytes(b"GGUF" + name.encode())
+        parts = model_cache._key_parts(folder / f"{name}-00001-of-00002.gguf")
+        assert parts is not None
+        assert len(parts) == 2
+        keys.add(tuple(parts))
+    assert len(keys) == 4
+
+
+@pytest.mark.parametrize("change", [0, 2 << 20, (4 << 20) - 1])
+def test_another_file_of_the_same_name_size_time_and_beginning_is_another(tmp_path: Path, change: int) -> None:
+    """A copy keeps the time of the last change, and files of one family begin alike."""
+    paths = [tmp_path / folder / "m.gguf" for folder in "ab"]
+    for n, path in enumerate(paths):
+        path.parent.mkdir()
+        data = bytearray(b"GGUF" * (1 << 20))
+        data[max(change, 1 << 20 if change else 0)] ^= n
+        path.write_bytes(data)
+        os.utime(path, ns=(10**18, 10**18))
+    one, other = (model_cache._key_parts(path) for path in paths)
+    assert one != other
+    before = model_cache._key_parts(paths[0])
+    with paths[0].open("r+b") as file:  # in place, between what is sampled
+        file.seek((1 << 20) + (1 << 15) + 99)
+        file.write(b"x")
+    os.utime(paths[0], ns=(10**18, 10**18))
+    assert model_cache._key_parts(paths[0]) != before
+
+
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [
+        ("Qwen2.5-0.5B", "Qwen2.5-0.5B"),
+        ("Qwen/Qwen2.5-0.5B", "Qwen2.5-0.5B"),
+        ("qwen2.5-0.5b-q4_k_m.gguf", "qwen2.5-0.5b-q4_k_m"),
+        ("a.b/model.v1.pi", "model.v1"),
+        ("demo.pi", "demo"),
+        ("gemma.pi.gguf", "gemma.pi"),
+    ],
+)
+def test_a_version_in_a_name_is_no_ending(name: str, called: str) -> None:
+    assert model_cache.name_of(Path(name)) == called
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names are text")
+def test_a_name_that_is_no_text_has_a_key(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[Path] = []
+
+    def pack(_model: Path, target: Path) -> None:
+        packed.append(Path(shutil.copy(GOLDEN, target)))
+
+    monkeypatch.setattr(model_cache, "_pack", pack)
+    for name in (b"m\xff.gguf", b"m\xfe.gguf"):
+        path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
+        path.write_bytes(b"GGUF")
+        assert artifact_of(path, None).exists()
+        assert artifact_of(path, None) == packed[-1]
+    assert len(set(packed)) == 2
+
+
+@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() != 0, reason="gives files away")
+def test_what_another_user_put_into_the_cache_is_not_run(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_cache, "_pack", lambda _model, target: shutil.copy(GOLDEN, target))
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    entry = artifact_of(tmp_path / "m.gguf", None)
+    os.chown(entry, 12345, 12345)
+    with pytest.raises(UsageError, match=r"packed model of another user[\s\S]*found: user 12345[\s\S]*PI_CACHE_DIR="):
+        artifact_of(tmp_path / "m.gguf", None)
+    os.chown(cache, 12345, 12345)  # the folder's owner keeps it for others
+    assert artifact_of(tmp_path / "m.gguf", None) == entry
+
+
+PACKING = """
+import sys
+from pathlib import Path
+from pi_runtime.commands import model_cache
+import shutil
+
+def pack(model, target):
+    print("packing", flush=True)
+    sys.stdin.readline()
+    shutil.copy(sys.argv[2], target)
+
+model_cache._pack = pack
+path = model_cache.artifact_of(Path(sys.argv[1]), 1)
+print("packed", flush=True)
+sys.stdin.readline()
+print(path.exists(), flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="without locks")
+def test_a_limit_removes_nothing_that_another_process_uses(cache: Path, tmp_path: Path) -> None:
+    """Two processes pack at once, each with room for one model."""
+    running = []
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.gguf").write_bytes(b"GGUF" + name.encode())
+        command = [sys.executable, "-c", PACKING, str(tmp_path / f"{name}.gguf"), str(GOLDEN)]
+        running.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    for expected in ("packing", "packed"):
+        for process in running:
+            assert process.stdout is not None
+            assert process.stdin is not None
+            assert process.stdout.readline().strip() == expected
+            process.stdin.write("\n")
+            process.stdin.flush()
+    assert [process.communicate()[0].strip() for process in running] == ["True", "True"]
+    assert len(entries(cache)) == 2
+    model_cache._keep_within(1, cache / "other.pi")  # nobody uses them any more
+    assert entries(cache) == []
+
+
+def test_what_a_killed_packer_left_is_removed(three: list[Path]) -> None:
+    left = three[0].with_name(".gone-0123.pi.999999-5.tmp")
+    left.write_bytes(b"x" * 100)
+    other = three[0].with_name(".unlike.tmp")
+    other.touch()
+    assert console.run(app, ["list"]) == 0
+    assert not left.exists()
+    assert other.exists()
+
+
+def test_one_of_several_models_of_a_name_is_removed_by_its_own(
+    three: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was packed twice, of another version, has one name of the model and two of entries."""
+    (name,) = {entry.model for entry in model_cache._entries()}
+    assert console.run(app, ["rm", name]) == 2
+    assert "several packed models\n  found: one, two, three\n  try: name each" in capsys.readouterr().err
+    assert len(entries(three[0].parent)) == 3
+    assert console.run(app, ["rm", "one", "two"]) == 0
+    assert console.run(app, ["rm", name]) == 0
+    assert entries(three[0].parent) == []
+
+
+FAKE_PACKER = """
+import signal, sys, time
+from pathlib import Path
+Path(sys.argv[-1]).with_name("began").touch()
+try:
+    {does}
+except KeyboardInterrupt:
+    Path(sys.argv[-1]).with_name("cleaned").touch()
+    sys.exit(130)
+"""
+
+
+def with_packer(does: str, folder: Path) -> dict[str, str]:
+    """Variables with which another packer is found in place of `pi_compile`."""
+    (folder / "fake" / "pi_compile").mkdir(parents=True)
+    (folder / "fake" / "pi_compile" / "__init__.py").touch()
+    (folder / "fake" / "pi_compile" / "__main__.py").write_text(FAKE_PACKER.format(does=does))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder / "fake"), *sys.path])}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_packer_too(cache: Path, tmp_path: Path, number: int) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    process = pi_run(tmp_path / "m.gguf", *ASK, env=with_packer("time.sleep(600)", tmp_path))
+    deadline = time.monotonic() + 60
+    while not (cache / "began").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)  # it is asleep by now
+    process.send_signal(number)
+    code, _, err = ended(process)
+    assert (code, "Traceback" in err) == (128 + number, False), err
+    assert (cache / "cleaned").exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_killed_packer_is_told_of(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    does = "import os; os.kill(os.getpid(), signal.SIGKILL)"
+    code, out, err = ended(pi_run(tmp_path / "m.gguf", *ASK, env=with_packer(does, tmp_path)))
+    assert (code, out) == (137, "")
+    assert "m.gguf: packing was ended by SIGKILL, as the system does with what takes more memory" in err
 
 
 @pytest.fixture

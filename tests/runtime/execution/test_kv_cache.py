@@ -3,7 +3,9 @@
 import functools
 import gc
 import itertools
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ from support.steps import step
 
 from pi_runtime import Model, load
 from pi_runtime.errors import DoesNotFitError, PromptError, UsageError
-from pi_runtime.execution.pages import PagesExhausted
+from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.pages import Allowance, PagePool, PagesExhausted
 
 
 def test_a_talk_with_a_cache_reads_like_one_without(random_path: Path) -> None:
@@ -130,3 +133,47 @@ def test_a_closed_model_says_so(random_path: Path) -> None:
         with pytest.raises(UsageError, match="the model is closed"):
             use()
     model.close()
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 20])
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_at_any_line_of_a_constructor_leaves_a_finalizer_that_works(
+    random_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int | None
+) -> None:
+    """Before each line of it, and of what it calls."""
+    unraisable: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    with load(random_path) as opened:
+        manifest = opened.manifest
+    allowance = None if budget is None else Allowance(1 << 30)
+
+    def make() -> None:
+        KVCache(PagePool(manifest, budget, allowance=allowance), 64)
+
+    lines = 0
+    while True:
+        left, lines = lines, lines + 1
+
+        def interrupt(frame: Any, event: str, _arg: object) -> Any:
+            nonlocal left
+            if "pi_runtime" not in frame.f_code.co_filename or frame.f_code.co_name == "__del__":
+                return None
+            if event == "line":
+                left -= 1
+                if left < 0:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return interrupt
+
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            make()
+        except KeyboardInterrupt:
+            continue
+        finally:
+            sys.settrace(before)
+            gc.collect()
+        break
+    assert lines > 20
+    assert not unraisable
