@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from pi_compile.sparsification.recipe import SparsifyRecipe, default_sparsify_recipe
+from support.small_project import prose
 
-SENTENCES = 4000
+WORDS = 24_000
 
 
 def write_text(path: Path) -> None:
-    """Write some English of which no passage occurs twice."""
-    words = ("Once upon a time there was a neuron", "It waited, and then it did", "Nobody knew why")
-    path.write_text("".join(f"{words[i % 3]} {i}. " for i in range(SENTENCES)))
+    """Write words of which no passage occurs twice."""
+    path.write_text(prose(0, WORDS))
 
 
 def small_recipe(model: str = "model", text: tuple[str, ...] = ("text.txt",), **changes: Any) -> SparsifyRecipe:

@@ -339,7 +339,7 @@ def test_json_of_inspect(run: Run) -> None:
     assert_as_documented("inspect", report)
     assert sum(report["bytes_by_part"].values()) == report["bytes"] == GOLDEN.stat().st_size
     assert report["decoder"]["d_ff"] == 40
-    usual = {"threshold": 0.0, "margin": 0}
+    usual = {"threshold": 0.0}
     assert report["layers"] == [{"rung": "predicted", "rank": 3, **usual}, {"rung": "gate", "rank": None, **usual}]
     assert [plan["gpu_neuron_share"] for plan in report["plans"]] == [0.1, 1.0]
 

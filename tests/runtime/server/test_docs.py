@@ -246,7 +246,7 @@ def test_the_container_s_commands(tmp_path: Path) -> None:
             # It need not be ready: in a new folder, kernels are compiled anew.
             assert process.stderr is not None
             assert "listening" in process.stderr.readline()
-            assert "<title>" in httpx.get(f"http://127.0.0.1:{port}/").text
+            assert "<title>" in httpx.get(f"http://127.0.0.1:{port}/", headers={"accept": "text/html"}).text
             assert httpx.get(f"http://127.0.0.1:{port}/props").status_code == 401
             health = httpx.get(f"http://127.0.0.1:{port}/health")
             assert health.json()["status"] in ("loading", "ok")
