@@ -13,7 +13,7 @@ from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, part_of
 from pi_compile.checkpoint.eagle3 import PublishedHead
 from pi_compile.checkpoint.part_formats import KEEP, resolve_formats
-from pi_compile.errors import CheckpointError, ProfileError
+from pi_compile.errors import ProfileError
 from pi_compile.files import file_digest
 from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights, Stored
 from pi_runtime.artifact.decoder import Decoder
@@ -28,8 +28,6 @@ from pi_runtime.artifact.writer import ArtifactWriter
 
 Array = npt.NDArray[Any]
 Progress = Callable[[int, int], None]
-NOTABLE = 1e-3
-"""Share of Σ w² of an array that may underflow: as much as rounding to q5 loses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +224,7 @@ class _ArrayValues:
             return [self.profile.order[int(layer)].astype(np.uint32)]
         if self.profile is not None and local == "ffn/counts":
             return [self.profile.ordered_counts()[int(layer)].astype(np.uint64)]
-        return _representable(self.checkpoint, name, spec, self.checkpoint.blocks(name, self._order(name)))
+        return self.checkpoint.fitting(name, spec.format, self.checkpoint.blocks(name, self._order(name)))
 
     def _predictor(self, layer: int, part: str) -> Array:
         assert self.predictor_set is not None
@@ -241,48 +239,6 @@ def _layers(decoder: Decoder, predictor_set: PredictorSet | None) -> tuple[Layer
     if predictor_set is None:
         return (Layer(rung=exact_rung(decoder.sparse)),) * decoder.n_layers
     return tuple(row.layer for row in predictor_set.rows)
-
-
-def _representable(checkpoint: Checkpoint, name: str, spec: ArraySpec, blocks: Iterable[Array]) -> Iterator[Array]:
-    """The blocks, checked to fit the format; the original format needs no check of their range."""
-    tensors, target = checkpoint.tensor_names(name), FORMATS[spec.format]
-    kept = all(checkpoint.source.dtype(tensor) == spec.format for tensor in tensors)
-    lost = of = 0.0
-    for block in blocks:
-        if not kept:
-            if target.overflows(block):
-                raise _too_large(checkpoint, name, target, tensors)
-            lost += target.underflow(block)
-            of += float(np.square(block, dtype=np.float64).sum()) if target.underflows_below else 0.0
-        yield block
-    if lost > NOTABLE * of:
-        raise _too_small(checkpoint, name, target, tensors, lost / of)
-
-
-def _too_large(checkpoint: Checkpoint, name: str, target: Format, tensors: Sequence[str]) -> CheckpointError:
-    largest = {tensor: checkpoint.largest(tensor) for tensor in tensors}
-    wrong = {tensor: value for tensor, value in largest.items() if target.overflows(np.array(value))}
-    return CheckpointError(
-        f"{checkpoint.folder}: values of {', '.join(wrong)} are too large for {target.name}",
-        expected=f"values that {target.name} can hold",
-        found=f"{max(wrong.values()):.6g}",
-        remedy=_wider(name, target),
-    )
-
-
-def _too_small(
-    checkpoint: Checkpoint, name: str, target: Format, tensors: Sequence[str], share: float
-) -> CheckpointError:
-    return CheckpointError(
-        f"{checkpoint.folder}: values of {', '.join(tensors)} are too small for {target.name}",
-        expected=f"values that {target.name} can hold, or so few others that they do not count",
-        found=f"{share:.3%} of Σ w² in values that it stores as 0, or with less than three bits",
-        remedy=_wider(name, target),
-    )
-
-
-def _wider(name: str, target: Format) -> str:
-    return f'in the recipe: [pack] {part_of(name)} = "{"f32" if target.name == "bf16" else "bf16"}"'
 
 
 def _provenance(

@@ -5,7 +5,7 @@ Shape letters: D model width, F neurons. `ffn/rest` has one row for each neuron 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,6 +36,8 @@ BLOCK_BYTES = 16 << 20
 NEURON_ARRAYS = ("ffn/first", "ffn/first_bias", "ffn/up_bias", "ffn/rest", "ffn/inner_norm")
 """Arrays of a layer that have one row for each neuron."""
 _EMBEDDING_ARRAYS = ("embedding", "embedding_in", "embedding_out", "positions")
+NOTABLE = 1e-3
+"""Share of Σ w² of an array that may underflow: as much as rounding to q5 loses."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -200,8 +202,47 @@ class Checkpoint(ResolvedCheckpoint):
         """The same blocks of values as a weight format holds them; bit for bit where they lie on its grid."""
         found = self.stored_blocks(array, FORMATS[name], order)
         if found is None:
-            return (as_stored(name, block, powers=self.source.powers) for block in self.blocks(array, order))
+            blocks = self._in_range(array, FORMATS[name], self.blocks(array, order))
+            return (as_stored(name, block, powers=self.source.powers) for block in blocks)
         return (dequantise(FORMATS[name], *stored, self.array_shapes[array][-1]) for stored in found)
+
+    def fitting(self, array: str, name: str, blocks: Iterable[Values]) -> Iterator[Values]:
+        """Blocks of an array's values, checked to fit a weight format; the source's own needs no check.
+
+        Raises CheckpointError for values that are too large, and where too much of the array underflows.
+        """
+        tensors, target = self.tensor_names(array), FORMATS[name]
+        if all(self.source.dtype(tensor) == name for tensor in tensors):
+            yield from blocks
+            return
+        lost = of = 0.0
+        for block in self._in_range(array, target, blocks):
+            lost += target.underflow(block)
+            of += float(np.square(block, dtype=np.float64).sum()) if target.underflows_below else 0.0
+            yield block
+        if lost > NOTABLE * of:
+            raise CheckpointError(
+                f"{self.folder}: values of {', '.join(tensors)} are too small for {name}",
+                expected=f"values that {name} can hold, or so few others that they do not count",
+                found=f"{lost / of:.3%} of Σ w² in values that it stores as 0, or with less than three bits",
+                remedy=_wider(array, target),
+            )
+
+    def _in_range(self, array: str, target: Format, blocks: Iterable[Values]) -> Iterator[Values]:
+        for block in blocks:
+            if target.overflows(block):
+                raise self._too_large(array, target)
+            yield block
+
+    def _too_large(self, array: str, target: Format) -> CheckpointError:
+        largest = {tensor: self.largest(tensor) for tensor in self.tensor_names(array)}
+        wrong = {tensor: value for tensor, value in largest.items() if target.overflows(np.array(value))}
+        return CheckpointError(
+            f"{self.folder}: values of {', '.join(wrong)} are too large for {target.name}",
+            expected=f"values that {target.name} can hold",
+            found=f"{max(wrong.values()):.6g}",
+            remedy=_wider(array, target),
+        )
 
     def check_values(self) -> None:
         """Read all weights once, so that no long stage fails late at a damaged one.
@@ -339,3 +380,8 @@ def _rows_per_block(row_shape: Sequence[int]) -> int:
     for n in row_shape:
         row *= n
     return max(1, BLOCK_BYTES // row)
+
+
+def _wider(array: str, target: Format) -> str:
+    """The remedy for values that a format does not hold."""
+    return f'in the recipe: [pack] {part_of(array)} = "{"f32" if target.name == "bf16" else "bf16"}"'

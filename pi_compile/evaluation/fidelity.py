@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.corpus.sources import CHARACTERS, shown_files
 from pi_compile.errors import CorpusError
 from pi_compile.evaluation.intervals import Interval, increase_interval
 from pi_compile.evaluation.load_options import ON_CPU, LoadOptions, device_of
 from pi_compile.evaluation.reference import check_origin, reference_logits
 from pi_compile.evaluation.window_scores import Examine, Run, Score, Windows, score_windows
+from pi_compile.files import CHARACTERS, shown_files
 from pi_runtime import Model
 from pi_runtime.artifact.inspection import other_bytes
 from pi_runtime.artifact.rungs import RUNGS

@@ -16,6 +16,7 @@ import torch
 from pi_compile.calibration import quantising
 from pi_compile.calibration.quantising import RoundingLoss, coarse
 from pi_compile.checkpoint import Checkpoint
+from pi_compile.errors import CheckpointError
 from pi_compile.packing import PackSpec, part_formats
 from pi_compile.pipeline.division import divide
 from pi_compile.pipeline.rounded import rounded_parts, specs_of
@@ -117,7 +118,10 @@ class RoundingCheck:
         kept = "no other format keeps it"
         self.notice(f"perplexity rises by {_percent(found)}: finding a format that keeps {self.limit:.2%}")
         for formats in self._finer():
-            tried = loss(formats)
+            try:
+                tried = loss(formats)
+            except CheckpointError:  # values that this format cannot hold
+                continue
             if tried.increase <= self.limit:
                 keys = ", ".join(f'{part} = "{formats[part]}"' for part in self.parts)
                 much = f"{size(self._bytes(formats))} in place of {size(here)}"

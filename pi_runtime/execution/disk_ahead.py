@@ -62,7 +62,7 @@ class ReadAhead:
         """Whether experts are known before attention."""
         before = self.is_exact or cfg.block in (weight_table.SEQUENTIAL, weight_table.PARALLEL)
         self.can_L = [
-            before and not rows.is_whole(n) and (rows.plan.by_expert_L[n] or (w["selector"] != 0 and not self.is_exact))
+            before and not rows.is_whole(n) and (rows.plan.by_expert_L[n] or (w["picks"] and not self.is_exact))
             for n, w in enumerate(model.table_LX[:, 0])
         ]
         """Layers with rows to be read, and an FFN that reads a norm of the residual, or a router before it."""

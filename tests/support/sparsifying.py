@@ -6,7 +6,7 @@ from typing import Any
 from pi_compile.sparsification.recipe import SparsifyRecipe, default_sparsify_recipe
 from support.small_project import prose
 
-WORDS = 24_000
+WORDS = 60_000
 
 
 def write_text(path: Path) -> None:

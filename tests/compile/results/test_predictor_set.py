@@ -41,7 +41,7 @@ def test_a_damaged_file_is_found(tmp_path: Path, at: int) -> None:
 
 def row(rank: int | None) -> LayerRow:
     fields: dict[str, Any] = dict.fromkeys(LayerRow.__dataclass_fields__, 1.0)
-    fields |= {"rung": "predicted" if rank else "gate", "rank": rank, "threshold": None, "margin": None}
+    fields |= {"rung": "predicted" if rank else "gate", "rank": rank, "threshold": None}
     return LayerRow(**fields)
 
 

@@ -16,6 +16,7 @@ from support.synthetic import bare_manifest, small_decoder
 
 from pi_runtime.artifact import layout, verify
 from pi_runtime.artifact.decoding import canonical_json
+from pi_runtime.artifact.features import used
 from pi_runtime.artifact.records import EndRecord, central_record
 from pi_runtime.artifact.schema import ArrayEntry, FileEntry
 from pi_runtime.artifact.sizes import PARTS
@@ -225,6 +226,7 @@ def test_arrays_far_larger_than_the_file(scratch: Path) -> None:
     files, offset = layout.place_files([("tokenizer.json", 2)], offset)
     changed = replace(
         manifest,
+        features=used(manifest),
         arrays={
             name: ArrayEntry(format=s.format, shape=s.shape, offset=arrays[name].data, nbytes=s.nbytes, sha256=ZEROS)
             for name, s in specs.items()
