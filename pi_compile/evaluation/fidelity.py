@@ -23,7 +23,6 @@ from pi_compile.evaluation.intervals import Interval, increase_interval
 from pi_compile.evaluation.load_options import ON_CPU, LoadOptions, device_of
 from pi_compile.evaluation.reference import check_origin, reference_logits
 from pi_compile.evaluation.window_scores import Examine, Run, Score, Windows, score_windows
-from pi_compile.files import CHARACTERS, shown_files
 from pi_runtime import Model
 from pi_runtime.artifact.inspection import other_bytes
 from pi_runtime.artifact.rungs import RUNGS
@@ -34,6 +33,9 @@ Progress = Callable[[int, int], None]
 TIMED, TIMED_SECONDS, LEAST_TIMED = 256, 10.0, 8
 """Tokens decoded one by one to time them; fewer where that takes more than so many seconds, but at least so many."""
 SUFFIXES = (".txt", ".md", ".raw")
+"""Endings of texts in a folder."""
+CHARACTERS = 16
+"""Characters that are read for each token wanted."""
 
 
 def evaluate(
@@ -148,11 +150,17 @@ def same_as(m: Manifest) -> dict[str, str]:
     return {} if m.decoder.sparse else {"gate": "dense"}
 
 
+def _shown_files(folder: Path) -> list[Path]:
+    """The texts below a folder, without hidden ones and what is in hidden folders."""
+    found = (file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES)
+    return [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+
+
 def _windows(model: Model, texts: Sequence[Path | str], tokens: int, window: int) -> Windows:
     window = min(window, model.context)
     ids: list[int] = []
     for path in map(Path, texts):
-        files = [file for file in shown_files(path) if file.suffix in SUFFIXES] if path.is_dir() else [path]
+        files = _shown_files(path) if path.is_dir() else [path]
         if not files:
             raise CorpusError(
                 "no text in this folder",

@@ -74,6 +74,8 @@ class Route:
     """The type of an event of its stream."""
     media: str = JSON
     stream_media: str = SSE
+    plain_media: str | None = None
+    """What the answer is for who does not accept `media`; None where it is that for everybody."""
     errors: Sequence[int] = ()
     """Statuses of errors beside those that all routes have."""
     needs_key: bool = True
@@ -154,6 +156,8 @@ def _described(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
         found["requestBody"] = {"required": True, "content": {JSON: {"schema": body}}}
     answer = schemas[_key(route.answer)] if route.answer is not None else {}
     content: dict[str, Any] = {route.media: {"schema": answer} if route.media == JSON else {}}
+    if route.plain_media is not None:
+        content[route.plain_media] = {}
     if route.chunk is not None:
         content[route.stream_media] = {"x-itemSchema": schemas[_key(route.chunk)]}
     error = schemas[_key(OllamaErrorBody if route.path.startswith(OLLAMA) else Error)]

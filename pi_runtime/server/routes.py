@@ -50,7 +50,15 @@ def _described(path: str, summary: str, describe: Callable[..., Any]) -> Route:
 MOST_PARTS = 8
 """Parts of a path that are looked at: ours have fewer."""
 OWN_ROUTES = (
-    Route("GET", "/", "A page to chat on, for who asks for HTML.", handlers.root, media=HTML, needs_key=False),
+    Route(
+        "GET",
+        "/",
+        "A page to chat on, for who asks for HTML.",
+        handlers.root,
+        media=HTML,
+        plain_media=TEXT,
+        needs_key=False,
+    ),
     Route(
         "GET",
         "/health",
