@@ -26,18 +26,28 @@ IDLE_MOST = 2
 """Children that wait for grammars."""
 QUICK_S = 1.0
 """Time after which a child does not stay: what it was asked may have left much in its memory."""
-_known = Kept[bytes, None](256 * DIGEST_BYTES)
-"""Digests of grammars that were found to be good, and are not tried again."""
+KNOWN_S = 60.0
+"""Time for which a refusal is known: a busy machine may have been the reason."""
+_known = Kept[bytes, tuple[dict[str, str] | None, float]](256 * DIGEST_BYTES)
+"""By digests of grammars what is wrong with each, if anything is, and when it was tried: asked again, none costs."""
 _idle: deque[Sandbox] = deque(maxlen=IDLE_MOST)
 
 
 def check_grammar(grammar: Grammar, limits: SandboxLimits = LIMITS) -> None:
     """Raise UsageError for a grammar that is none, or takes more than the limits to find out."""
     digest = hashlib.sha256(repr((grammar, limits)).encode("utf-8", "surrogatepass")).digest()
-    _known.get(digest, DIGEST_BYTES, lambda: _try(grammar, limits))
+    wrong, tried_s = _known.get(digest, DIGEST_BYTES, lambda: (_wrong(grammar, limits), time.monotonic()))
+    if wrong is None:
+        return
+    if time.monotonic() - tried_s > KNOWN_S:
+        _known.drop(digest)
+        check_grammar(grammar, limits)
+    else:
+        raise UsageError(setting=grammar.setting, **wrong)
 
 
-def _try(grammar: Grammar, limits: SandboxLimits) -> None:
+def _wrong(grammar: Grammar, limits: SandboxLimits) -> dict[str, str] | None:
+    """What is wrong with a grammar, as errors say it."""
     try:
         found = _asked(grammar, limits)
     except ModuleNotFoundError as error:
@@ -47,10 +57,8 @@ def _try(grammar: Grammar, limits: SandboxLimits) -> None:
     except (SandboxLimitError, SandboxEndedError) as error:
         is_late = isinstance(error, SandboxLimitError) and error.limit == "time"
         room = f"within {limits.seconds:g} s" if is_late else f"in {limits.memory_bytes} bytes"
-        raise UsageError("too complex", setting=grammar.setting, expected=f"one that can be read {room}") from None
-    if found.get("text"):
-        message = found["text"].strip()[:500]
-        raise UsageError("cannot be used", setting=grammar.setting, found=message)
+        return {"what": "too complex", "expected": f"one that can be read {room}"}
+    return {"what": "cannot be used", "found": found["text"].strip()[:500]} if found.get("text") else None
 
 
 def _asked(grammar: Grammar, limits: SandboxLimits) -> dict[str, Any]:

@@ -203,7 +203,8 @@ def _below(place: str, key: str) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # Integers have no bound, and a very large one is no float.
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def _anchors(schema: Any) -> Iterator[str]:

@@ -178,6 +178,13 @@ def test_a_small_schema_does_not_become_a_large_one(case: str) -> None:
         closed(LARGE[case])
 
 
+@pytest.mark.parametrize("keyword", ["minLength", "maxItems", "minimum", "multipleOf", "const"])
+@pytest.mark.parametrize("number", [10**400, -(10**400), 10**18, 1e308, 1e-308])
+def test_numbers_beyond_all_bounds_are_no_fault(keyword: str, number: float) -> None:
+    for is_advice in (False, True):
+        closed(followed({keyword: number}, is_advice=is_advice).schema)
+
+
 def test_places_stay_short() -> None:
     keys = "k" * 10**5
     schema = {"properties": {keys: {"properties": {keys: {"not": {}}, **{key: {"not": {}} for key in MANY}}}}}
