@@ -1,5 +1,7 @@
 """Values that are kept: the latest ones, up to a number of bytes."""
 
+from typing import Any
+
 import pytest
 
 from pi_runtime import Grammar
@@ -38,10 +40,9 @@ def test_a_value_that_cannot_be_made_is_not_kept() -> None:
 
 def test_a_grammar_that_was_tried_is_known_by_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Grammar] = []
-    monkeypatch.setattr(grammar_check, "_asked", lambda grammar, _: tried.append(grammar) or {"text": ""})
+    monkeypatch.setattr(grammar_check, "_asked", lambda grammar, _: tried.append(grammar) or {"text": "", "nbytes": 7})
     grammar = Grammar.regex("x" * 100_000)
-    for _ in range(2):
-        grammar_check.check_grammar(grammar)
+    assert [grammar_check.check_grammar(grammar) for _ in range(2)] == [7, 7]
     assert tried == [grammar]
     assert all(len(key) == grammar_check.DIGEST_BYTES for key in grammar_check._known._values)
 
@@ -49,9 +50,9 @@ def test_a_grammar_that_was_tried_is_known_by_a_digest(monkeypatch: pytest.Monke
 def test_a_refusal_is_known_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     grammar, now, tried = Grammar.json_schema({"const": "refused"}), [0.0], list[Grammar]()
     monkeypatch.setattr(grammar_check.time, "monotonic", lambda: now[0])
-    replies = iter([SandboxLimitError("time"), {"text": "wrong"}, {"text": ""}])
+    replies = iter([SandboxLimitError("time"), {"text": "wrong"}, {"text": "", "nbytes": 7}])
 
-    def asked(one: Grammar, _: SandboxLimits) -> dict[str, str]:
+    def asked(one: Grammar, _: SandboxLimits) -> dict[str, Any]:
         tried.append(one)
         reply = next(replies)
         if isinstance(reply, Exception):
