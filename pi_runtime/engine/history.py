@@ -98,7 +98,9 @@ def _is_deep(value: Any) -> bool:
     for _ in range(MOST_LEVELS):
         held = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
         level = [*chain.from_iterable(held)]
-    return bool(level)
+        if not level:
+            return False
+    return True
 
 
 def arranged(messages: Sequence[Message], abilities: Abilities, way: Way) -> list[Message]:

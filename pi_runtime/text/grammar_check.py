@@ -62,7 +62,7 @@ def _found(grammar: Grammar, limits: SandboxLimits) -> dict[str, str] | int:
         room = f"within {limits.seconds:g} s" if is_late else f"in {limits.memory_bytes} bytes"
         return {"what": "too complex", "expected": f"one that can be read {room}"}
     if not found.get("text"):
-        return max(0, found["nbytes"])
+        return max(0, int(found["nbytes"]))
     return {"what": "cannot be used", "found": found["text"].strip()[:500]}
 
 
