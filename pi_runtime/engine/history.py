@@ -19,6 +19,8 @@ from pi_runtime.text.template_abilities import Abilities, CallForm, as_parts
 
 Message = dict[str, Any]
 INSTRUCTS = ("system", "developer")
+MOST_LEVELS = 100
+"""Deepest nesting of arguments that come as text; those beyond stay text."""
 SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 
 
@@ -85,7 +87,20 @@ def arguments_of(given: Any) -> dict[str, Any]:
             found = given
     if found is None:
         return {}
+    if _is_deep(found):
+        found = given
     return found if isinstance(found, dict) else {"arguments": found}
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether a JSON value is nested deeper than what follows it level by level can go."""
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        held = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [*chain.from_iterable(held)]
+        if not level:
+            return False
+    return True
 
 
 def arranged(messages: Sequence[Message], abilities: Abilities, way: Way) -> list[Message]:

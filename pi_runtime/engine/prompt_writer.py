@@ -48,8 +48,12 @@ class PromptWriter:
         for tools in _forms(self._tools):
             try:
                 way = self._way(given, tools)
+            except PromptError as error:  # a limit that the template exceeds it exceeds with other tools too
+                failed = failed or error
+                continue
+            try:
                 return self._render(given, tools, way)
-            except (TemplateError, PromptError) as error:
+            except TemplateError as error:
                 failed = failed or error
         assert failed is not None
         raise failed

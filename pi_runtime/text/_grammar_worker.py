@@ -1,14 +1,16 @@
-"""The child process of `pi_runtime.text.grammar_check`: says what is wrong with a grammar.
+"""The child process of `pi_runtime.text.grammar_check`: says what is wrong with a grammar, and what it takes.
 
 Started as `_confined.py` says, with the folder of llguidance. A request is {"kind": …, "source": …}, the reply
-{"text": message}, which is empty for a good grammar. A grammar is not only read: its lexer is built, and it is followed
-for a while, as a model whose tokens are bytes would follow it. What costs too much there would cost it elsewhere too.
+{"text": message, "nbytes": memory}; the message is empty for a good grammar. A grammar is not only read: its lexer is
+built, and it is followed for a while, as a model whose tokens are bytes would follow it. What costs too much there
+would cost it elsewhere too.
 """
 
 import json
 import re
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # isolated mode knows only the standard library
@@ -29,19 +31,32 @@ FOLLOWED = 24
 """Tokens for which a grammar is followed, on each of two ways."""
 FORCED_BYTES = 8192
 """Longest text that alone may follow: each token looks at all that is left of it."""
+MOST_BYTES = 32 << 20
+"""What a grammar may take in memory: every answer that waits or runs may have one of its own."""
+STATM = Path("/proc/self/statm")
+PAGE_BYTES = 4096
 WAYS: tuple[Callable[[Iterable[int]], int], ...] = (min, max)
 
 
 def reply_to(request: bytes) -> dict[str, Any]:
     """The reply to one request."""
-    asked = json.loads(request)
+    asked, before = json.loads(request), held_bytes()
     source = asked["source"]
     if asked["kind"] == "lark":
         source = re.sub(r"<\[\d+\]>", f"<[{MARKER}]>", source)
     matcher = LLMatcher(BYTES, READ[asked["kind"]](source), log_level=0)
     if matcher.is_error():
-        return {"text": matcher.get_error() or "it cannot be read"}
-    return {"text": next(filter(None, (problem(matcher.deep_copy(), way) for way in WAYS)), "")}
+        return {"text": matcher.get_error() or "it cannot be read", "nbytes": 0}
+    text = next(filter(None, (problem(matcher.deep_copy(), way) for way in WAYS)), "")
+    nbytes = held_bytes() - before
+    if nbytes > MOST_BYTES:
+        text = text or f"it takes {nbytes} bytes of memory"
+    return {"text": text, "nbytes": nbytes}
+
+
+def held_bytes() -> int:
+    """Memory of this process; 0 where the system does not say."""
+    return int(STATM.read_text().split()[1]) * PAGE_BYTES if STATM.exists() else 0
 
 
 def problem(matcher: Any, way: Callable[[Iterable[int]], int]) -> str:

@@ -151,21 +151,20 @@ class GrammarCompiler:
         self._stand_in = None if self._end_ids.size else ends[0]
         self._compiled = Kept[Grammar, Any](COMPILED_BYTES)
 
-    def start(self, grammar: Grammar, prompt_tokens: int = 0) -> "GrammarState":
+    def start(self, grammar: Grammar, prompt_tokens: int = 0, *, nbytes: int = 0) -> "GrammarState":
         """The state after a prompt of so many tokens. Raises UsageError for a grammar that is none, and for one that is
-        too complex for its first token."""
-        compiled = self._kept(grammar)
+        too complex for its first token. `nbytes`: what it takes, as `check_grammar` found."""
+        compiled = self._kept(grammar, nbytes)
         if not _begins(compiled):  # it did once: what became too complex in one answer is the same for all its copies
-            self._compiled.drop(grammar)
-            compiled = self._kept(grammar)
+            compiled = self._kept(grammar, self._compiled.drop(grammar))
         if not _begins(compiled):
             raise UsageError("too complex", setting=grammar.setting, expected="one whose first token can be found")
         matchers = chain((compiled.deep_copy(),), (self._compile(grammar) for _ in range(BEGUN_ANEW)))
         return GrammarState(matchers, self._end_ids, self._stand_in, self._vocab_size, prompt_tokens)
 
-    def _kept(self, grammar: Grammar) -> Any:
-        nbytes = LEAST_COMPILED + COMPILED_OF_SOURCE * len(grammar.source)
-        return self._compiled.get(grammar, nbytes, lambda: self._compile(grammar))
+    def _kept(self, grammar: Grammar, nbytes: int) -> Any:
+        usual = LEAST_COMPILED + COMPILED_OF_SOURCE * len(grammar.source)
+        return self._compiled.get(grammar, max(nbytes, usual), lambda: self._compile(grammar))
 
     def _compile(self, grammar: Grammar) -> Any:
         matcher = self._llguidance.LLMatcher

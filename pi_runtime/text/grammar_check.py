@@ -24,20 +24,33 @@ LIMITS = SandboxLimits(seconds=5.0, memory_bytes=1 << 30)
 DIGEST_BYTES = 32
 IDLE_MOST = 2
 """Children that wait for grammars."""
-QUICK_S = 1.0
-"""Time after which a child does not stay: what it was asked may have left much in its memory."""
-_known = Kept[bytes, None](256 * DIGEST_BYTES)
-"""Digests of grammars that were found to be good, and are not tried again."""
+QUICK_S, LITTLE = 1.0, 2 << 20
+"""Time, and bytes, after which a child does not stay: what it was asked may have left much in its memory, of which the
+next grammar would seem to take nothing."""
+KNOWN_S = 60.0
+"""Time for which a refusal is known: a busy machine may have been the reason."""
+_known = Kept[bytes, tuple[dict[str, str] | int, float]](256 * DIGEST_BYTES)
+"""By digests of grammars what is wrong with each, or what it takes, and when it was tried: asked again, none costs."""
 _idle: deque[Sandbox] = deque(maxlen=IDLE_MOST)
 
 
-def check_grammar(grammar: Grammar, limits: SandboxLimits = LIMITS) -> None:
-    """Raise UsageError for a grammar that is none, or takes more than the limits to find out."""
+def check_grammar(grammar: Grammar, limits: SandboxLimits = LIMITS) -> int:
+    """The bytes that a grammar takes, compiled; 0 where the system does not say.
+
+    Raises UsageError for one that is none, takes too much, or more than the limits to find out.
+    """
     digest = hashlib.sha256(repr((grammar, limits)).encode("utf-8", "surrogatepass")).digest()
-    _known.get(digest, DIGEST_BYTES, lambda: _try(grammar, limits))
+    found, tried_s = _known.get(digest, DIGEST_BYTES, lambda: (_found(grammar, limits), time.monotonic()))
+    if isinstance(found, int):
+        return found
+    if time.monotonic() - tried_s > KNOWN_S:
+        _known.drop(digest)
+        return check_grammar(grammar, limits)
+    raise UsageError(setting=grammar.setting, **found)
 
 
-def _try(grammar: Grammar, limits: SandboxLimits) -> None:
+def _found(grammar: Grammar, limits: SandboxLimits) -> dict[str, str] | int:
+    """What is wrong with a grammar, as errors say it, or what it takes."""
     try:
         found = _asked(grammar, limits)
     except ModuleNotFoundError as error:
@@ -47,10 +60,10 @@ def _try(grammar: Grammar, limits: SandboxLimits) -> None:
     except (SandboxLimitError, SandboxEndedError) as error:
         is_late = isinstance(error, SandboxLimitError) and error.limit == "time"
         room = f"within {limits.seconds:g} s" if is_late else f"in {limits.memory_bytes} bytes"
-        raise UsageError("too complex", setting=grammar.setting, expected=f"one that can be read {room}") from None
-    if found.get("text"):
-        message = found["text"].strip()[:500]
-        raise UsageError("cannot be used", setting=grammar.setting, found=message)
+        return {"what": "too complex", "expected": f"one that can be read {room}"}
+    if not found.get("text"):
+        return max(0, int(found["nbytes"]))
+    return {"what": "cannot be used", "found": found["text"].strip()[:500]}
 
 
 def _asked(grammar: Grammar, limits: SandboxLimits) -> dict[str, Any]:
@@ -63,7 +76,8 @@ def _asked(grammar: Grammar, limits: SandboxLimits) -> dict[str, Any]:
     began, stays = time.monotonic(), False
     try:
         found = child.ask({"kind": grammar.kind, "source": grammar.source})
-        stays = limits == LIMITS and time.monotonic() - began < QUICK_S
+        is_little = time.monotonic() - began < QUICK_S and found.get("nbytes", LITTLE) < LITTLE
+        stays = limits == LIMITS and is_little
     finally:
         if stays:
             _idle.append(child)

@@ -37,7 +37,9 @@ class Kept(Generic[K, V]):
                 self._nbytes -= self._values.popitem(last=False)[1][1]
         return value
 
-    def drop(self, key: K) -> None:
-        """Forget the value of a key, if it is kept."""
+    def drop(self, key: K) -> int:
+        """Forget the value of a key; returns what it took, 0 if it is not kept."""
         with self._lock:
-            self._nbytes -= self._values.pop(key, (None, 0))[1]
+            _, nbytes = self._values.pop(key, (None, 0))
+            self._nbytes -= nbytes
+            return nbytes

@@ -5,6 +5,7 @@ properties has no others, unless the schema says so, as OpenAI, llama.cpp and pe
 weak model goes on inventing properties where it may.
 """
 
+import json
 import math
 import re
 from collections import deque
@@ -41,8 +42,10 @@ UNREADABLE = re.compile(r"\(\?<?[=!]|\(\?>|\\[bBzZAG1-9]|\\k<|\(\?P=")
 DRAFTS = "json-schema.org/"
 LARGEST, MOST = 10**17, 10_000
 """The largest bound of numbers that llguidance takes, and of lengths that advice has."""
-MOST_PARTS = 50_000
-"""Schemas that one has within it, those behind references counted each time."""
+MOST_GROWN = 4 << 20
+"""Bytes by which a schema may grow where its objects are shut: what stands behind references, and names."""
+SHOWN_CHARS = 200
+"""Characters that are shown of a place."""
 
 
 @dataclass
@@ -106,7 +109,7 @@ class _Reader:
         for key, part in value.items():
             read = self._kinds.get(key)
             # Some clients write null for what is not there.
-            kept = part if read is None or part is None else read(key, part, f"{place}.{key}".lstrip("."))
+            kept = part if read is None or part is None else read(key, part, _below(place, key))
             if kept is not None or key == "const":
                 found[key] = kept
         return self._as_advice(found) if self._is_advice else found
@@ -134,8 +137,8 @@ class _Reader:
         if not isinstance(value, Mapping):
             return self._out(place, "not an object")
         is_pattern = key == "patternProperties"
-        known = [name for name in value if not is_pattern or self._pattern(key, name, f"{place}.{name}") is not None]
-        return {name: self.schema(value[name], f"{place}.{name}") for name in known}
+        known = [name for name in value if not is_pattern or self._pattern(key, name, _below(place, name)) is not None]
+        return {name: self.schema(value[name], _below(place, name)) for name in known}
 
     def _list(self, _: str, value: Any, place: str) -> Any:
         if not isinstance(value, list) or not value:
@@ -194,8 +197,14 @@ class _Reader:
         return self._out(place, f"{str(value)[:80]!r} refers to nothing that is there")
 
 
+def _below(place: str, key: str) -> str:
+    """The place of a key. It stays short, whatever the key: each part of a schema has one."""
+    return f"{place}.{key[:SHOWN_CHARS]}".lstrip(".")[:SHOWN_CHARS]
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # Integers have no bound, and a very large one is no float.
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def _anchors(schema: Any) -> Iterator[str]:
@@ -245,7 +254,7 @@ def closed(schema: Schema) -> Schema:
 
 class _Closer:
     def __init__(self, whole: Schema) -> None:
-        self._whole, self._parts = whole, 0
+        self._whole, self._grown = whole, 0
 
     def alone(self, schema: Any) -> Any:
         """A schema that stands by itself, shut."""
@@ -273,6 +282,7 @@ class _Closer:
                 continue
             # One branch has no room for another's properties, but for those of all that stands around it.
             around = self._names({name: value for name, value in schema.items() if name != key}) or {}
+            self._grow(len(found[key]) * len(json.dumps([*around])))
             found[key] = [
                 self._shut(part, {**around, **(self._names(part) or {})}) if isinstance(part, dict) else part
                 for part in found[key]
@@ -295,7 +305,6 @@ class _Closer:
 
     def _inner(self, schema: Mapping[str, Any]) -> dict[str, Any]:
         """A schema whose values and items are shut, and itself is not."""
-        self._count()
         found = dict(schema)
         for key, value in schema.items():
             if key in MAPS and isinstance(value, Mapping):
@@ -318,6 +327,7 @@ class _Closer:
         target = self._target(schema)
         if not isinstance(target, Mapping) or id(target) in inside:
             return found
+        self._grow(len(json.dumps(target)))
         opened, inlined = self._open(target, (*inside, id(target))), dict[str, Any]()
         for key, value in found.items():  # the order of keywords is that of properties
             if key in {"$ref", "allOf"}:
@@ -347,10 +357,12 @@ class _Closer:
     def _target(self, schema: Mapping[str, Any]) -> Any:
         return referred(schema["$ref"], self._whole) if isinstance(schema.get("$ref"), str) else None
 
-    def _count(self) -> None:
-        self._parts += 1
-        if self._parts > MOST_PARTS:
-            raise UsageError("too complex", setting=Setting("json_schema"), expected=f"at most {MOST_PARTS} parts")
+    def _grow(self, nbytes: int) -> None:
+        """Count what a schema grows by, before it does. Raises UsageError where it is too much."""
+        self._grown += nbytes
+        if self._grown > MOST_GROWN:
+            expected = f"at most {MOST_GROWN} bytes behind references and of names"
+            raise UsageError("too complex", setting=Setting("json_schema"), expected=expected)
 
 
 def _only(schema: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -206,11 +206,12 @@ class TextStream:
     @classmethod
     def begun(cls, tokenizer: Tokenizer, ids: Sequence[int]) -> str:
         """The text of a prompt, up to a character that comes with the text after it."""
-        end = len(ids)
-        while cls(tokenizer, after=ids[:end])._held:
-            if tokenizer._byte_letters:
-                return tokenizer.decode(ids)[:-1]
+        held, end = cls(tokenizer, after=ids)._held, len(ids)
+        if held and tokenizer._byte_letters:
+            return tokenizer.decode(ids)[:-1]
+        while held:
             end -= 1
+            held = held[: len(held) - bool(tokenizer.token_bytes(ids[end]))]  # between them there may be ids without
         return tokenizer.decode(ids[:end])
 
     def _go_on(self, ids: Sequence[int]) -> None:

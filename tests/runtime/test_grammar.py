@@ -260,6 +260,16 @@ def test_compiled_grammars_are_kept_up_to_a_number_of_bytes(talker: Model) -> No
     assert kept._nbytes == sum(nbytes for _, nbytes in kept._values.values()) <= COMPILED_BYTES
 
 
+def test_a_compiled_grammar_counts_as_what_it_was_found_to_take(talker: Model) -> None:
+    small, costly = Grammar.regex("[0-9]{3}"), Grammar.json_schema({"type": "integer", "multipleOf": 10_007})
+    assert check_grammar(costly) > 1 << 20
+    grammars, kept = talker.tokenizer.grammars, talker.tokenizer.grammars._compiled
+    grammars.start(costly, nbytes=COMPILED_BYTES)
+    grammars.start(small)
+    assert small in kept._values
+    assert costly not in kept._values
+
+
 def test_settings_name_one_grammar_or_none() -> None:
     assert Grammar.of() is None
     assert Grammar.of(regex="a") == Grammar.regex("a")
@@ -293,6 +303,7 @@ def test_an_answer_that_grew_too_complex_is_no_fault_of_the_next_one(talker: Mod
 STRING = {"type": "string"}
 TOO_MUCH: dict[str, Grammar] = {
     "a large divisor": Grammar.json_schema({"properties": {"n": {"type": "integer", "multipleOf": 10000019}}}),
+    "a divisor of six digits": Grammar.json_schema({"type": "integer", "multipleOf": 200_003}),
     "many optional properties": Grammar.json_schema({"properties": {f"p{n}": STRING for n in range(1000)}}),
     "a long constant": Grammar.json_schema({"const": "x" * 1_000_000}),
     "a schema that is itself": Grammar.json_schema(
@@ -342,6 +353,6 @@ def test_a_child_that_had_little_to_do_stays(monkeypatch: pytest.MonkeyPatch) ->
     check_grammar(Grammar.regex(f"a{{{time.time_ns() % 1000 + 1}}}c"))
     assert [*grammar_check._idle] == [child]
     with pytest.raises(UsageError, match="too complex"):
-        check_grammar(TOO_MUCH["a large divisor"])
+        check_grammar(Grammar.json_schema({"properties": {"m": {"type": "integer", "multipleOf": 10000019}}}))
     assert not grammar_check._idle, "what took long may have left much behind"
     child.close()

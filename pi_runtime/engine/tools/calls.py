@@ -42,8 +42,10 @@ from pi_runtime.engine.tools.marker import MarkerWatch
 
 ID_LETTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
 """Ids of calls are such that Mistral's templates take them."""
-HEAD = re.compile(r"\s*([\w.-]{1,64})(\[CALL_ID\]\w{1,64})?\[ARGS\]")
+HEAD = re.compile(r"\s*([^\s\[\]]+)(\[CALL_ID\]\w{1,64})?\[ARGS\]")
 HEAD_LENGTH = 256
+NAME_MARKS = "_.:/-"
+"""Characters of names beside letters and digits."""
 PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 """Characters that stay within a text of JSON."""
 ARGS = "[ARGS]"
@@ -86,6 +88,8 @@ class CallParser:
         """How many brackets stand around the members that are read: the name and the arguments."""
         self._base = 0
         """How many brackets stand around the arguments."""
+        self._tail = ""
+        """What was read behind the call, or behind those before it, after white space."""
         self._quoted: QuotedScanner | None = None
         """Follows arguments that are text."""
         self._pending = ""
@@ -190,7 +194,7 @@ class CallParser:
         """Read the name, an id that is not used, and `[ARGS]`."""
         head = self._raw.lstrip().removeprefix(self._format.trigger) + char
         if not head.endswith(ARGS):
-            if len(head) > HEAD_LENGTH or not (char.isalnum() or char in SPACE + "_.-[]"):
+            if len(head) > HEAD_LENGTH or not (char.isalnum() or char in SPACE + NAME_MARKS + "[]"):
                 self._break_off(char)
             else:
                 self._keep(char)
@@ -326,20 +330,20 @@ class CallParser:
     def _read_end(self, char: str) -> None:
         """Read what ends a call, or what separates it from the next."""
         self._keep(char)
-        tail = self._raw.strip()
+        self._tail = tail = (self._tail + char).lstrip()
         if tail and tail == self._format.end:
             self._read = self._read_text
         elif tail and tail == self._format.separator:
             self._begin_call(self._raw)
             self._read = self._read_call
         elif self._is_list and tail == "]":
-            self._raw, self._is_list = "", False
+            self._raw, self._tail, self._is_list = "", "", False
         elif self._format.is_tagged and tail in {",", "{"}:
             self._begin_call(self._raw[:-1] if tail == "{" else self._raw)
             self._read = self._read_call
             if tail == "{":
                 self._read_call(char)
-        elif not self._format.end.startswith(self._raw.lstrip()):
+        elif not self._format.end.startswith(tail):
             text, self._raw, self._read = self._raw, "", self._read_text
             for late in text:
                 self._read(late)

@@ -20,7 +20,7 @@ MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 _MARKER = re.compile("|".join(map(re.escape, MARKERS)))
 _ROLE = f"{START}assistant"
 _HEADER_LENGTH = 256
-_RECIPIENT = re.compile(r"\bto=functions\.([\w.-]{1,64})")
+_RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
 
 
 class HarmonyParser:

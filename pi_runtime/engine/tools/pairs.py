@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pi_runtime.engine.tools.calls import HEAD_LENGTH, CallParser, new_id
+from pi_runtime.engine.tools.calls import HEAD_LENGTH, NAME_MARKS, CallParser, new_id
 from pi_runtime.engine.tools.formats import Pairs, ToolFormat
 from pi_runtime.engine.tools.json_scanner import SPACE
 from pi_runtime.text.schemas import referred
@@ -112,7 +112,7 @@ class PairParser(CallParser):
             else:
                 self._read_tag(char)
         elif len(head) < HEAD_LENGTH and (
-            self._opening.startswith(head) or (is_name and (char.isalnum() or char in "_.-"))
+            self._opening.startswith(head) or (is_name and (char.isalnum() or char in NAME_MARKS))
         ):
             self._keep(char)
             self._text = head

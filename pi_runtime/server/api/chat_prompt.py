@@ -77,8 +77,7 @@ def _made(make: Callable[..., Grammar | None], schema_field: str) -> Grammar | N
 def _compiles(grammar: Grammar, field: str, served: Served) -> bool:
     """Whether a grammar can be compiled."""
     try:
-        check_grammar(grammar)
-        served.model.tokenizer.grammars.start(grammar)
+        served.model.tokenizer.grammars.start(grammar, nbytes=check_grammar(grammar))
     except MissingExtraError as error:
         raise invalid(field, f"{spelled(error.what)}: {spelled(error.remedy)}", code="unsupported_value") from None
     except UsageError:

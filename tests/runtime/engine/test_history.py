@@ -1,5 +1,6 @@
 """What clients show of the past, in one form."""
 
+import json
 from typing import Any
 
 import pytest
@@ -28,6 +29,9 @@ from pi_runtime.errors import PromptError
         ("{'a': 1}", {"arguments": "{'a': 1}"}),
         ("1" * 5000, {"arguments": "1" * 5000}),
         ("[" * 100_000, {"arguments": "[" * 100_000}),
+        *((deep, {"arguments": deep}) for n in (100, 900, 3000) for deep in ('{"a":' * n + "[]" + "}" * n,)),
+        *((f"[{deep}]", {"arguments": f"[{deep}]"}) for n in (200, 900) for deep in ("[" * n + "]" * n,)),
+        ('{"a":' * 90 + "1" + "}" * 90, json.loads('{"a":' * 90 + "1" + "}" * 90)),
     ],
 )
 def test_arguments(given: Any, found: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from pi_runtime.engine.prompt_writer import PromptWriter
 from pi_runtime.engine.tools.output import tools_of
 from pi_runtime.errors import PromptError, TemplateError
 from pi_runtime.text.chat_template import ChatTemplate
+from pi_runtime.text.sandbox import SandboxLimits
 
 Templates = dict[str, ChatTemplate]
 
@@ -187,3 +188,16 @@ def test_long_conversations_take_linear_time(templates: Templates) -> None:
         start = time.process_time()
         write(templates[name], messages)
         assert time.process_time() - start < 5, name
+
+
+def test_a_template_that_takes_too_long_is_not_asked_again() -> None:
+    slow = "{% for m in messages %}{% for n in messages %}{% for o in messages %}{{ m.content[:0] }}{% endfor %}"
+    source = (
+        f"{slow}{{% endfor %}}{{{{ m.content }}}}{{% endfor %}}{{% for t in tools or [] %}}{{{{ t }}}}{{% endfor %}}"
+    )
+    with ChatTemplate(source, SandboxLimits(seconds=1.0)) as template:
+        assert template.abilities.is_whole
+        began = time.monotonic()
+        with pytest.raises(TemplateError, match="time limit"):
+            write(template, [{"role": "user", "content": "hi"}] * 1001, [HOURS])
+        assert time.monotonic() - began < 2

@@ -160,6 +160,39 @@ def test_what_is_too_deep_or_too_large() -> None:
         closed({"$defs": doubled, "$ref": "#/$defs/d0", "properties": {}})
 
 
+MANY = [f"p{n}" for n in range(2000)]
+LARGE: dict[str, Any] = {
+    "an object, many times": {
+        "$defs": {"o": props(**dict.fromkeys(MANY, True))},
+        "allOf": [{"$ref": "#/$defs/o"}] * 2000,
+    },
+    "a text, many times": {"$defs": {"o": {"enum": ["x" * 10**6]}}, "allOf": [{"$ref": "#/$defs/o"}] * 1000},
+    "names in many branches": {**props(**dict.fromkeys(MANY, S)), "anyOf": [{"required": ["a"]}] * 2000},
+    "names that are required": {"required": MANY, "anyOf": [{"properties": {}}] * 2000},
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_a_small_schema_does_not_become_a_large_one(case: str) -> None:
+    with pytest.raises(UsageError, match="too complex"):
+        closed(LARGE[case])
+
+
+@pytest.mark.parametrize("keyword", ["minLength", "maxItems", "minimum", "multipleOf", "const"])
+@pytest.mark.parametrize("number", [10**400, -(10**400), 10**18, 1e308, 1e-308])
+def test_numbers_beyond_all_bounds_are_no_fault(keyword: str, number: float) -> None:
+    for is_advice in (False, True):
+        closed(followed({keyword: number}, is_advice=is_advice).schema)
+
+
+def test_places_stay_short() -> None:
+    keys = "k" * 10**5
+    schema = {"properties": {keys: {"properties": {keys: {"not": {}}, **{key: {"not": {}} for key in MANY}}}}}
+    left_out = followed(schema).left_out
+    assert len(left_out) == 2001
+    assert max(map(len, left_out)) < 300
+
+
 A, B, K = props(("a",), a=S), props(b=N), props(("k",), k=S)
 TREE = {"$defs": {"tree": props(("v",), v=N, kids={"type": "array", "items": {"$ref": "#/$defs/tree"}})}}
 SHUT: dict[str, tuple[Any, list[Any], list[Any]]] = {

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from typing import Any
 
 import pytest
@@ -29,13 +30,14 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("look", {"city": "Zürich", "deep": {"a": [1, -2.5e3, True, None, 'x"y\\\n</tool_call>']}}),
     ("add", {}),
 ]
+NAMES = ["a.b", "a:b", "server/tool", "a-b_1", "x" * 128]
 FUNCTIONS: dict[str, Any] = {"look": {"properties": {"city": {"type": "string"}}}, "add": {}}
 
 
-def parse(tools: ToolFormat, pieces: list[str]) -> list[Delta]:
+def parse(tools: ToolFormat, pieces: list[str], functions: dict[str, Any] = FUNCTIONS) -> list[Delta]:
     count = itertools.count()
     make_id = lambda: f"id{next(count)}"  # noqa: E731
-    parser = PairParser(tools, FUNCTIONS, make_id) if tools.pairs else CallParser(tools, FUNCTIONS, make_id)
+    parser = PairParser(tools, functions, make_id) if tools.pairs else CallParser(tools, functions, make_id)
     deltas = [delta for piece in pieces for delta in parser.push(piece)]
     return joined(deltas + parser.finish())
 
@@ -59,6 +61,27 @@ def test_calls_of_each_format(tools: ToolFormat) -> None:
     assert gathered(deltas) == ("", CALLS)
     assert [d for d in deltas if isinstance(d, CallBegan)] == [CallBegan(0, "id0", "look"), CallBegan(1, "id1", "add")]
     assert not any(isinstance(delta, CallBroken) for delta in deltas)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tools", FORMATS, ids=lambda tools: tools.name)
+def test_names_that_a_request_may_have(tools: ToolFormat, name: str) -> None:
+    assert gathered(parse(tools, [written(tools, (name, {}))], {name: {}})) == ("", [(name, {})])
+
+
+@pytest.mark.parametrize("place", ["before a call", "behind a call", "behind its arguments", "within text"])
+@pytest.mark.parametrize("tools", FORMATS, ids=lambda tools: tools.name)
+def test_white_space_costs_the_same_however_much_there_is(tools: ToolFormat, place: str) -> None:
+    blanks, call = " " * 200_000, written(tools, *CALLS[1:])
+    text = {
+        "before a call": blanks + call,
+        "behind a call": call + blanks,
+        "behind its arguments": call.rstrip().removesuffix(tools.end) + blanks,
+        "within text": f"a{blanks}b",
+    }[place]
+    began = time.thread_time()
+    parse(tools, [text[at : at + 8] for at in range(0, len(text), 8)])
+    assert time.thread_time() - began < 8
 
 
 @pytest.mark.parametrize(

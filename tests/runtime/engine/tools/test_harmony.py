@@ -98,6 +98,13 @@ def test_a_call_without_arguments_is_text(text: str) -> None:
     assert parse([text]) == [TextDelta(text.removesuffix("<|call|>"))]
 
 
+@pytest.mark.parametrize("name", ["a.b", "a:b", "server/tool", "a-b_1", "x" * 128])
+def test_names_that_a_request_may_have(name: str) -> None:
+    text = CALL.replace(".add ", f".{name} ") + "{}"
+    for pieces in ([text], [*text]):
+        assert parse(pieces, tools=(function(name),)) == [CallBegan(0, "id0", name), CallArguments(0, "{}")]
+
+
 def test_a_call_of_another_tool_is_text() -> None:
     text = '<|channel|>commentary to=functions.hack<|message|>{"a": 1}'
     assert parse([text]) == [TextDelta(text)]

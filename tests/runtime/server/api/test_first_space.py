@@ -1,5 +1,6 @@
 """An answer begins amid a text: its first word keeps the space before it, on every route, as llama.cpp writes it."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from pi_runtime import Engine, Grammar, Sampling, load
 from pi_runtime.artifact.schema import Text
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.settings import ServerSettings
-from pi_runtime.text.tokenizer import Tokenizer
+from pi_runtime.text.tokenizer import TextStream, Tokenizer
 
 SHAPE_NAMES = ["llama-2", "mistral", "phi-3"]
 BEGIN, END = 1, 2
@@ -111,3 +112,12 @@ def test_grammars_see_the_space(chat: Chat) -> None:
     for pattern, says in ((" hello", " hello"), (" ?hello", " hello")):
         answer = model.generate("b", grammar=Grammar.regex(pattern), sampling=Sampling())
         assert "".join(answer) == says
+
+
+def test_a_long_run_of_unfinished_characters_is_read_once() -> None:
+    """Only the last of them may be finished by what follows."""
+    tokenizer = Tokenizer(KINDS["byte-fallback"], Text(prefix_ids=(), end_ids=()), vocab_size=400)
+    a, lead = ids_of("byte-fallback", "a", "<0xF0>")
+    began = time.thread_time()
+    assert TextStream.begun(tokenizer, [a] + [lead] * 2000) == "a" + "\ufffd" * 1999
+    assert time.thread_time() - began < 1
