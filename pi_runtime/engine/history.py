@@ -189,7 +189,7 @@ def _with_native_calls(messages: Sequence[Message], form: CallForm, way: Way) ->
                 rest["reasoning_content"] = f"{rest['reasoning_content']}\n\n{text}"
                 text = ""
             rest["tool_calls"] = [_given_call(call, form) for call in calls]
-            found.append({**rest, "content": text} if text else {**rest, **form.content_of()})
+            found.append({**rest, "content": text} if text else {**rest, **form.content})
     return found if form.allows_several else _one_at_a_time(found, form)
 
 
@@ -228,7 +228,7 @@ def _one_at_a_time(messages: Sequence[Message], form: CallForm) -> list[Message]
             results.setdefault(messages[at].get("tool_call_id", ""), []).append(messages[at])
             at += 1
         for n, call in enumerate(calls):
-            rest = {"role": message["role"], **form.content_of()} if n else message
+            rest = {"role": message["role"], **form.content} if n else message
             found += [{**rest, "tool_calls": [call]}, *results.pop(call["id"], ())]
         found += chain.from_iterable(results.values())
     return found
