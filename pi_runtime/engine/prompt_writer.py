@@ -5,6 +5,7 @@ text, is rendered first. A word that does not reach the prompt says which part t
 then arranged in another way. Thoughts are the template's own affair: most drop those of earlier turns on purpose.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -156,7 +157,8 @@ def _missing(text: str, parts: Sequence[tuple[str, Part]], tools: Sequence[Tool]
             yield part
         at = max(at, found)
     for tool in tools:
-        if (name := tool["function"]["name"]) not in text:
+        name = tool["function"]["name"]
+        if name not in text and json.dumps(name, ensure_ascii=False)[1:-1] not in text:
             yield None, f"the tool {name}"
 
 
