@@ -9,7 +9,7 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 from pi_runtime.engine.tools.told import with_calls_as_text
@@ -154,17 +154,12 @@ def _with_ids(messages: list[Message]) -> list[Message]:
 def _in_order(messages: list[Message]) -> list[Message]:
     """Results that follow one another, in the order of the calls before them."""
     found, order = list[Message](), dict[str, int]()
-    at = 0
-    while at < len(messages):
-        end = at
-        while end < len(messages) and messages[end]["role"] == "tool":
-            end += 1
-        found += sorted(messages[at:end], key=lambda result: order.get(result.get("tool_call_id", ""), len(order)))
-        if end < len(messages):
-            found.append(messages[end])
-            calls = messages[end].get("tool_calls", ())
-            order = {call["id"]: n for n, call in enumerate(calls)}
-        at = end + 1
+    for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
+        if are_results:
+            found += sorted(group, key=lambda result: order.get(result.get("tool_call_id", ""), len(order)))
+        else:
+            found += group
+            order = {call["id"]: n for n, call in enumerate(found[-1].get("tool_calls", ()))}
     return found
 
 
