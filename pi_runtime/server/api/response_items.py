@@ -13,6 +13,7 @@ from pi_runtime.server.api.conversation import (
     FunctionName,
     NamedTool,
     OtherTool,
+    RefusalPart,
     of_other_type,
 )
 
@@ -37,14 +38,7 @@ class InputText(Body):
     logprobs: Annotated[list[Any], TOKENS] | None = Field(default=None, description=UNUSED)
 
 
-class InputRefusal(Body):
-    """A refusal, which is text."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-
-InputPart = Annotated[InputText | InputRefusal, Field(discriminator="type")]
+InputPart = Annotated[InputText | RefusalPart, Field(discriminator="type")]
 
 
 class InputMessage(ItemFields):
@@ -235,7 +229,7 @@ def _call(item: InputCall | InputCustomCall | InputShellCall) -> dict[str, Any]:
     return {"id": item.call_id, "type": "function", "function": function}
 
 
-def _text(content: str | Sequence[InputText | InputRefusal] | None) -> str:
+def _text(content: str | Sequence[InputText | RefusalPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text if isinstance(part, InputText) else part.refusal for part in content)
