@@ -47,7 +47,7 @@ class Replacement:
     def __init__(self, target: Path, mode: int = 0o666) -> None:
         self.target = Path(os.path.realpath(target))  # a link keeps pointing to what it points to
         with suppress(OSError):  # a folder that cannot be listed may still be written to
-            _remove_stale(self.target.parent, self.target.name)
+            remove_unfinished(self.target.parent, self.target.name)
         self.path, fd = _create(self.target, mode)
         self.file = WholeFile(fd, "r+")
         self._pending = True
@@ -145,9 +145,13 @@ def unused(mark: Path) -> Iterator[bool]:
         os.close(fd)
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove the hidden files that killed writers left in a folder."""
-    _remove_stale(folder, None)
+def remove_unfinished(folder: Path, name: str | None = None) -> None:
+    """Remove the hidden files that killed writers left in a folder: of a file of this name, or of all."""
+    for path in folder.iterdir():
+        found = _HIDDEN.fullmatch(path.name)
+        if found and name in (None, found[1]) and path.is_file() and not path.is_symlink():
+            with suppress(OSError):  # gone meanwhile, locked, or not ours to remove
+                _remove_unlocked(path)
 
 
 def _create(target: Path, mode: int) -> tuple[Path, int]:
@@ -169,15 +173,6 @@ def _lock(fd: int, *, wait: bool) -> None:
     """Take the lock on an open file. Raises OSError where another has it, and where there are no locks."""
     if sys.platform != "win32":
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-
-
-def _remove_stale(folder: Path, name: str | None) -> None:
-    """Remove what killed writers left of a file of this name, or of all."""
-    for path in folder.iterdir():
-        found = _HIDDEN.fullmatch(path.name)
-        if found and name in (None, found[1]) and path.is_file() and not path.is_symlink():
-            with suppress(OSError):  # gone meanwhile, locked, or not ours to remove
-                _remove_unlocked(path)
 
 
 def _remove_unlocked(path: Path) -> None:

@@ -78,6 +78,12 @@ class Config:
         found.names = names
         return found
 
+    def with_fields(self, fields: Mapping[str, Any]) -> "Config":
+        """The same config with these fields in place of its own."""
+        found = copy(self)
+        found.fields = fields
+        return found
+
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key; `default` where it is missing or null."""
         value = self.fields.get(self.names.get(key, key))

@@ -61,7 +61,7 @@ def _all_pieces() -> Iterator[Piece]:
     from pydoc_data.topics import topics  # noqa: PLC0415  700 KB of text
 
     for name, text in sorted(topics.items()):
-        yield Piece(f"topic/{name}", len(text), partial(_topic, f"topic/{name}", text))
+        yield Piece(f"topic/{name}", len(text), partial(iter, [(f"topic/{name}", text)]))
     library = Path(sysconfig.get_path("stdlib"))
     for name in ("idlelib/help.html", "idlelib/NEWS.txt", "LICENSE.txt"):
         path = library / name
@@ -71,10 +71,6 @@ def _all_pieces() -> Iterator[Piece]:
         module = path.relative_to(library)
         if not LEFT_OUT.intersection(module.parts):
             yield Piece(f"source/{module.as_posix()}", path.stat().st_size, partial(_module, module.as_posix(), path))
-
-
-def _topic(name: str, text: str) -> Iterator[tuple[str, str]]:
-    yield name, text
 
 
 def _page(name: str, path: Path) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ modules of Python's, the first rows of a file of rows, and so many of the files.
 """
 
 import glob
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -211,7 +212,7 @@ def _rows(file: Path, field: str, notice: Notice) -> Unit:
         # `data_files` are patterns: brackets in a name are escaped.
         rows = _load(str(file), path=READERS[file.suffix.lower()], data_files=glob.escape(str(file)), split="train")
         texts = (_one_line_end(text, notice) for text in _column(rows, field, str(file)))
-        yield from texts if most is None else _head(texts, most)
+        yield from _head(texts, most)
 
     return Unit(str(file), file.stat().st_size, read)
 
@@ -223,8 +224,7 @@ def _hub(source: str, field: str) -> Unit:
         raise CorpusError(f"{source}: no revision", expected=expected, remedy="add @ and the commit of its files")
 
     def read(most: int | None, _generator: np.random.Generator) -> Iterator[str]:
-        texts = _column(_load(source, path=name, revision=revision, split="train"), field, source)
-        yield from texts if most is None else _head(texts, most)
+        yield from _head(_column(_load(source, path=name, revision=revision, split="train"), field, source), most)
 
     return Unit(source, None, read)
 
@@ -237,12 +237,13 @@ def _one_line_end(text: str, notice: Notice) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _head(found: Iterator[str], characters: int) -> Iterator[str]:
-    """The first documents, up to the one with which they have a number of characters."""
+def _head(found: Iterator[str], characters: int | None) -> Iterator[str]:
+    """The first documents, up to the one with which they have a number of characters; None for all."""
+    left = math.inf if characters is None else characters
     for document in found:
         yield document
-        characters -= len(document)
-        if characters <= 0:
+        left -= len(document)
+        if left <= 0:
             return
 
 

@@ -101,28 +101,23 @@ class _Reading:
     notice: Notice
 
     def streams(self) -> Streams:
-        spec, empty = self.spec, np.zeros(0, np.int32)
-        held_out, left_out, report = HeldOut.nothing(self.tokenizer), 0, empty
+        spec, held_out, apart = self.spec, HeldOut.nothing(self.tokenizer), dict[str, Stream]()
         if spec.report:
             amounts = {"report": spec.report_tokens}
-            found, held_out, _ = self._filled(spec.report, amounts, python_docs.HELD_OUT, held_out, self.window)
-            report = self._long_enough(found["report"])
+            apart, held_out, _ = self._filled(spec.report, amounts, python_docs.HELD_OUT, held_out, self.window)
+            if len(apart["report"]) < self.window:
+                raise CorpusError(
+                    f"[corpus] report has {len(apart['report']):,} tokens",
+                    expected=f"at least one window of {self.window}",
+                    remedy="add text to it, or lower [profile] window",
+                )
         amounts = {"tune": spec.tune_tokens, "report": 0 if spec.report else spec.report_tokens, "fit": spec.fit_tokens}
         least = amounts["tune"] + amounts["report"] + self.window
         found, _, left_out = self._filled(spec.text, amounts, python_docs.TRAIN, held_out, least)
         self._enough(sum(map(len, found.values())), least, left_out)
         if left_out:
             self.notice(f"left out: {left_out:,} tokens of [corpus] text, whose words are in what is held out too")
-        return Streams(found["fit"], found["tune"], report if spec.report else found["report"])
-
-    def _long_enough(self, report: Stream) -> Stream:
-        if len(report) < self.window:
-            raise CorpusError(
-                f"[corpus] report has {len(report):,} tokens",
-                expected=f"at least one window of {self.window}",
-                remedy="add text to it, or lower [profile] window",
-            )
-        return report
+        return Streams(**found | apart)
 
     def _enough(self, total: int, least: int, left_out: int) -> None:
         if total < least:

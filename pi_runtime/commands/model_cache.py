@@ -194,9 +194,9 @@ def _ended_with(child: subprocess.Popen[bytes]) -> Iterator[None]:
             child.kill()
         raise SystemExit(128 + number)
 
-    names = [] if threading.current_thread() is not threading.main_thread() else ["SIGTERM", "SIGHUP"]
-    numbers = [getattr(signal, name) for name in names if hasattr(signal, name) and sys.platform != "win32"]
-    before = {number: signal.signal(number, end) for number in numbers}
+    before = {}
+    if sys.platform != "win32" and threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 from pi_runtime.engine.tools.told import with_calls_as_text
@@ -169,17 +169,12 @@ def _with_ids(messages: list[Message]) -> list[Message]:
 def _in_order(messages: list[Message]) -> list[Message]:
     """Results that follow one another, in the order of the calls before them."""
     found, order = list[Message](), dict[str, int]()
-    at = 0
-    while at < len(messages):
-        end = at
-        while end < len(messages) and messages[end]["role"] == "tool":
-            end += 1
-        found += sorted(messages[at:end], key=lambda result: order.get(result.get("tool_call_id", ""), len(order)))
-        if end < len(messages):
-            found.append(messages[end])
-            calls = messages[end].get("tool_calls", ())
-            order = {call["id"]: n for n, call in enumerate(calls)}
-        at = end + 1
+    for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
+        if are_results:
+            found += sorted(group, key=lambda result: order.get(result.get("tool_call_id", ""), len(order)))
+        else:
+            found += group
+            order = {call["id"]: n for n, call in enumerate(found[-1].get("tool_calls", ()))}
     return found
 
 
@@ -204,7 +199,7 @@ def _with_native_calls(messages: Sequence[Message], form: CallForm, way: Way) ->
                 rest["reasoning_content"] = f"{rest['reasoning_content']}\n\n{text}"
                 text = ""
             rest["tool_calls"] = [_given_call(call, form) for call in calls]
-            found.append({**rest, "content": text} if text else {**rest, **form.content_of()})
+            found.append({**rest, "content": text} if text else {**rest, **form.content})
     return found if form.allows_several else _one_at_a_time(found, form)
 
 
@@ -243,7 +238,7 @@ def _one_at_a_time(messages: Sequence[Message], form: CallForm) -> list[Message]
             results.setdefault(messages[at].get("tool_call_id", ""), []).append(messages[at])
             at += 1
         for n, call in enumerate(calls):
-            rest = {"role": message["role"], **form.content_of()} if n else message
+            rest = {"role": message["role"], **form.content} if n else message
             found += [{**rest, "tool_calls": [call]}, *results.pop(call["id"], ())]
         found += chain.from_iterable(results.values())
     return found

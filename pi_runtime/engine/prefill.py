@@ -6,32 +6,25 @@ begins thoughts for the message, and the text has thoughts of its own, the templ
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from pi_runtime.engine.history import Message
 from pi_runtime.engine.tools.reasoning import ReasoningFormat
 from pi_runtime.errors import Setting, UsageError
 
 CONTINUE = Setting("continue_final_message")
 
 
-def taken_out(messages: Sequence[Mapping[str, Any]], place: str) -> tuple[list[Mapping[str, Any]], str]:
-    """The messages with `place` for the text of the last one, and that text.
+def taken_out(messages: Sequence[Message], place: str) -> tuple[list[Message], str]:
+    """Messages in one form (see `history`), with `place` for the text of the last one, and that text.
 
     Raises UsageError where the last one is no assistant's.
     """
     last = messages[-1] if messages else {}
-    if not isinstance(last, Mapping) or last.get("role") != "assistant":
-        found = repr(last.get("role") if isinstance(last, Mapping) else last)[:80]
+    if last.get("role") != "assistant":
+        found = repr(last.get("role"))[:80]
         raise UsageError("the last message must be an assistant's", setting=CONTINUE, found=found)
-    content = last.get("content") or ""
-    if isinstance(content, str):
-        return [*messages[:-1], {**last, "content": place}], content
-    at = max((n for n, part in enumerate(content) if isinstance(part, Mapping) and "text" in part), default=None)
-    if at is None:
-        raise UsageError("the last message must have text", setting=CONTINUE)
-    parts = [*content[:at], {**content[at], "text": place}, *content[at + 1 :]]
-    return [*messages[:-1], {**last, "content": parts}], content[at]["text"]
+    return [*messages[:-1], {**last, "content": place}], last["content"]
 
 
 def before(place: str, rendered: str, text: str, reasoning: ReasoningFormat | None) -> str:

@@ -5,17 +5,18 @@ text, is rendered first. A word that does not reach the prompt says which part t
 then arranged in another way. Thoughts are the template's own affair: most drop those of earlier turns on purpose.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from pi_runtime.engine.history import INSTRUCTS, Way, arranged, one_form, unicode
+from pi_runtime.engine.history import INSTRUCTS, Message, Way, arranged
 from pi_runtime.engine.tools.told import told
 from pi_runtime.errors import PromptError, TemplateError
 from pi_runtime.text.chat_template import ChatTemplate
 
-Message = Mapping[str, Any]
+Tool = Mapping[str, Any]
 Part = tuple[int | None, str]
 """A part of a conversation: the message, if it is one's, and what it is of it."""
 TEXT = "content"
@@ -28,22 +29,21 @@ class PromptWriter:
         self,
         template: ChatTemplate,
         *,
-        tools: Sequence[Message] = (),
+        tools: Sequence[Tool] = (),
         are_told: bool,
         variables: Mapping[str, Any],
         add_generation_prompt: bool,
     ) -> None:
         """`are_told`: whether messages tell of the tools: the template does not, or its form of calls is not known."""
-        self._template, self._tools, self._are_told = template, [unicode(tool) for tool in tools], are_told
+        self._template, self._tools, self._are_told = template, tools, are_told
         self._variables = {name: value for name, value in variables.items() if value is not None}
         self._add_generation_prompt = add_generation_prompt
 
-    def write(self, messages: Sequence[Message]) -> str:
-        """The prompt. Raises PromptError for what are no messages, and for what the template cannot show.
+    def write(self, given: Sequence[Message]) -> str:
+        """The prompt of messages in one form (see `history`). Raises PromptError for what the template cannot show.
 
         Raises what `ChatTemplate.render` raises too.
         """
-        given = one_form(messages)
         failed: TemplateError | PromptError | None = None
         for tools in _forms(self._tools):
             try:
@@ -58,16 +58,15 @@ class PromptWriter:
         assert failed is not None
         raise failed
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Message], way: Way) -> str:
-        shown = self._arranged(messages, tools, way)
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool], way: Way) -> str:
         return self._template.render(
-            shown,
+            self._arranged(messages, tools, way),
             tools=self._given(tools),
             variables=self._variables,
             add_generation_prompt=self._add_generation_prompt,
         )
 
-    def _way(self, messages: Sequence[Message], tools: Sequence[Message]) -> Way:
+    def _way(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Way:
         """The first way in which all parts reach the prompt. Raises PromptError where there is none."""
         abilities = self._template.abilities
         way = Way(calls_as_text=bool(tools) and self._are_told)
@@ -97,11 +96,11 @@ class PromptWriter:
         place = what if n is None else f"message {n} of the chat: {what}"
         raise PromptError(f"{place} is not shown by the model's chat template", remedy="leave it out")
 
-    def _arranged(self, messages: Sequence[Message], tools: Sequence[Message], way: Way) -> list[dict[str, Any]]:
-        shown = told(messages, tools) if tools and self._are_told else [*map(dict, messages)]
+    def _arranged(self, messages: Sequence[Message], tools: Sequence[Tool], way: Way) -> list[Message]:
+        shown = told(messages, tools) if tools and self._are_told else messages
         return arranged(shown, self._template.abilities, way)
 
-    def _given(self, tools: Sequence[Message]) -> Sequence[Message] | None:
+    def _given(self, tools: Sequence[Tool]) -> Sequence[Tool] | None:
         """The tools that the template is given."""
         return tools if tools and not self._are_told else [] if self._template.abilities.empty_tools else None
 
@@ -153,7 +152,7 @@ def _words(messages: Sequence[Message]) -> tuple[list[tuple[str, Part]], list[Me
     return parts, found
 
 
-def _missing(text: str, parts: Sequence[tuple[str, Part]], tools: Sequence[Message]) -> Iterator[Part]:
+def _missing(text: str, parts: Sequence[tuple[str, Part]], tools: Sequence[Tool]) -> Iterator[Part]:
     at = 0
     for word, part in parts:
         # Most stand in their order, so that a long conversation is not searched from its beginning each time.
@@ -162,7 +161,8 @@ def _missing(text: str, parts: Sequence[tuple[str, Part]], tools: Sequence[Messa
             yield part
         at = max(at, found)
     for tool in tools:
-        if (name := tool["function"]["name"]) not in text:
+        name = tool["function"]["name"]
+        if name not in text and json.dumps(name, ensure_ascii=False)[1:-1] not in text:
             yield None, f"the tool {name}"
 
 
@@ -174,7 +174,7 @@ def _is_plain(messages: Sequence[Message]) -> bool:
     return is_plain and len(rest) % 2 == 1 and not any("tool_calls" in message for message in messages)
 
 
-def _forms(tools: Sequence[Message]) -> Iterator[Sequence[Message]]:
+def _forms(tools: Sequence[Tool]) -> Iterator[Sequence[Tool]]:
     """The tools as they are, then with what may be left out, then with schemas as plain as templates count on."""
     yield [*tools]
     if tools:

@@ -27,12 +27,9 @@ class TokenLogprobs:
     _top: bytes
 
     def __init__(self, token: int, logprob: float, top: Sequence[tuple[int, float]] = ()) -> None:
-        for name, value in (
-            ("token", token),
-            ("logprob", logprob),
-            ("_top", b"".join(PAIR.pack(*pair) for pair in top)),
-        ):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "token", token)
+        object.__setattr__(self, "logprob", logprob)
+        object.__setattr__(self, "_top", b"".join(PAIR.pack(*pair) for pair in top))
 
     @property
     def top(self) -> tuple[tuple[int, float], ...]:

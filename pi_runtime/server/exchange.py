@@ -107,9 +107,7 @@ class ClientGone(Exception):  # noqa: N818  nothing is wrong
     """Nobody waits for the answer any more."""
 
 
-async def read_body(
-    receive: Receive, most: int, headers: Headers, count: Callable[[int], None] = lambda _: None
-) -> bytes:
+async def read_body(receive: Receive, most: int, headers: Headers, count: Callable[[int], None]) -> bytes:
     """The whole body. Raises ApiError 413 as soon as it is known to be too large, ClientGone where it ends early.
 
     `count` is told how many bytes have come."""

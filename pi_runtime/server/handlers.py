@@ -15,10 +15,11 @@ from pi_runtime.server.api.served import Served
 from pi_runtime.server.chat_page import chat_page
 from pi_runtime.server.exchange import Exchange
 from pi_runtime.server.metrics import MEDIA
+from pi_runtime.server.openapi import TEXT
 from pi_runtime.server.response import JSON
 from pi_runtime.server.service import Service
 
-RUNNING, TEXT = "Ollama is running", "text/plain"
+RUNNING = "Ollama is running"
 
 
 def known(describe: Callable[[Served], Any]) -> Callable[[Service, Request], Awaitable[Response]]:

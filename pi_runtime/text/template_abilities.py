@@ -5,10 +5,10 @@ A word of the template's source says little: Gemma 2's has `system` in the error
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 Message = Mapping[str, Any]
 Attempt = Callable[..., str | None]
@@ -17,10 +17,11 @@ SYSTEM, FIRST, SAID, SECOND, KEY, VALUE, RESULT, THOUGHT, EXTRA = (f"qz{n}zq" fo
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """How much a model may be asked to think, rising."""
 CALL_ID, FOREIGN_ID = "a1B2c3D4e", "call_0a1b2c3d4e5f6a7b"
+NAME = "qz_look"
 LOOKUP = {
     "type": "function",
     "function": {
-        "name": "qz_look",
+        "name": NAME,
         "description": "Looks it up.",
         "parameters": {
             "type": "object",
@@ -35,8 +36,8 @@ LOOKUP = {
 class CallForm:
     """How a message with calls, and their results, are given to a template."""
 
-    content: Literal["absent", "empty", "null"]
-    """The content of a message that has calls and no text."""
+    content: Mapping[str, str | None]
+    """The content of a message that has calls and no text, by its key: absent, empty or null."""
     arguments_are_text: bool
     names_results: bool
     """Whether results have the name of the function."""
@@ -44,10 +45,6 @@ class CallForm:
     """Whether ids have nine letters and digits."""
     allows_several: bool
     """Whether a message may have several calls."""
-
-    def content_of(self) -> dict[str, Any]:
-        """The content of a message with calls that has no text."""
-        return {} if self.content == "absent" else {"content": "" if self.content == "empty" else None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +116,7 @@ def abilities_of(attempt: Attempt) -> Abilities:
     system = {"role": "system", "content": SYSTEM}
     is_whole = probe.shows_typed("assistant", (FIRST, SAID, SECOND), plain)
     has_system = probe.shows_typed("system", (SYSTEM, FIRST), [system, _user(FIRST)])
-    tools = probe.shows((LOOKUP["function"]["name"], KEY), [_user(FIRST)], tools=[LOOKUP])  # type: ignore[index]
+    tools = probe.shows((NAME, KEY), [_user(FIRST)], tools=[LOOKUP])
     calls = probe.call_form(tools)
     return Abilities(
         is_whole=is_whole,
@@ -142,7 +139,7 @@ def abilities_of(attempt: Attempt) -> Abilities:
         calls=calls,
         written=probe.written(calls, tools) if calls else "",
         told=probe.told() if tools else "",
-        switch=probe.changes(enable_thinking=(True, False)),
+        switch=probe.switches(),
         efforts=probe.efforts(),
     )
 
@@ -188,10 +185,10 @@ class _Probe:
         texts = [self.render([{"role": role, "content": SYSTEM}, _user(FIRST)]) for role in (known, unknown)]
         return texts[0] is not None and SYSTEM in texts[0] and texts[0] != (texts[1] or "").replace(unknown, known)
 
-    def changes(self, **values: tuple[Any, Any]) -> bool:
-        """Whether a variable's values make a difference."""
-        (name, (one, other)), *_ = values.items()
-        return self.render([_user(FIRST)], **{name: one}) != self.render([_user(FIRST)], **{name: other})
+    def switches(self) -> bool:
+        """Whether `enable_thinking` makes a difference."""
+        on, off = (self.render([_user(FIRST)], enable_thinking=thinks) for thinks in (True, False))
+        return on != off
 
     def efforts(self) -> dict[str, str]:
         """What `reasoning_effort` must be: the nearest that is taken, and of the usual three where each is written."""
@@ -212,11 +209,12 @@ class _Probe:
     def call_form(self, tools: bool) -> CallForm | None:
         """The first form in which calls and results reach the prompt; arguments as JSON at best."""
         given = {"tools": [LOOKUP]} if tools else {}
+        contents: list[dict[str, str | None]] = [{}, {"content": ""}, {"content": None}]
         for typed in ((), ("tool",)):
             self.typed |= {*typed}
-            for names, content, is_text in product((False, True), ("absent", "empty", "null"), (False, True)):
+            for names, content, is_text in product((False, True), contents, (False, True)):
                 form = CallForm(
-                    content=content,  # type: ignore[arg-type]  # product has no literal types
+                    content=content,
                     arguments_are_text=is_text,
                     names_results=names,
                     short_ids=True,
@@ -237,7 +235,7 @@ class _Probe:
         short = not self.shows((KEY, VALUE, RESULT, SAID), _called(form, call_id=FOREIGN_ID), **given)
         words = (VALUE, EXTRA, RESULT, THOUGHT)
         several = self.shows(words, _called(form, more=(EXTRA, THOUGHT)), **given)
-        return CallForm(**{**vars(form), "short_ids": short, "allows_several": several})
+        return replace(form, short_ids=short, allows_several=several)
 
     def written(self, form: CallForm, tools: bool) -> str:
         """What stands where an answer does, if it is a call, without the end of the turn."""
@@ -272,13 +270,12 @@ def _assistant(text: str) -> Message:
 def _called(form: CallForm, *, call_id: str = CALL_ID, more: tuple[str, str] | None = None) -> list[Message]:
     """A conversation with a call and its result, or two of both: `more` are the second argument and result."""
     pairs = [(call_id, VALUE, RESULT), *([] if more is None else [(f"{call_id[:-1]}9", *more)])]
-    name = LOOKUP["function"]["name"]  # type: ignore[index]
     calls, results = [], []
     for found, value, result in pairs:
         arguments = {KEY: value}
-        function = {"name": name, "arguments": json.dumps(arguments) if form.arguments_are_text else arguments}
+        function = {"name": NAME, "arguments": json.dumps(arguments) if form.arguments_are_text else arguments}
         calls.append({"id": found, "type": "function", "function": function})
-        named = {"name": name} if form.names_results else {}
+        named = {"name": NAME} if form.names_results else {}
         results.append({"role": "tool", "tool_call_id": found, "content": result, **named})
-    turn = {"role": "assistant", **form.content_of(), "tool_calls": calls}
+    turn = {"role": "assistant", **form.content, "tool_calls": calls}
     return [_user(FIRST), turn, *results, _assistant(SAID), _user(SECOND)]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pi_runtime.engine.history import one_form
 from pi_runtime.engine.prompt_writer import PromptWriter
 from pi_runtime.engine.tools.output import tools_of
 from pi_runtime.errors import InputError
@@ -67,7 +68,7 @@ def ours(template: ChatTemplate, messages: list[Any], tools: list[Any], words: s
     """A conversation as this project renders it."""
     writer = PromptWriter(template, tools=tools, are_told=is_told, variables=VARIABLES, add_generation_prompt=True)
     try:
-        text = writer.write(messages)
+        text = writer.write(one_form(messages))
     except InputError as error:
         return Rendered(None, (), " ".join(str(error).split())[:120])
     return Rendered(text, tuple(lost(text, words)))

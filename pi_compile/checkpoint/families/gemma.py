@@ -30,9 +30,7 @@ def _angles_of(config: Config, kind: str, theta: str) -> Config:
     fields = {key: value for key, value in config.fields.items() if key not in rope.KEYS}
     fields["rope_scaling" if scaling else "rope_parameters"] = own | scaling
     base = {} if config.get(theta) is None else {"rope_theta": config.get(theta)}
-    found = Config(config.path, fields | base)
-    found.notices = config.notices
-    return found
+    return config.with_fields(fields | base)
 
 
 def _decoder(config: Config) -> Decoder:

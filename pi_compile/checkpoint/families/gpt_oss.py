@@ -4,7 +4,6 @@ Gate and up of an expert are the even and the odd rows of one matrix. Matrices o
 in MXFP4 are not.
 """
 
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,8 +27,7 @@ _YARN = {
 
 def _decoder(config: Config) -> Decoder:
     if config.get("rope_parameters") is None and not config.get("rope_scaling"):
-        config = copy(config)
-        config.fields = {**config.fields, "rope_parameters": _YARN}
+        config = config.with_fields({**config.fields, "rope_parameters": _YARN})
     windowed = windowed_layers(config, [n % 2 == 0 for n in range(config.size("num_hidden_layers"))])
     window = 0 if config.fields.get("sliding_window", 128) is None else config.size("sliding_window", 128)
     routed: dict[str, Any] = experts(config, "num_local_experts", 128, per_token=4)

@@ -3,7 +3,6 @@
 Phi-3 and Phi-4 are Llamas whose queries, keys and values, and whose gate and up, are stored in one tensor each.
 """
 
-from copy import copy
 from dataclasses import replace
 
 from pi_compile.checkpoint.config import Config
@@ -42,8 +41,7 @@ def _decoder(config: Config) -> Decoder:
 
 def _phi3(config: Config) -> Decoder:
     if config.get("original_max_position_embeddings") is None:  # which counts before the one in the rope parameters
-        config = copy(config)
-        config.fields = {**config.fields, "original_max_position_embeddings": 4096}
+        config = config.with_fields({**config.fields, "original_max_position_embeddings": 4096})
     found = usual_decoder(config, "phi3", context=4096, norm_eps=1e-5, partial=1.0)
     return replace(found, context_length=within_window(config, found.context_length))
 

@@ -37,13 +37,13 @@ class OfFamily:
 
     adapter: Adapter
     """The family's; its decoder is taken, not its tensors."""
-    required: Mapping[str, str]
+    required: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Metadata keys that it must have besides the usual ones → the family's config keys."""
-    fields: Callable[[GgufFile, _Fields, _Fields], _Fields]
+    fields: Callable[[GgufFile, _Fields, _Fields], _Fields] = field(default=lambda _file, _keys, _fields: {})
     """Makes further config fields of a file's metadata keys, which it takes out, and of the fields so far."""
     names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Usual config keys → the family's."""
-    ffn_norm: str = "post_attention_norm"
+    ffn_norm: str = "ffn_norm"
     attention: Callable[[Decoder, Collection[str]], Table] = field(default=lambda _d, _names: {})
     """Makes the arrays of a layer's attention and norms that differ, of the names of a file's tensors."""
     partly_rotated: bool = False
@@ -56,28 +56,21 @@ def family_layer(d: Decoder, usual: Table) -> Table:
         return usual
     if d.experts_per_token == d.experts_shared:
         return {**usual, **cut_ffn(_parts(""), d.dense_ff, d.d_ff, d.n_experts)}
-    biases = {f"ffn/{array}_bias": f"blk.{{n}}.ffn_{part}_exps.bias" for array, part in _BIASED.items()}
     always = cut_ffn(_parts("_shexp"), d.experts_shared * d.d_ff, d.d_ff, d.experts_shared) if d.experts_shared else {}
     return {
         **usual,
         "attention/sinks": stored("blk.{n}.attn_sinks.weight"),
         "ffn/router_bias": stored("blk.{n}.ffn_gate_inp.bias"),
         "ffn/router_choice_bias": stored("blk.{n}.exp_probs_b.bias"),
-        **{array: (SourceTensor(name, stacked=d.n_experts),) for array, name in biases.items()},
+        "ffn/first_bias": (SourceTensor("blk.{n}.ffn_gate_exps.bias", stacked=d.n_experts),),
+        "ffn/up_bias": (SourceTensor("blk.{n}.ffn_up_exps.bias", stacked=d.n_experts),),
         "ffn/expert_bias": stored("blk.{n}.ffn_down_exps.bias"),
         **{array: usual[array] + tensors for array, tensors in always.items()},
     }
 
 
-_BIASED = {"first": "gate", "up": "up"}
-
-
 def _parts(ending: str) -> list[str]:
     return [f"blk.{{n}}.ffn_{part}{ending}.weight" for part in ("gate", "up", "down")]
-
-
-def _gpt_oss(_file: GgufFile, _keys: _Fields, _fields: _Fields) -> _Fields:
-    return {}
 
 
 def _glm(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
@@ -207,8 +200,10 @@ def _gemma3(_file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
 
 
 def _gemma3_attention(_d: Decoder, _names: Collection[str]) -> Table:
-    norms = {"attention/out_norm": "post_attention_norm", "ffn/out_norm": "post_ffw_norm"}
-    return {f"{array}/weight": stored(f"blk.{{n}}.{name}.weight") for array, name in norms.items()}
+    return {
+        "attention/out_norm/weight": stored("blk.{n}.post_attention_norm.weight"),
+        "ffn/out_norm/weight": stored("blk.{n}.post_ffw_norm.weight"),
+    }
 
 
 def _phi3(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
@@ -262,8 +257,8 @@ def _error(file: GgufFile, key: str, expected: str, found: object) -> Checkpoint
 OF_FAMILIES = {
     "gpt-oss": OfFamily(
         adapter=gpt_oss.ADAPTER,
+        ffn_norm="post_attention_norm",
         required={"attention.sliding_window": "sliding_window"},
-        fields=_gpt_oss,
         notices=(
             "the ends of YaRN's ramp are rounded, as llama.cpp rounds them; the published config of gpt-oss keeps them",
         ),
@@ -272,6 +267,7 @@ OF_FAMILIES = {
         adapter=glm.ADAPTER,
         required={"expert_feed_forward_length": "moe_intermediate_size", "expert_shared_count": "n_shared_experts"},
         fields=_glm,
+        ffn_norm="post_attention_norm",
         partly_rotated=True,
     ),
     "deepseek2": OfFamily(
@@ -290,19 +286,10 @@ OF_FAMILIES = {
             "expert_shared_count": "n_shared_experts",
         },
         fields=_deepseek,
-        ffn_norm="ffn_norm",
         attention=_deepseek_attention,
     ),
-    "gemma3": OfFamily(
-        adapter=gemma.ADAPTER, required={}, fields=_gemma3, ffn_norm="ffn_norm", attention=_gemma3_attention
-    ),
-    "phi3": OfFamily(adapter=phi.PHI3, required={}, fields=_phi3, ffn_norm="ffn_norm", partly_rotated=True),
-    "smallthinker": OfFamily(
-        adapter=smallthinker.ADAPTER,
-        required={},
-        fields=_smallthinker,
-        names=smallthinker.NAMES,
-        ffn_norm="ffn_norm",
-    ),
+    "gemma3": OfFamily(adapter=gemma.ADAPTER, fields=_gemma3, attention=_gemma3_attention),
+    "phi3": OfFamily(adapter=phi.PHI3, fields=_phi3, partly_rotated=True),
+    "smallthinker": OfFamily(adapter=smallthinker.ADAPTER, fields=_smallthinker, names=smallthinker.NAMES),
 }
 """The architectures, by llama.cpp's names."""

@@ -45,17 +45,13 @@ class Scheme:
     notices: tuple[str, ...] = ()
     """Lines for the user."""
 
-    def layers_of(self, name: str) -> Layers:
-        """How a layer is stored: a name counts before a pattern, and a pattern before a class."""
+    def of(self, name: str) -> "Scheme":
+        """The scheme of one layer alone: a name counts before a pattern, and a pattern before a class."""
         patterns = [(layers, target) for layers in self.layers for target in layers.targets]
         named = [layers for layers, target in patterns if target == name]
         alike = [layers for layers, t in patterns if t.startswith("re:") and re.match(t.removeprefix("re:"), name)]
         of_class = [layers for layers, target in patterns if not target.startswith("re:") and "." not in target]
-        return (*named, *alike, *of_class, *self.layers)[0]
-
-    def of(self, name: str) -> "Scheme":
-        """The scheme of one layer alone."""
-        return replace(self, layers=(self.layers_of(name),))
+        return replace(self, layers=(*named, *alike, *of_class, *self.layers)[:1])
 
     @property
     def name(self) -> str:

@@ -1,6 +1,5 @@
 """How models write calls of tools, by what their chat templates write."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from pi_runtime.engine.tools.harmony import CHANNEL
@@ -74,7 +73,7 @@ class ToolFormat:
             return MISTRAL_LIST
         if "<tool_call>" in template:
             return _tagged(template) or GENERIC
-        if "<|start_header_id|>" in template and _has_any(template, ('"parameters"', '\\"parameters\\"')):
+        if "<|start_header_id|>" in template and any(key in template for key in ('"parameters"', '\\"parameters\\"')):
             return LLAMA_3
         return GENERIC if template else None
 
@@ -147,7 +146,3 @@ def _tagged(template: str) -> ToolFormat | None:
     if "<function=" in template:
         return QWEN_3_CODER if "<parameter=" in template else None
     return HERMES if "arguments" in template else None
-
-
-def _has_any(template: str, texts: Iterable[str]) -> bool:
-    return any(text in template for text in texts)

@@ -5,6 +5,7 @@ Calls of earlier turns and their results become text too. What the model then wr
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 PREFACE = """\
@@ -34,15 +35,13 @@ def told(messages: Sequence[Message], tools: Sequence[Message]) -> list[dict[str
 
 def with_calls_as_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The messages with calls and results as text; results that follow one another are one message of the user."""
-    found, results = list[dict[str, Any]](), list[str]()
-    for message in [*messages, None]:
-        if message is not None and message["role"] == "tool":
-            results.append(f"<tool_response>\n{message['content']}\n</tool_response>")
-            continue
-        if results:
+    found = list[dict[str, Any]]()
+    for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
+        if are_results:
+            results = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
             found.append({"role": "user", "content": "\n".join(results)})
-            results = []
-        if message is not None:
+            continue
+        for message in group:
             calls = [call["function"] for call in message.get("tool_calls") or ()]
             written = [json.dumps({k: call[k] for k in ("name", "arguments")}, ensure_ascii=False) for call in calls]
             text = [message["content"]] * bool(message["content"])

@@ -125,8 +125,6 @@ def chat_text(body: ConversationFields, served: Served) -> str:
     if body.add_generation_prompt and body.continue_final_message:
         raise invalid("continue_final_message", "not with add_generation_prompt: the turn has begun already")
     tools, _ = allowed_tools(body.tools or [], body.tool_choice)
-    if body.tool_choice not in (None, "none", "auto") and not body.tools:
-        raise invalid("tool_choice", "allowed only with tools")
     messages = [template_message(message) for message in body.messages]
     effort = reasoning_variables(body.reasoning_effort, served)
     return rendered(

@@ -13,11 +13,19 @@ from pi_runtime.server.api.conversation import (
     FunctionName,
     NamedTool,
     OtherTool,
+    RefusalPart,
     of_other_type,
 )
 
 Status = Literal["in_progress", "completed", "incomplete"]
 UNUSED = "Accepted, as answers have it; not used."
+
+
+class ItemFields(Body):
+    """What items of an answer have besides."""
+
+    id: str | None = None
+    status: Status | None = None
 
 
 class InputText(Body):
@@ -30,28 +38,19 @@ class InputText(Body):
     logprobs: Annotated[list[Any], TOKENS] | None = Field(default=None, description=UNUSED)
 
 
-class InputRefusal(Body):
-    """A refusal, which is text."""
-
-    type: Literal["refusal"]
-    refusal: str
+InputPart = Annotated[InputText | RefusalPart, Field(discriminator="type")]
 
 
-InputPart = Annotated[InputText | InputRefusal, Field(discriminator="type")]
-
-
-class InputMessage(Body):
+class InputMessage(ItemFields):
     """A message: of the user, of whoever instructs, or an earlier answer."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Annotated[list[InputPart], MANY] | None = None
-    id: str | None = None
-    status: Status | None = None
     phase: Literal["commentary", "final_answer"] | None = Field(default=None, description="Accepted; not used.")
 
 
-class InputCall(Body):
+class InputCall(ItemFields):
     """An earlier call of a function."""
 
     type: Literal["function_call"]
@@ -60,40 +59,32 @@ class InputCall(Body):
     arguments: Annotated[dict[str, Any], MANY] | str | None = Field(
         default=None, description="A JSON object as text; what is none, as a call that was cut off, stands within one."
     )
-    id: str | None = None
-    status: Status | None = None
 
 
-class InputCustomCall(Body):
+class InputCustomCall(ItemFields):
     """An earlier call of a tool that takes text: shown as a call with the argument `input`."""
 
     type: Literal["custom_tool_call"]
     call_id: str
     name: str
     input: str | None = None
-    id: str | None = None
-    status: Status | None = None
 
 
-class InputShellCall(Body):
+class InputShellCall(ItemFields):
     """An earlier call of the tool `local_shell`, whose arguments are its action."""
 
     type: Literal["local_shell_call"]
     call_id: str | None = None
     action: Annotated[dict[str, Any], MANY] | None = None
-    id: str | None = None
-    status: Status | None = None
 
 
-class InputCallOutput(Body):
+class InputCallOutput(ItemFields):
     """What a function, or another tool, gave."""
 
     type: Literal["function_call_output", "custom_tool_call_output", "local_shell_call_output"]
     call_id: str | None = None
     output: str | Annotated[list[InputText], MANY] | None = None
-    id: str | None = None
     name: str | None = None
-    status: Status | None = None
 
 
 class ReasoningText(Body):
@@ -103,19 +94,13 @@ class ReasoningText(Body):
     text: str
 
 
-class InputReasoning(Body):
+class InputReasoning(ItemFields):
     """Earlier thoughts; the template uses or drops them."""
 
     type: Literal["reasoning"]
-    id: str | None = None
     summary: Annotated[list[ReasoningText], MANY] | None = None
     content: Annotated[list[ReasoningText], MANY] | None = None
     encrypted_content: str | None = Field(default=None, description="Accepted; only text is used.")
-    status: Status | None = None
-
-
-def _type_of(item: Any) -> Any:
-    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
 
 
 OTHERS = (
@@ -135,7 +120,7 @@ InputOther = Annotated[
 
 def _kind_of(item: Any) -> str:
     """The tag of an item."""
-    kind = _type_of(item)
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
     return next((tag for tag, kinds in KINDS.items() if kind in kinds), str(kind))
 
 
@@ -244,7 +229,7 @@ def _call(item: InputCall | InputCustomCall | InputShellCall) -> dict[str, Any]:
     return {"id": item.call_id, "type": "function", "function": function}
 
 
-def _text(content: str | Sequence[InputText | InputRefusal] | None) -> str:
+def _text(content: str | Sequence[InputText | RefusalPart] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text if isinstance(part, InputText) else part.refusal for part in content)

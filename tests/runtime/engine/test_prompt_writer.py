@@ -11,6 +11,7 @@ from support.conversations import ASKED, CALLING, CONVERSATIONS, GIVEN, HOURS, M
 from support.published_templates import LIMITS, VARIABLES, compare
 from support.templates import ALL, CHATML, DEEPSEEK, GEMMA, GLM, HARMONY, LLAMA, MISTRAL, QWEN
 
+from pi_runtime.engine.history import one_form
 from pi_runtime.engine.prompt_writer import PromptWriter
 from pi_runtime.engine.tools.output import tools_of
 from pi_runtime.errors import PromptError, TemplateError
@@ -38,7 +39,7 @@ def write(template: ChatTemplate | str, messages: list[Any], tools: Any = (), **
         variables={**VARIABLES, **variables},
         add_generation_prompt=True,
     )
-    return writer.write(messages)
+    return writer.write(one_form(messages))
 
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)

@@ -23,7 +23,7 @@ def form(found: Abilities) -> str:
     if calls is None:
         return "as text"
     parts = {
-        calls.content: True,
+        {"": "empty", None: "null"}.get(calls.content.get("content", 0), "absent"): True,
         "text": calls.arguments_are_text,
         "named": calls.names_results,
         "short": calls.short_ids,
