@@ -295,10 +295,11 @@ def test_a_limit_removes_nothing_that_another_process_uses(cache: Path, tmp_path
         command = [sys.executable, "-c", PACKING, str(tmp_path / f"{name}.gguf"), str(GOLDEN)]
         running.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
     for expected in ("packing", "packed"):
-        for process in running:
+        for process in running:  # none goes on before both are there
             assert process.stdout is not None
-            assert process.stdin is not None
             assert process.stdout.readline().strip() == expected
+        for process in running:
+            assert process.stdin is not None
             process.stdin.write("\n")
             process.stdin.flush()
     assert [process.communicate()[0].strip() for process in running] == ["True", "True"]
