@@ -235,17 +235,15 @@ class CallParser:
             self._level = scanner.depth
             if not scanner.depth:
                 self._end_object()
-        elif self._awaits_arguments and self._begins_arguments(char):
+        elif (
+            # The value of the call's arguments, the first that it has.
+            self._key in ARGUMENTS and not (self._has_begun or self._pending) and self._begins_arguments(char)
+        ):
             pass
         elif scanner.depth == 2 > self._level and scanner.state == FIRST_KEY and self._key == WRAPPER:
             self._level = 2
         elif scanner.depth == self._level:
             self._add_member(char)
-
-    @property
-    def _awaits_arguments(self) -> bool:
-        """Whether what is read now is the value of the call's arguments, the first that it has."""
-        return self._key in ARGUMENTS and not self._has_begun and not self._pending
 
     def _begins_arguments(self, char: str) -> bool:
         """Begin the arguments where this character does; a value that they cannot be is no call."""

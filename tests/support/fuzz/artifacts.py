@@ -4,14 +4,17 @@ import hashlib
 import json
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.decoding import canonical_json, decode, default_of
+from pi_runtime.artifact.features import used
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.layout import chunk_name, documents
+from pi_runtime.artifact.schema import Manifest
 from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs
 from support.forge import Forged, put_together, seal, take_apart
 from support.fuzz import mutations
@@ -104,7 +107,7 @@ class Forger:
     def shape(self, rng: Random) -> Lie:
         """Another decoder, other formats and rungs, with arrays of the sizes that follow from them, and any bytes."""
         manifest = deepcopy(self._manifest)
-        decoder = manifest["decoder"]
+        decoder = manifest["decoder"] = {**DEFAULTS, **manifest["decoder"]}
         for _ in range(rng.choice((1, 1, 2, 3))):
             name = rng.choice(sorted(decoder))
             if type(decoder[name]) is int and rng.random() < 0.8:
@@ -122,7 +125,8 @@ class Forger:
         except (KeyError, TypeError, ValueError, OverflowError):
             sound = False
         if not sound:  # no arrays follow from that: the old ones stay
-            return Lie("claimed", put_together([*self._entries[:-1], Forged(MANIFEST, mutations.spelled(manifest))]))
+            claimed = Forged(MANIFEST, mutations.spelled(agreed(manifest)))
+            return Lie("claimed", put_together([*self._entries[:-1], claimed]))
         return Lie(f"{decoder}", self._assembled(manifest, specs, rng))
 
     def _file(self, rng: Random) -> Lie:
@@ -165,7 +169,24 @@ class Forger:
             digest = hashlib.sha256(entry.data).hexdigest()
             about = {"nbytes": len(entry.data), "offset": entry.data_offset, "sha256": digest}
             manifest["files"][entry.name.decode()] = about
-        return put_together([*arrays, *stored, *nodes, Forged(MANIFEST, mutations.spelled(manifest))])
+        return put_together([*arrays, *stored, *nodes, Forged(MANIFEST, mutations.spelled(agreed(manifest)))])
+
+
+DEFAULTS = {f.name: default_of(f) for f in fields(Decoder) if default_of(f) is not MISSING}
+"""What a manifest says of a decoder by saying nothing."""
+
+
+def agreed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The manifest as its writer spells it, with the features that it uses; as it is where it says no such thing."""
+    problems: list[str] = []
+    read = decode(Manifest, json.loads(json.dumps(manifest)), "", problems)
+    if problems:
+        return manifest
+    try:
+        found: dict[str, Any] = json.loads(canonical_json(replace(read, features=used(read))))
+    except (KeyError, TypeError, ValueError):  # a rung or format that there is none of
+        return manifest
+    return found
 
 
 CONTAINER = (
@@ -205,8 +226,8 @@ def change_container(rng: Random, entries: list[Forged], n: int, field: str, opt
 
 def specs_of(manifest: dict[str, Any]) -> dict[str, ArraySpec]:
     """The arrays that follow from a manifest's decoder, formats and layers."""
-    decoder = Decoder(**{**manifest["decoder"], "rotary_frequencies": tuple(manifest["decoder"]["rotary_frequencies"])})
-    ranks = [layer["rank"] for layer in manifest["layers"]]
+    decoder = Decoder(**{k: tuple(v) if isinstance(v, list) else v for k, v in manifest["decoder"].items()})
+    ranks = [layer.get("rank") for layer in manifest["layers"]]
     if len(ranks) != decoder.n_layers:
         ranks = [None] * decoder.n_layers if decoder.n_layers <= 8 else ranks
         manifest["layers"] = [{**manifest["layers"][0], "rung": "dense", "rank": None} for _ in ranks]
