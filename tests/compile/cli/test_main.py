@@ -14,13 +14,13 @@ import pytest
 import typer
 from support.documents import assert_as_documented, sometimes
 from support.paths import GOLDEN, ROOT
-from support.small_project import prose
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
 from support.hf import edit_json, random_llama
+from support.small_project import prose
 
 from pi_compile.cli.main import app
 from pi_compile.cli.rendering import artifact_text
