@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.exceptions import TemplateError
 from support.synthetic import random_artifact, small_decoder
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from pi_runtime import Model, load
 from pi_runtime.engine.prefill import before, taken_out
@@ -80,6 +79,9 @@ def test_the_prompt_ends_with_the_text(name: str, text: str) -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("more", [{}, {"reasoning_content": "hm"}], ids=["", "thoughts"])
 def test_a_text_that_templates_leave_as_it_is_goes_on_as_in_transformers(name: str, more: dict[str, str]) -> None:
+    pytest.importorskip("transformers")
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "The answer is", **more}]
     (expected,), _ = render_jinja_template([chat], chat_template=TEMPLATES[name], continue_final_message=True)
     assert prompt(TEMPLATES[name], "The answer is", **more) == expected.replace("CONTINUE_FINAL_MESSAGE_TAG ", "")
@@ -112,6 +114,9 @@ def test_no_message_to_be_continued(messages: list[Any]) -> None:
 
 
 def test_published_templates_go_on_as_in_transformers(shared: Path) -> None:
+    pytest.importorskip("transformers")
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "The answer is"}]
     tried = 0
     for path in sorted((shared / "data/chat_templates").glob("*.jinja")):
