@@ -60,6 +60,7 @@ def test_lines_as_json_have_the_same_fields(alphabet: Path, serve: Serve) -> Non
     served = serve(alphabet, log_requests=True, log_format="json")
     served.get("/health", headers={"X-Request-Id": "mine"})
     served.complete("a", max_tokens=1, n=-5, **{"odd\n": 1})
+    wait_until(lambda: len(served.lines) == 2)
     served.service.on_event("something")
     wait_until(lambda: len(served.lines) == 3)
     lines = [json.loads(line) for line in served.lines]
