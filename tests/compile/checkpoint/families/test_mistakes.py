@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from support.documents import page
 from support.families import CASES, random_checkpoint
 from support.hf import edit_json, edit_tensors
+from support.refused_checkpoints import refusal
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.checkpoint.families import family_names
@@ -80,13 +81,6 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def copy(originals: dict[str, Path], tmp_path: Path) -> Copy:
     return lambda family: Path(shutil.copytree(originals[family], tmp_path / family))
-
-
-def refusal(folder: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(folder)
-    assert caught.value.exit_code == 3
-    return str(caught.value)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
