@@ -13,6 +13,11 @@ from pi_compile.errors import CheckpointError
 from pi_runtime.errors import Setting, Text, UsageError
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_GGUF_SUFFIX = ".gguf"
+MAGICS = MAGIC, POWERINFER_MAGIC = b"GGUF", b"PWRI"
+"""The first bytes, of llama.cpp's files and of PowerInfer's."""
+_VERSION_BYTES = 4
+"""Bytes of the version behind them, a small number."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -36,6 +41,20 @@ def remedy_for(path: Path) -> str:
     if pointer:
         return "this is a Git LFS pointer, not the file: run `git lfs pull` in the checkpoint's folder"
     return "the file is damaged or was not fetched whole: fetch it again"
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins like a GGUF file, or is at least named like one, so that its faults are looked for."""
+    if not path.is_file():
+        return False
+    if path.suffix == _GGUF_SUFFIX:
+        return True
+    try:
+        with path.open("rb") as file:
+            head = file.read(len(MAGIC) + _VERSION_BYTES)
+    except OSError:  # a folder may have other files that are not for everybody
+        return False
+    return head.startswith(MAGICS) and 0 in head[len(MAGIC) :]  # a text may begin with the same letters
 
 
 _HARMLESS_KEYS = """

@@ -9,6 +9,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
+from pi_compile.checkpoint.config import is_gguf
 from pi_compile.errors import CheckpointError
 from pi_runtime.console import size
 
@@ -239,24 +240,3 @@ def _gguf_files(names: Iterable[str], named: re.Match[str]) -> list[str]:
 def _snapshot(name: str, revision: str | None, patterns: list[str], *, local: bool = False) -> Path:
     found = huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=local)
     return Path(found)
-
-
-SUFFIX = ".gguf"
-MAGICS = MAGIC, POWERINFER_MAGIC = b"GGUF", b"PWRI"
-"""The first bytes, of llama.cpp's files and of PowerInfer's."""
-_VERSION_BYTES = 4
-"""Bytes of the version behind them, a small number."""
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a file begins like a GGUF file, or is at least named like one, so that its faults are looked for."""
-    if not path.is_file():
-        return False
-    if path.suffix == SUFFIX:
-        return True
-    try:
-        with path.open("rb") as file:
-            head = file.read(len(MAGIC) + _VERSION_BYTES)
-    except OSError:  # a folder may have other files that are not for everybody
-        return False
-    return head.startswith(MAGICS) and 0 in head[len(MAGIC) :]  # a text may begin with the same letters
