@@ -147,6 +147,9 @@ WITH_OTHERS = {
     "another type of another time": ("Gemma3Text", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "refused"),
     "parameters of no kind": ("Gemma3Text", {"rope_parameters": {"rope_type": "default", "rope_theta": 9}}, "refused"),
     "a default of the published checkpoints": ("GptOss", {"rope_parameters": None}, "equal"),
+    "scores that nothing multiplies": ("GraniteMoe", {"attention_multiplier": None}, "equal"),
+    "a width of heads that is not that of their rotated part": ("DeepseekV3", {"head_dim": 2}, "refused"),
+    "that of their rotated part": ("DeepseekV3", {"head_dim": 6}, "equal"),
     "a linear scale beside that of scores": (
         "DeepseekV3",
         {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "mscale_all_dim": 0.7}},
