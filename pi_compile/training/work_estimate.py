@@ -12,10 +12,9 @@ from pi_compile.torch_model import (
     layer_parameters,
     values_per_s,
 )
-from pi_compile.training.candidates import MORE_RANKS, Search, initial_ranks, searches_for
+from pi_compile.training.candidates import MORE_RANKS, Search, TrainSpec, initial_ranks, searches_for
 from pi_compile.training.rung_choice import PASSES
 from pi_compile.training.samples import BATCH, CHUNK, NEURON_VALUES
-from pi_compile.training.spec import TrainSpec
 from pi_runtime.artifact.decoder import Decoder
 
 STEP_PASSES, SCORE_PASSES, MODEL_PASSES = 30, 20, 10

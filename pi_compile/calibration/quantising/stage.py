@@ -25,8 +25,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pi_compile.calibration.quantising.compensation import importance, inverse_factor, round_along_inputs, round_inputs
-from pi_compile.calibration.quantising.moments import FIRST, QKV, down, neuron_ranges, second_moments, sizes
+from pi_compile.calibration.quantising.compensation import (
+    FIRST,
+    QKV,
+    down,
+    importance,
+    inverse_factor,
+    neuron_ranges,
+    round_along_inputs,
+    round_inputs,
+    second_moments,
+    sizes,
+)
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.files import read_arrays, write_arrays, write_text
 from pi_compile.results import QuantisedWeights, Stored, read_stored, stored_entries

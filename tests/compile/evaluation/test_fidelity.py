@@ -21,8 +21,7 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import CheckpointError, CorpusError
 from pi_compile.evaluation import window_scores
-from pi_compile.evaluation.fidelity import LEAST_TIMED, _tokens_per_s, _windows, evaluate
-from pi_compile.evaluation.load_options import LoadOptions
+from pi_compile.evaluation.fidelity import LEAST_TIMED, LoadOptions, _tokens_per_s, _windows, evaluate
 from pi_compile.evaluation.window_scores import Score, score_windows
 from pi_compile.packing import PackSpec, pack
 from pi_compile.results.activation_profile import ActivationProfile

@@ -12,9 +12,8 @@ from support.synthetic import small_decoder
 
 from pi_compile.calibration import profiling, quantising
 from pi_compile.training import work_estimate
-from pi_compile.training.candidates import initial_ranks
+from pi_compile.training.candidates import TrainSpec, initial_ranks
 from pi_compile.training.rung_choice import PASSES
-from pi_compile.training.spec import TrainSpec
 from pi_compile.training.work_estimate import ProgressMeter, TrainingWork
 
 SPEC = TrainSpec(rungs=("gate", "predicted"), steps=300)
