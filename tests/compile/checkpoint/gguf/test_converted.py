@@ -97,7 +97,7 @@ SAID = {
 """Keys of published configs that transformers does not write, by the class of the model."""
 OTHERWISE = {
     "deepseek-v2-grouped": "llama.cpp chooses groups by two experts, transformers by one",
-    "qwen3": "llama.cpp has no bias of Qwen3's output",
+    **dict.fromkeys(("qwen3", "olmo2-biases", "arcee-biases"), "llama.cpp has no bias of attention's output there"),
 }
 """Cases that llama.cpp refuses, or computes otherwise than transformers, as which they are read."""
 LOOSE = {"gemma3-linear": 2e-2}
@@ -105,6 +105,8 @@ LOOSE = {"gemma3-linear": 2e-2}
 UNREAD = {
     "deepseek-v2-groups": "llama.cpp has no biases for DeepSeek",
     "gemma3-listed": "llama.cpp has a window in five layers of six",
+    "qwen3-moe-unnormalised": "the converter leaves out that weights are not normalised; llama.cpp normalises them",
+    "olmoe-normalised": "the converter leaves out that weights are normalised; llama.cpp does not normalise them",
     "mistral-window": "the converter leaves out Mistral's window",
     "nanochat": "llama.cpp has no such architecture",
     "nanochat-uncapped": "llama.cpp has no such architecture",
