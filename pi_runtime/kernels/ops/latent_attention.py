@@ -218,7 +218,7 @@ def mix_latents(
 ) -> None:  # fmt: skip
     """ws.mixed_TQ ← the values of all heads, from what the layer's first matrix made in `ws.qkv_TQ`.
 
-    See `reference.latent_attention`, whose parts follow each other in the same order.
+    See `latent_attention` of the definition, whose parts follow each other in the same order.
     """
     tokens, heads, rank, rotated = position_T.shape[0], cfg.heads, cfg.latent_rank, 2 * cos_SJ.shape[1]
     qkv_TQ, latent_TX, plain = ws.qkv_TQ[:tokens], ws.latent_TQ[:tokens], cfg.head_dim - rotated
