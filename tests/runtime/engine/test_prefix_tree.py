@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from support.synthetic import small_decoder
 
 from pi_runtime.engine.prefix_tree import PrefixTree
-from pi_runtime.execution.kv_cache import KVCache
-from pi_runtime.execution.page_table import PageRun
+from pi_runtime.execution.kv_cache import KVCache, PageRun
 from pi_runtime.execution.pages import PAGE_POSITIONS, PagePool, PagesExhausted
 
 CONTEXT = 150
@@ -230,7 +229,7 @@ class Traffic:
         root = self.tree._roots.get("")
         if not self.window or root is None:
             return most
-        node, lacking, found, keys = root, [-1] * len(self.pool.classes), 0, self.tree._keys(*split(text[:most]))
+        node, lacking, found, keys = root, [-1] * len(self.pool.classes), 0, self.tree.keys(*split(text[:most]))
         for place, key in enumerate(keys):
             # Of those that share as much the first is taken.
             node = max(node.children.values(), key=lambda child: common(list(child.key), list(key)))  # type: ignore[arg-type]
