@@ -4,8 +4,8 @@ A page's name is the digest of all positions up to its end, each with how it was
 depend on: artifact, mode, placement, salt, format of the cache, version of the sums. So names tell nothing of a text,
 whoever has the text finds its pages, and no others match. Only whole pages are kept.
 
-Files lie side by side in a folder, `RUN-NUMBER.pages`, where RUN is the digest of what all pages of a run have in common.
-Each holds some pages that were written together:
+Files lie side by side in a folder, `RUN-NUMBER.pages`, where RUN is the digest of what all pages of a run have in
+common. Each holds some pages that were written together:
 
     magic, bytes of the header (8, little-endian), header (canonical JSON: the run, the number of pages)
     for each page its name, its class of layers, and the CRC-32 of its bytes; the CRC-32 of all before
@@ -40,6 +40,8 @@ from pi_runtime.files import Replacement, locked, remove_unfinished
 MAGIC = b"pi-pages-1\n"
 ENDING = ".pages"
 SIZE, CHECK = 8, 4
+NAME = "name"
+"""What a run says besides of its model."""
 MODE = 0o600
 """Keys and values tell what was written, so they are their owner's alone."""
 FILE_NBYTES, QUEUE_NBYTES = 16 << 20, 128 << 20
@@ -93,7 +95,7 @@ class Damaged(Exception):  # noqa: N818  never leaves this module
 class PageFiles:
     """The pages of one run in a folder, and the thread that writes them.
 
-    `run`: what bits depend on, in words. Only one thread may read; any may offer. `say` is told once of what fails.
+    `run`: what bits depend on, in words, and the model's name, on which they do not. Only one thread may read; any may offer. `say` is told once of what fails.
     """
 
     def __init__(
@@ -111,7 +113,8 @@ class PageFiles:
             raise UsageError(
                 "no room for pages", setting=Setting("kv_disk_budget", budget), expected=f"at least {4 * least} bytes"
             )
-        self._digest = blake2b(MAGIC + canonical_json(run), digest_size=32).digest()
+        bits = {key: value for key, value in run.items() if key != NAME}
+        self._digest = blake2b(MAGIC + canonical_json(bits), digest_size=32).digest()
         self._prefix = self._digest.hex()[:16]
         self._places: dict[tuple[Name, int], _Place] = {}
         self._files: dict[Path, list[tuple[Name, int]]] = {}
@@ -120,21 +123,22 @@ class PageFiles:
         self._queued = 0
         self._said: set[str] = set()
         self._silent_until = 0.0
-        self.written = self.read_pages = 0
-        """Pages that were written, and read."""
+        self.written = 0
+        """Pages that were written."""
         # Guards all of these; `_changed` also says that something was queued, or that this is to end.
         self._changed = threading.Condition(threading.RLock())
         self._ends: float | None = None
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            remove_unfinished(folder)
+            with locked(folder / "budget", lambda: None):
+                self._make_room(0)
+            found = [path.name.startswith(self._prefix) for path in folder.glob(f"*{ENDING}")]
             self._look()
-            others = not self._files and any(folder.glob(f"*{ENDING}"))
         except OSError as error:
             raise UsageError(
                 "no folder for pages", setting=Setting("kv_disk", folder), found=error.strerror, remedy="name another"
             ) from None
-        if others:
+        if found and not any(found):
             self._say_once(f"{folder}: what is stored there is of other models or runs, or of another version")
         self._thread = threading.Thread(target=self._write_all, name="pi-pages", daemon=True)
         self._thread.start()
@@ -181,7 +185,6 @@ class PageFiles:
             except (OSError, Damaged) as error:
                 self._give_up(path, error)
                 return False
-        self.read_pages += len(wanted)
         return True
 
     def write(self, pages: Sequence[Offered]) -> bool:
@@ -197,6 +200,11 @@ class PageFiles:
             self._know(path, places)
             self.written += len(pages)
         return True
+
+    @property
+    def size(self) -> int:
+        """How many pages are there. Any thread may ask."""
+        return len(self._places)
 
     @property
     def most_nbytes(self) -> int:

@@ -29,7 +29,7 @@ from typing import NamedTuple, Optional, TypeGuard
 
 from pi_runtime.execution.kv_cache import KVCache, PageRun, all_pages, pages_of
 from pi_runtime.execution.pages import PAGE_POSITIONS, PagePool
-from pi_runtime.sequence.sequence import Ending
+from pi_runtime.sequence.sequence import Outcome
 
 Key = tuple[int, ...]
 """The positions of a page, each as one number: twice the token, plus one where it was computed with selection."""
@@ -74,13 +74,15 @@ class Node:
     children: dict[Key, "Node"] = field(default_factory=dict)
     salt: str = ""
     """Separates the trees of those who share nothing; a root has it."""
+    name: bytes = b""
+    """What its pages are called on disk; empty until somebody asks, and of a root."""
     uses: list[int] = field(default_factory=list)
     """For each class the number of its page's last use."""
     used_s: float = 0.0
     """When it was used last."""
-    ending: Ending | None = None
+    outcome: Outcome | None = None
     """Of the sequence that used it last, once that has ended."""
-    asked: tuple[Ending, float] | None = None
+    asked: tuple[Outcome, float] | None = None
     """Where a prompt ended: how its answer ended, and when."""
 
     @property
@@ -158,10 +160,10 @@ class PrefixTree:
         self._use(path, length, None)
         return Prefix(tuple(self._run(path, kind, length) for kind in range(len(self._pool.classes))), length)
 
-    def insert(self, cache: KVCache, ending: Ending | None = None, prompt_tokens: int = 0) -> None:
+    def insert(self, cache: KVCache, outcome: Outcome | None = None, prompt_tokens: int = 0) -> None:
         """Share the pages of a cache, as far as their positions are not held yet; marks all of them as used now.
 
-        `ending`: how the sequence ended that had the cache, of whose tokens so many were the prompt.
+        `outcome`: how the sequence ended that had the cache, of whose tokens so many were the prompt.
         """
         assert cache.pool is self._pool
         runs, keys = cache.runs, self.keys(cache.tokens, cache.selected)
@@ -174,9 +176,9 @@ class PrefixTree:
         for place, node in enumerate(path):
             if node.key == keys[place]:  # else it holds more than this cache
                 self._fill(node, [run.at(place) for run in runs])
-        self._use(path, cache.length, ending)
-        if ending is not None and 0 < (place := prompt_tokens // PAGE_POSITIONS) <= len(path):
-            path[place - 1].asked = ending, self._clock()
+        self._use(path, cache.length, outcome)
+        if outcome is not None and 0 < (place := prompt_tokens // PAGE_POSITIONS) <= len(path):
+            path[place - 1].asked = outcome, self._clock()
         self._prune(path[-1])
 
     def evict(self, nbytes: int) -> int:
@@ -269,12 +271,12 @@ class PrefixTree:
 
     # What is dropped first.
 
-    def _use(self, path: Sequence[Node], length: int, ending: Ending | None) -> None:
+    def _use(self, path: Sequence[Node], length: int, outcome: Outcome | None) -> None:
         """Mark as used now what a sequence needs to go on from the first `length` positions of a path."""
         now, needed = self._clock(), [of.pages(length) for of in self._pool.classes]
         for place in reversed(range(pages_of(length))):
             node = path[place]
-            node.used_s, node.ending = now, ending
+            node.used_s, node.outcome = now, outcome
             for kind, places in enumerate(needed):
                 if place in places and node.pages[kind] is not None:
                     self._mark(node, kind)
@@ -295,11 +297,11 @@ class PrefixTree:
 
     def _heap(self, node: Node) -> list[Entry]:
         """Where the pages of a node are that may be dropped."""
-        if node.ending is None:
+        if node.outcome is None:
             return self._others
         if self._selection_matters and any(position % 2 for position in node.key):
             return self._answers
-        return self._calls if node.ending.in_call else self._others
+        return self._calls if node.outcome.in_call else self._others
 
     def _holds(self, entry: Entry) -> bool:
         """Whether an entry still stands for a page that may be dropped."""

@@ -62,7 +62,6 @@ class Stream(AnswerIterator):
 
     def __init__(self, sequence: AnswerSequence, neurons: int) -> None:
         super().__init__(sequence, neurons)
-        self.session: object = None
         weakref.finalize(self, sequence.cancel).atexit = False
 
     def __next__(self) -> str:

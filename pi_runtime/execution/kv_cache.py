@@ -204,8 +204,8 @@ class KVCache:
     def skip(self, tokens: Sequence[int], selected: Sequence[bool]) -> list[tuple[int, int, int]]:
         """Count further tokens as held, up to the end of a page, from one on; returns the pages that are to be filled.
 
-        Each is (class, place, page), and is this sequence's own: those that the positions behind the tokens need. Raises
-        PagesExhausted where the pool has too few; layers with a window may then have lost theirs.
+        Each is (class, place, page), and is this sequence's own: those that the positions behind the tokens need.
+        Raises PagesExhausted where the pool has too few; layers with a window may then have lost theirs.
         """
         first, end = self.length, self.length + len(tokens)
         assert first % PAGE_POSITIONS == end % PAGE_POSITIONS == 0, (first, end)

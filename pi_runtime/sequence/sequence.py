@@ -50,7 +50,7 @@ class Origin:
 
 
 @dataclass(eq=False)
-class Ending:
+class Outcome:
     """What is known of how a sequence ended; its reader may know more later."""
 
     in_call: bool = False
@@ -110,7 +110,7 @@ class TokenSequence(ABC):
         self.notify: Callable[[], object] = lambda: None
         """Called when an output has come, by the thread that runs it."""
         self._step_began = 0.0
-        self.ending = Ending()
+        self.outcome = Outcome()
         self.finish_reason: str | None = None
         """Why its text ended; None while it goes on, and for a goal without a text unless it was cancelled."""
 

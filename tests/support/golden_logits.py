@@ -64,7 +64,7 @@ def main() -> None:
         found = np.stack(list(logits(fmt, Path(folder), None if threads == "--write" else int(threads))))
         if threads == "--write":
             changed = entry in golden and (found != golden[entry]).any()
-            assert not changed or golden["sums"] != SUMS, f"{entry}: other bits than before, so raise kernels.SUMS first"
+            assert not changed or golden["sums"] != SUMS, f"{entry}: other bits, so raise kernels.SUMS"
             golden[entry] = found
         wrong = np.flatnonzero((found != golden[entry]).any(-1))
         assert not len(wrong), f"{ISA.name}, {entry}, {threads} threads: rows {wrong.tolist()}"

@@ -124,7 +124,7 @@ def test_engines_give_the_text_of_masks_alone(
                 model, slots=rng.choice([2, 4, 8]), kv_budget=budget, speculate=rng.choice(["auto", 4])
             ) as engine:
                 found = together(engine, requests, rng) + together(engine, turns, rng)
-                assert engine.stats.pages_used == engine.stats.pages_kept == len(set(engine._memory._tree.pages))
+                assert engine.stats.pages_used == engine.stats.pages_kept == len(set(engine._store.tree.pages))
                 preempted, cached = preempted + engine.stats.preemptions, cached + engine.stats.cached_tokens
             assert engine.stats.pages_used == 0
             for row in zip([*requests, *turns], wanted, found, strict=True):
