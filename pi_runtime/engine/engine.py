@@ -26,7 +26,7 @@ from pi_runtime.engine.scheduler import PIECE, Scheduler
 from pi_runtime.engine.stats import EngineStats
 from pi_runtime.engine.store import PrefixStore
 from pi_runtime.engine.stream import Scores, Stream
-from pi_runtime.errors import Setting, UsageError
+from pi_runtime.errors import UsageError
 from pi_runtime.execution.pages import PagePool
 from pi_runtime.kernels import SUMS
 from pi_runtime.kernels.codegen.isa import ISA
@@ -80,11 +80,19 @@ class Engine:
         kv_disk_budget: int | None = None,
         say: Callable[[str], object] = console.say_now,
     ) -> None:
-        EngineOptions(slots=slots, piece=piece, decode_share=decode_share, speculate=speculate)
+        folder = None if kv_disk is None else Path(kv_disk)
+        EngineOptions(
+            slots=slots,
+            piece=piece,
+            decode_share=decode_share,
+            speculate=speculate,
+            kv_disk=folder,
+            kv_disk_budget=kv_disk_budget,
+        )
         self.model, self._executor = model, model.executor
         self._speculation = model.speculation(speculate, StepTimes())
         self._store = self._opened_store(
-            self._default_budget(slots) if kv_budget is None else kv_budget, kv_disk, kv_disk_budget, say
+            self._default_budget(slots) if kv_budget is None else kv_budget, folder, kv_disk_budget, say
         )
         scheduler: Scheduler[TokenSequence] = Scheduler(slots, piece or PIECE)
         pace = PromptPace(decode_share, piece, model.executor.block_tokens)
@@ -231,16 +239,14 @@ class Engine:
         return max(nbytes, min(slots * nbytes, _machine_memory() // 4))
 
     def _opened_store(
-        self, budget: int, folder: str | Path | None, disk_budget: int | None, say: Callable[[str], object]
+        self, budget: int, folder: Path | None, disk_budget: int | None, say: Callable[[str], object]
     ) -> PrefixStore:
         """The store of prefixes, with its files where there is a folder for them."""
         model, pool = self.model, self._executor.new_pool(budget)
-        if folder is None and disk_budget is not None:
-            raise UsageError((Setting("kv_disk_budget"), " without ", Setting("kv_disk")))
         files = None
         if folder is not None:
             disk_budget = DISK_BUDGET if disk_budget is None else disk_budget
-            files = PageFiles(Path(folder), disk_budget, _run(model, pool), pool.classes, say)
+            files = PageFiles(folder, disk_budget, _run(model, pool), pool.classes, say)
         # A plan divides the sum of a token with selection between two sides, even where nothing is skipped.
         selection_matters = model.mode != "dense" or model.plan is not None
         return PrefixStore(model.executor, pool, selection_matters=selection_matters, files=files)

@@ -278,7 +278,7 @@ class PageFiles:
     def _places_of(self, path: Path) -> dict[tuple[Name, int], _Place]:
         """Where the pages of a file are. Raises Damaged, and OSError."""
         with path.open("rb") as file:
-            header, head = read_header(file)
+            header, head = _read_header(file)
             table = file.read(header.pages * ENTRY.itemsize)
             checked = zlib.crc32(head + table).to_bytes(CHECK, "little") == file.read(CHECK)
             if not checked or len(table) != header.pages * ENTRY.itemsize:
@@ -352,7 +352,36 @@ class PageFiles:
             return batch
 
 
-def read_header(file: BinaryIO) -> tuple[Header, bytes]:
+@dataclass
+class StoredRun:
+    """What a folder has of one run."""
+
+    name: str
+    """What its files' names begin with."""
+    run: Mapping[str, str]
+    """What made it, in words; empty where that cannot be read."""
+    paths: list[Path]
+    nbytes: int = 0
+    used_s: float = 0.0
+    """When any of it was used last, in seconds since 1970."""
+
+
+def stored_runs(folder: Path) -> list[StoredRun]:
+    """What a folder has, run by run, the one used last first. Raises OSError."""
+    found: dict[str, StoredRun] = {}
+    for path in folder.glob(f"*-*{ENDING}"):
+        with suppress(FileNotFoundError):  # a server removes it
+            status, name = path.stat(), path.name.partition("-")[0]
+            one = found.setdefault(name, StoredRun(name, {}, []))
+            one.paths.append(path)
+            one.nbytes += status.st_size
+            one.used_s = max(one.used_s, status.st_mtime)
+            with suppress(OSError, Damaged), path.open("rb") as file:
+                one.run = one.run or _read_header(file)[0].run
+    return sorted(found.values(), key=lambda one: -one.used_s)
+
+
+def _read_header(file: BinaryIO) -> tuple[Header, bytes]:
     """The header of a file of pages, and all bytes up to its end. Raises Damaged, and OSError."""
     start = file.read(len(MAGIC) + SIZE)
     length = int.from_bytes(start[len(MAGIC) :], "little")

@@ -1,6 +1,10 @@
 """The store of prefixes: the same text whatever it has, in memory and on disk, before and after a restart."""
 
+import json
 import random
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -9,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.requests import Request, alone, assert_same, follow_ups, found_by, random_requests, together
+from support.paths import SUPPORT
+from support.requests import alone, assert_same, follow_ups, found_by, random_requests, together
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime import Engine, Model, load
@@ -293,3 +298,16 @@ def test_a_full_queue_refuses_and_what_waits_is_found(tmp_path: Path, monkeypatc
         assert not files.read([page_files.Offered(names[3], 0, values)])
         files.close(60)
         assert files.size == 3
+
+
+def test_killed_at_any_moment_no_text_is_wrong_and_no_file_is_left(tmp_path: Path, long: bool) -> None:
+    kills, folder = 50 if long else 3, tmp_path / "pages"
+    command = [sys.executable, "-m", "support.kill_stores", artifact(tmp_path / "a.pi"), folder, str(kills), "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=SUPPORT.parent)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["killed"] == kills
+    assert found["read"] > 0
+    assert all(re.fullmatch(r"[0-9a-f]{16}-[0-9a-f]{16}\.pages|\.budget\.lock", name) for name in found["files"])
+    with load(tmp_path / "a.pi", mode="dense") as model:
+        assert sum(found["files"].values()) <= 25 * page_nbytes(model)
