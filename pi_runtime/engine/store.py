@@ -254,7 +254,7 @@ class PrefixStore:
         """The names of the full pages of a sequence."""
         assert self._files is not None
         keys = (key for key in self.tree.keys(tokens, selected) if len(key) == PAGE_POSITIONS)
-        return [*accumulate(keys, name_below, initial=self._files.root(salt))][1:]  # type: ignore[arg-type]
+        return [*accumulate(keys, name_below, initial=self._files.root(salt))][1:]
 
     def _name(self, node: Node) -> Name:
         """The name of a node's pages."""

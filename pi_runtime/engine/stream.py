@@ -81,6 +81,10 @@ class Stream(AnswerIterator):
         self._sequence.notify = notify
         notify()
 
+    def expect_back(self) -> None:
+        """Say that the answer calls a tool: its text goes on once the tool has worked, and memory waits for that."""
+        self._sequence.outcome.in_call = True
+
     def read(self) -> Output:
         """What has come since the last call, without waiting. For those who `listen`, in place of iterating."""
         texts, num_tokens = [], 0
