@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
+from pi_compile.checkpoint.config import read_json, remedy_for
 from pi_compile.checkpoint.folder import ADAPTER_FILE, CONFIG_FILE, PICKLES, SAFETENSORS, WEIGHTS
-from pi_compile.checkpoint.json_file import read_json, remedy_for
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.formats import Format
 

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.files import file_digest, write_text
-from pi_compile.packing import PackSpec, pack, part_formats
-from pi_compile.pipeline.init_recipe import proposed_recipe
-from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint, with_own_head
-from pi_compile.pipeline.rounded import rounded_parts
+from pi_compile.packing import PackSpec, pack, part_formats, rounded_parts
+from pi_compile.pipeline.recipe_checkpoint import proposed_recipe, recipe_checkpoint, with_own_head
 from pi_compile.pipeline.store import Store
 from pi_compile.pipeline.summary import pack_report
 from pi_compile.recipe import Recipe, default_recipe, read_recipe

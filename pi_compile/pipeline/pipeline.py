@@ -16,6 +16,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from pi_compile.calibration import profiling, quantising
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.eagle3 import PublishedHead, read_head
 from pi_compile.checkpoint.tokenizer_files import TOKENIZER
@@ -29,15 +30,15 @@ from pi_compile.pipeline.rounding_check import RoundingCheck
 from pi_compile.pipeline.store import WORKERS, Store, code_digest, key_of, token_digest
 from pi_compile.pipeline.stored_stages import StoredStages
 from pi_compile.pipeline.summary import pack_report
-from pi_compile.pipeline.worker_memory import train_settings, worker_memory
 from pi_compile.placement import SECONDS, Placement
 from pi_compile.planning import profile_of_dense
 from pi_compile.recipe import OWN_HEAD, Recipe, read_recipe
 from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights
-from pi_compile.results.built import store_folder
-from pi_compile.training import TrainSpec
+from pi_compile.results.predictor_set import store_folder
+from pi_compile.training import TrainingWork, TrainSpec
 from pi_compile.training.candidates import searches_for
 from pi_compile.workers import HEARTBEAT, LONE, Rank, Worker, WorkFolder
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.rungs import DENSE
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.console import Progress
@@ -299,3 +300,29 @@ class Pipeline:
 
         self.ran.append("pack")
         return record.made_by(write, self.worker)
+
+
+def train_settings(recipe: Recipe) -> dict[str, Any]:
+    """Keywords of `stages.train_spec` that a recipe has."""
+    return {
+        **recipe.train.model_dump(exclude={"tokens"}),
+        "perplexity_increase": recipe.quality.perplexity_increase,
+        "window": recipe.profile.window,
+        "threads": recipe.profile.threads,
+        "formats": recipe.pack.model_dump(),
+    }
+
+
+def worker_memory(recipe: Recipe, d: Decoder, spec: TrainSpec) -> int:
+    """About the memory of one worker in the stage that takes most."""
+    profile, corpus = recipe.profile, recipe.corpus
+    counting = profiling.ProfileSpec(
+        window=profile.window, batch=profile.batch, layers_at_once=profile.layers_at_once or None
+    )
+    tokens = (recipe.train.tokens, corpus.tune_tokens, corpus.report_tokens)
+    rounding = quantising.QuantiseSpec(window=profile.window, batch=profile.batch, formats={})
+    return max(
+        profiling.memory_bytes(d, counting),
+        quantising.memory_bytes(d, rounding) if recipe.quantise.tokens else 0,
+        TrainingWork.of(d, spec, 0.3, *tokens).memory_bytes,
+    )

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 
-from pi_compile.checkpoint.config import Config
+from pi_compile.checkpoint.config import Config, is_gguf, read_json
 from pi_compile.checkpoint.families.registry import decoder_of
-from pi_compile.checkpoint.gguf_magic import is_gguf
-from pi_compile.checkpoint.json_file import read_json
 from pi_compile.checkpoint.part_formats import AUTO, KEEP
 from pi_compile.errors import CheckpointError, ProfileError, nearest
 from pi_compile.files import bundled_folder, parse_toml

@@ -44,7 +44,7 @@ def test_toml_that_is_deep_or_has_giant_numbers(tmp_path: Path, text: str) -> No
 
 def test_json_that_is_deep(tmp_path: Path) -> None:
     pytest.importorskip("pydantic")
-    from pi_compile.checkpoint.json_file import read_json
+    from pi_compile.checkpoint.config import read_json
 
     (tmp_path / "config.json").write_text('{"x": ' + "[" * 100_000)
     with pytest.raises(InputError):

@@ -15,9 +15,8 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType, ReaderField, ReaderTensor
 
+from pi_compile.checkpoint.config import MAGICS, remedy_for
 from pi_compile.checkpoint.folder import GGUF_PART
-from pi_compile.checkpoint.gguf_magic import MAGICS
-from pi_compile.checkpoint.json_file import remedy_for
 from pi_compile.errors import CheckpointError
 
 KEPT_TYPES = {Type.F32: "f32", Type.F16: "f16", Type.BF16: "bf16", Type.Q8_0: "q8", Type.Q4_0: "q4"}

@@ -23,8 +23,7 @@ from support.gpu_running import (
 )
 from support.steps import step
 
-from pi_compile.evaluation.fidelity import evaluate
-from pi_compile.evaluation.load_options import LoadOptions
+from pi_compile.evaluation.fidelity import LoadOptions, evaluate
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Plan
 from pi_runtime.cuda import opening
