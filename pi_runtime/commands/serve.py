@@ -207,7 +207,7 @@ def _opening(
             warm_up(model)
             with suppress(TemplateError):  # a model without template serves completions
                 _ = model.output  # the template is probed now, not by the first request
-            engine = Engine(model, kv_budget=model_options.kv_budget, **asdict(engine_options))
+            engine = Engine(model, kv_budget=model_options.kv_budget, say=say, **asdict(engine_options))
         except BaseException:
             model.close()
             raise

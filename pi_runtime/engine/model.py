@@ -80,6 +80,11 @@ class Model(ChatModel):
         return self._artifact.digest
 
     @property
+    def name(self) -> str:
+        """The name of the artifact's file."""
+        return self._artifact.path.name
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the artifact."""
         return self._artifact.nbytes

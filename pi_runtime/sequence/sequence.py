@@ -49,6 +49,14 @@ class Origin:
     """Whose it is: clients take turns where sequences wait."""
 
 
+@dataclass(eq=False)
+class Outcome:
+    """What is known of how a sequence ended; its reader may know more later."""
+
+    in_call: bool = False
+    """Whether it ended in a call of a tool: its text goes on once the tool has worked."""
+
+
 class Output(NamedTuple):
     """What has come of a sequence: some text, or its end."""
 
@@ -102,6 +110,7 @@ class TokenSequence(ABC):
         self.notify: Callable[[], object] = lambda: None
         """Called when an output has come, by the thread that runs it."""
         self._step_began = 0.0
+        self.outcome = Outcome()
         self.finish_reason: str | None = None
         """Why its text ended; None while it goes on, and for a goal without a text unless it was cancelled."""
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from pi_runtime.engine.engine import Engine
-from pi_runtime.engine.events import End, Event, PromptLogprobs
+from pi_runtime.engine.events import CallBegan, End, Event, PromptLogprobs
 from pi_runtime.engine.model import Model
 from pi_runtime.engine.stream import Scores, Stream
 from pi_runtime.server.api.answer import EventReader, GatheredAnswer
@@ -127,7 +127,11 @@ class InFlight:
         """The events of all that has come. Raises ApiError for what ended it, when all before that has been read."""
         if self._error is not None:
             raise self._error
-        return [(answer, event) for answer in self._answers for event in self._read(answer)]
+        found = [(answer, event) for answer in self._answers for event in self._read(answer)]
+        for answer, event in found:
+            if isinstance(event, CallBegan) and answer.stream is not None:
+                answer.stream.expect_back()
+        return found
 
     def _read(self, answer: _AnswerInFlight) -> Iterator[Event]:
         if self._error is not None or answer.has_ended:

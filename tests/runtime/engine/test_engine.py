@@ -669,7 +669,7 @@ def test_an_error_that_is_kept_keeps_no_pages(model: Model, monkeypatch: pytest.
         monkeypatch.setattr(Buffer, "in_ram", no_memory)
         with pytest.raises(MemoryError) as kept:
             "".join(engine.generate([*prompt, *prompt[:9]], max_tokens=1))
-        assert engine._memory._tree.evict(sys.maxsize) == 1, kept
+        assert engine._store.tree.evict(sys.maxsize) == 1, kept
 
 
 def test_answers_that_have_just_begun_hear_that_the_engine_failed(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pi_runtime.engine.sessions import session_file
 from runtime.engine.test_sessions import at_once, settle, turns_of
 from support.disk_models import from_disk
 from support.requests import alone, assert_same, follow_ups, found_by, random_requests, together
@@ -18,7 +19,6 @@ from pi_runtime.artifact.buffers import kv_page
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.layer_classes import LayerClass, sequence_nbytes, stored_nbytes
 from pi_runtime.artifact.schema import Layer, Text
-from pi_runtime.engine.sessions import session_file
 from pi_runtime.errors import UsageError
 from pi_runtime.execution import pages
 from pi_runtime.execution.kv_cache import pages_of
@@ -124,7 +124,7 @@ def test_engines_give_the_text_of_masks_alone(
                 model, slots=rng.choice([2, 4, 8]), kv_budget=budget, speculate=rng.choice(["auto", 4])
             ) as engine:
                 found = together(engine, requests, rng) + together(engine, turns, rng)
-                assert engine.stats.pages_used == engine.stats.pages_kept == len(set(engine._memory._tree.pages))
+                assert engine.stats.pages_used == engine.stats.pages_kept == len(set(engine._store.tree.pages))
                 preempted, cached = preempted + engine.stats.preemptions, cached + engine.stats.cached_tokens
             assert engine.stats.pages_used == 0
             for row in zip([*requests, *turns], wanted, found, strict=True):
