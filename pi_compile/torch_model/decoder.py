@@ -291,9 +291,6 @@ def windows(tokens: np.ndarray[Any, np.dtype[Any]], length: int) -> Tensor:
     return torch.from_numpy(np.asarray(tokens[: n * length], np.int64).reshape(n, length))
 
 
-Tensor = torch.Tensor
-
-
 def attention(
     d: Decoder, w: Mapping[str, Tensor], x_BTD: Tensor, on_input: Callable[[str, Tensor], None] | None = None
 ) -> Tensor:

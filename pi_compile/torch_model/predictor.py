@@ -180,9 +180,6 @@ def _labels(d: Decoder, w: td.NamedTensors, x_ND: Tensor) -> tuple[Tensor, Tenso
     return fires.float(), weight if routed is None else weight * routed
 
 
-Tensor = torch.Tensor
-
-
 def magnitudes(d: Decoder, w: td.NamedTensors, x: Tensor) -> Tensor:
     """(…, D) → (…, F) |a(z)|, the scores of the rung `threshold`; 0 in experts that the token is not routed to."""
     found = td.activate_(
