@@ -206,7 +206,7 @@ def restart(a: argparse.Namespace) -> list[str]:
                         stream = engine.generate(prompt, max_tokens=2, sampling=Sampling())
                         "".join(stream)
                         times.append(stream.stats.first_token_s)
-                        read = engine.stats.disk_tokens_read
+                        read = engine.stats.kv_disk_tokens
                         engine.close(60)
         nbytes = sum(file.stat().st_size for file in folder.glob("*.pages"))
     finally:
