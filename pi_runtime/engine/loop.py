@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pi_runtime.engine.core import Core
 from pi_runtime.engine.store import PrefixStore
 from pi_runtime.errors import PiError, UsageError
-from pi_runtime.kernels.codegen import progress
+from pi_runtime.kernels.codegen.threads import progress_count
 from pi_runtime.sequence.sequence import TokenSequence
 
 
@@ -94,7 +94,7 @@ class StepWatch:
     The thread that runs steps begins and ends it. One other looks, more often than `stalled_s` is to tell.
     """
 
-    def __init__(self, count: Callable[[], int] = progress.count, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, count: Callable[[], int] = progress_count, clock: Callable[[], float] = time.monotonic) -> None:
         self._count, self._clock = count, clock
         self._began: float | None = None
         self._seen, self._moved = count(), clock()

@@ -21,7 +21,6 @@ from pi_runtime.server.errors import ApiError
 from pi_runtime.server.in_flight import InFlight
 from pi_runtime.server.metrics import Metrics
 from pi_runtime.server.preparation import Preparation
-from pi_runtime.server.sessions import Sessions
 from pi_runtime.server.settings import ServerSettings
 
 T = TypeVar("T")
@@ -47,7 +46,6 @@ class Service:
         self.metrics = Metrics()
         self.admission = Admission(settings.slots, settings.queue, settings.answers_each)
         self.arriving = Arriving(settings.limits.arriving_bytes)
-        self.sessions = Sessions(settings.sessions, settings.sessions_each, settings.session_idle_s)
         self.failure: BaseException | None = None
         """The fault for which the server takes no more requests."""
         self.on_failure: Callable[[], object] = lambda: None
