@@ -212,10 +212,12 @@ def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(page_files.Replacement, "publish", full)
     with load(path, mode="dense") as model:
-        with Engine(model, slots=1, kv_budget=smallest(model), kv_disk=tmp_path / "pages", say=said.append) as engine:
+        settings: Any = {"slots": 1, "kv_budget": smallest(model), "kv_disk": tmp_path / "pages"}
+        with Engine(model, **settings, say=said.append) as engine:
             for k in range(6):
                 prompt = [k] * 140
                 assert found_by(engine.generate(prompt, max_tokens=3)) == found_by(model.generate(prompt, max_tokens=3))
+        assert engine.stats.finished == 6
     assert len(said) == 1
     assert "the disk is full" in said[0]
     assert not [*(tmp_path / "pages").glob("*.pages")]
