@@ -130,7 +130,8 @@ class Loop:
         self._thread.start()
 
     def close(self, seconds: float) -> None:
-        """End the thread after its present step, and wait for that; what is kept is written to disk within `seconds`."""
+        """End the thread after its present step, and wait for that. What is kept is written to disk in so many
+        seconds."""
         self._close_s = seconds
         self.inbox.close()
         self._thread.join()

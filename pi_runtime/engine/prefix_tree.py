@@ -295,13 +295,15 @@ class PrefixTree:
                 heap[:] = {entry[0]: entry for entry in heap if self._holds(entry)}.values()
                 heapify(heap)
 
+    def is_over(self, node: Node) -> bool:
+        """Whether a node has tokens of an answer that has ended, and that no prompt finds again."""
+        return self._selection_matters and node.outcome is not None and any(position % 2 for position in node.key)
+
     def _heap(self, node: Node) -> list[Entry]:
         """Where the pages of a node are that may be dropped."""
-        if node.outcome is None:
-            return self._others
-        if self._selection_matters and any(position % 2 for position in node.key):
+        if self.is_over(node):
             return self._answers
-        return self._calls if node.outcome.in_call else self._others
+        return self._calls if node.outcome is not None and node.outcome.in_call else self._others
 
     def _holds(self, entry: Entry) -> bool:
         """Whether an entry still stands for a page that may be dropped."""

@@ -30,10 +30,10 @@ class EngineStats(DraftFigures):
     generated_tokens: int
     preemptions: int
     """How often a request had to wait again because others needed its pages."""
-    disk_pages: int
+    kv_disk_pages: int
     """Pages of this run in `kv_disk`, of whatever class of layers."""
-    disk_pages_written: int
-    disk_tokens_read: int
+    kv_disk_pages_written: int
+    kv_disk_tokens: int
     """Tokens of prompts, among those that were stored already, whose keys and values came from there."""
     busy_s: float
     disk: DiskStats | None

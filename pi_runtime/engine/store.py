@@ -154,8 +154,8 @@ class PrefixStore:
         """The figures of what is on disk, by their names in `EngineStats`."""
         files = self._files
         if files is None:
-            return {"disk_pages": 0, "disk_pages_written": 0, "disk_tokens_read": 0}
-        return {"disk_pages": files.size, "disk_pages_written": files.written, "disk_tokens_read": self.read_tokens}
+            return {"kv_disk_pages": 0, "kv_disk_pages_written": 0, "kv_disk_tokens": 0}
+        return {"kv_disk_pages": files.size, "kv_disk_pages_written": files.written, "kv_disk_tokens": self.read_tokens}
 
     def close(self, seconds: float) -> None:
         """Write what is kept to disk, what was used last first, as far as that takes no longer, and release it."""
@@ -279,6 +279,10 @@ class PrefixStore:
         """Whether reading a page is quicker than computing it."""
         return self.read_s.value * self.pool.page_nbytes < self._page_s
 
+    def _is_worth(self, node: Node) -> bool:
+        """Whether the pages of a node are worth writing."""
+        return node.is_whole and self._pays and not self.tree.is_over(node)
+
     def _price_s(self, node: Node, kind: int) -> float:
         """Seconds that it takes to have a page again: to read it where it is stored, else to compute it."""
         if self._files is not None and self._pays and node.is_whole and self._files.has(self._name(node), kind):
@@ -287,19 +291,17 @@ class PrefixStore:
 
     def _drop_to_disk(self, node: Node, kind: int, page: int) -> None:
         """Offer a page that is dropped to the files."""
-        if self._files is not None and node.is_whole and self._pays:
+        if self._files is not None and self._is_worth(node):
             self._files.offer(Offered(self._name(node), kind, self.pool.values(page)))
 
     def _newest_first(self) -> Iterator[Offered]:
         """The pages that are not on disk yet: of the path that was used last first, from its beginning on."""
         assert self._files is not None
-        if not self._pays:
-            return
         leaves = [node for node in self.tree.nodes() if not node.children]
         done = set[Node]()
         for leaf in sorted(leaves, key=lambda node: -node.used_s):
             for node in reversed([*leaf.ancestry()]):
-                if node in done or not node.is_whole:
+                if node in done or not self._is_worth(node):
                     continue
                 done.add(node)
                 for kind, page in enumerate(node.pages):

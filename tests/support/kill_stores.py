@@ -35,7 +35,7 @@ def serve(artifact: Path, folder: Path, wanted: list[list[int]], ready: int, see
                 answer = engine.generate(PROMPTS[n], max_tokens=TOKENS)
                 "".join(answer)
                 assert answer.token_ids == wanted[n], n
-            return engine.stats.disk_tokens_read
+            return engine.stats.kv_disk_tokens
 
 
 def in_child(artifact: Path, folder: Path, wanted: list[list[int]], seed: int, kill_within: float | None) -> int | None:
