@@ -250,7 +250,7 @@ def _ids(tokens: Sequence[int | str] | None, field: str, served: Served) -> list
         named = served.model.tokenizer.added_token(token) if isinstance(token, str) else token
         if named is None:
             tokenizer, text = served.model.tokenizer, str(token)
-            spelled = tokenizer.encode(text, prefix=False) if tokenizer.least_tokens(text) <= 1 else ()
+            spelled = tokenizer.encode(text, prefix=False) if len(text) <= tokenizer.longest else ()
             if len(spelled) != 1:
                 raise invalid(f"{field}[{n}]", f"{str(token)[:80]!r} is not one token of this model")
             named = spelled[0]
