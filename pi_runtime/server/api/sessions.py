@@ -21,7 +21,6 @@ from pi_runtime.server.api.answer import DONE, GatheredAnswer, SseWriter, sse
 from pi_runtime.server.api.body import MANY, TOKENS, Body, invalid
 from pi_runtime.server.api.chat_prompt import chat_text
 from pi_runtime.server.api.conversation import ConversationFields
-from pi_runtime.server.api.other_servers import OneAnswerFields
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.sampling import CacheFields, Most, SamplingFields
 from pi_runtime.server.api.served import Served, new_id
@@ -31,7 +30,7 @@ TokenId = Annotated[int, Field(ge=0)]
 State = Literal["idle", "answering", "paused"]
 
 
-class AnswerFields(SamplingFields, OneAnswerFields):
+class AnswerFields(SamplingFields):
     """How a session's answers are made."""
 
     max_tokens: Most | None = Field(default=None, description="Without it the context is the limit.")
