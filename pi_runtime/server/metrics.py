@@ -22,7 +22,6 @@ ENGINE = (
     ("kv_pages_free", "gauge", "Pages of keys and values that are free.", "pages_free"),
     ("kv_page_bytes", "gauge", "Bytes of 32 positions in all layers.", "page_bytes"),
     ("kv_bytes_used", "gauge", "Bytes of the pages that are used.", "bytes_used"),
-    ("paused_sessions", "gauge", "Sessions that wait for their next turn.", "paused_sessions"),
     ("requests_finished_total", "counter", "Answers that have ended, in whatever way.", "finished"),
     ("prompt_tokens_total", "counter", "Tokens of prompts.", "prompt_tokens"),
     ("cached_tokens_total", "counter", "Tokens of prompts that were stored already.", "cached_tokens"),

@@ -7,6 +7,7 @@ confined itself (`sandbox.py`).
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from queue import LifoQueue
 from typing import Any, Self
 
 from pi_runtime.errors import MissingExtraError, PromptError, TemplateError, UsageError
@@ -14,6 +15,8 @@ from pi_runtime.text.sandbox import Sandbox, SandboxEndedError, SandboxLimitErro
 from pi_runtime.text.template_abilities import UNKNOWN, Abilities, abilities_of
 
 CHILD = Path(__file__).with_name("_template_worker.py")
+CHILDREN = 2
+"""Processes that render one template: a chat that takes long leaves one to others' chats."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning, the usual one first."""
 PLACEHOLDERS = {"bos_token": "", "eos_token": ""}
@@ -21,9 +24,10 @@ PLACEHOLDERS = {"bos_token": "", "eos_token": ""}
 
 
 class ChatTemplate:
-    """One template and the process that renders it, which starts with the first rendering.
+    """One template and the processes that render it: one that starts with the first rendering, and another where that
+    one is busy.
 
-    Threads take turns. A context manager; closing it, or dropping the last reference, ends the process.
+    Further threads take turns. A context manager; closing it, or dropping the last reference, ends the processes.
 
     >>> with ChatTemplate("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}") as template:
     ...     template.render([{"role": "user", "content": "hi"}], variables={"bos_token": "<s>"})
@@ -32,7 +36,11 @@ class ChatTemplate:
 
     def __init__(self, source: str, limits: SandboxLimits = SandboxLimits()) -> None:
         self.source, self._limits = source, limits
-        self._sandbox = Sandbox(CHILD, ("jinja2", "markupsafe"), limits, first={"template": source})
+        libraries, first = ("jinja2", "markupsafe"), {"template": source}
+        self._sandboxes = [Sandbox(CHILD, libraries, limits, first=first) for _ in range(CHILDREN)]
+        self._free = LifoQueue[Sandbox]()
+        for sandbox in reversed(self._sandboxes):
+            self._free.put(sandbox)
 
     def render(
         self,
@@ -94,8 +102,9 @@ class ChatTemplate:
             return UNKNOWN
 
     def _reply(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        sandbox = self._free.get()
         try:
-            return self._sandbox.ask({"variables": variables})
+            return sandbox.ask({"variables": variables})
         except (TypeError, ValueError, RecursionError) as error:
             raise PromptError("messages, tools and variables of a chat must be JSON", found=str(error)[:200]) from None
         except ModuleNotFoundError as error:
@@ -110,19 +119,22 @@ class ChatTemplate:
                 "the process rendering the chat template ended without an answer, most likely out of memory",
                 found=str(error),
             ) from None
+        finally:
+            self._free.put(sandbox)
 
     def start(self) -> None:
         """Start the process now, so that the first rendering does not wait for it."""
         try:
-            self._sandbox.start()
+            self._sandboxes[0].start()
         except ModuleNotFoundError as error:
             raise _missing(error) from None
         except SandboxStartError as error:
             raise _not_started(error) from None
 
     def close(self) -> None:
-        """End the process."""
-        self._sandbox.close()
+        """End the processes."""
+        for sandbox in self._sandboxes:
+            sandbox.close()
 
     def __enter__(self) -> Self:
         return self

@@ -159,11 +159,16 @@ def logits(checkpoint: Checkpoint, ids: np.ndarray) -> np.ndarray:
 
 
 def drawn(fields: Mapping[str, Any], count: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Draw configs with a change, or with two of them: a description of each, and its fields."""
+    """Draw configs with a change, or with two of them: a description of each, and its fields.
+
+    Most are of keys that the family reads: one may change what another means.
+    """
     rng, possible = random.Random(seed), changes(fields)
+    read = find_adapter(Config(Path("config.json"), fields)).read_keys
+    known = [change for change in possible if change[0] in read]
     for _ in range(count):
         found, said = dict(fields), []
-        for key, value in rng.sample(possible, rng.choice((1, 1, 2))):
+        for key, value in rng.sample(rng.choice((possible, known, known)), rng.choice((1, 2, 2))):
             found = changed(found, key, value)
             said.append(f"no {key}" if value is MISSING else f"{key} = {value!r}")
         yield ", ".join(said), found

@@ -23,7 +23,7 @@ from pi_runtime.server.api.answer import GatheredAnswer, Lazily
 from pi_runtime.server.api.body import Body, Known, invalid, unsupported
 from pi_runtime.server.api.chat_prompt import chat_prompt, chat_text, text_of
 from pi_runtime.server.api.choices import ChoicesWriter, Chunk, Whole
-from pi_runtime.server.api.conversation import ConversationFields, Text, allowed_tools, schema_of
+from pi_runtime.server.api.conversation import ConversationFields, Text, schema_of
 from pi_runtime.server.api.logprobs import ChatLogprobs, chat_logprob, chat_logprobs
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.sampling import IgnoredFields, LengthFields, Most, StreamingFields, only_one
@@ -141,7 +141,7 @@ def chat_request(body: ChatRequest, served: Served) -> Prompt:
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "allowed only with logprobs: true")
     text = chat_text(body, served)
-    tools, choice = allowed_tools(body.tools or [], body.tool_choice)
+    tools, choice = body.allowed_tools
     prompt = chat_prompt(
         served,
         text,

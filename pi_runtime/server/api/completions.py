@@ -136,7 +136,6 @@ class CompletionWriter(ChoicesWriter):
         """Keep the log-probabilities of a prompt as completions have them, once for all its answers."""
         if prompt not in self._prompt_logprobs:
             writer, ids = CompletionLogprobsWriter(self.served.model.tokenizer), self._prompt.texts[prompt]
-            assert not isinstance(ids, str)
             self._prompt_logprobs[prompt] = joined([writer.first(ids[0]), writer.write(event.found)])
 
     def _choice(self, answer: GatheredAnswer, events: Sequence[Event]) -> CompletionChoice:
@@ -146,7 +145,6 @@ class CompletionWriter(ChoicesWriter):
         if answer.index not in self._logprobs:
             text = echo + text
             ids = self._prompt.texts[answer.prompt]
-            assert not isinstance(ids, str)
             self._logprobs[answer.index] = CompletionLogprobsWriter(self.served.model.tokenizer, len(echo), after=ids)
             parts = [self._prompt_logprobs[answer.prompt]] if answer.prompt in self._prompt_logprobs else []
         found = [logprob for event in events for logprob in event.logprobs]

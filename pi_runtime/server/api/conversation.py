@@ -1,6 +1,7 @@
 """What a chat is made of: messages, tools, and the form of the answer, as clients send them."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
@@ -273,6 +274,11 @@ class ConversationFields(Body):
     continue_final_message: bool | None = Field(
         default=None, description="The answer goes on where the last message, an assistant's, ends."
     )
+
+    @cached_property
+    def allowed_tools(self) -> tuple[list[dict[str, Any]], Any]:
+        """The tools that may be called, and the choice among them, as `allowed_tools` finds them."""
+        return allowed_tools(self.tools or [], self.tool_choice)
 
 
 def schema_of(response_format: ResponseFormat | JsonSchema | None) -> Mapping[str, Any] | bool | None:

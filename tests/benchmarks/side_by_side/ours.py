@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import sparse_model
+from support import reference
 
 from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.artifact import Artifact
@@ -16,7 +17,6 @@ from pi_runtime.commands.bench.kept_neurons import KeptNeurons
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PAGE_POSITIONS
-from pi_runtime.kernels import reference
 from pi_runtime.kernels.codegen.isa import ISA
 from side_by_side.process import threads
 
