@@ -80,6 +80,11 @@ class Model(ChatModel):
         return self._artifact.digest
 
     @property
+    def name(self) -> str:
+        """The name of the artifact's file."""
+        return self._artifact.path.name
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the artifact."""
         return self._artifact.nbytes
@@ -120,15 +125,9 @@ class Model(ChatModel):
     def new_answer(
         self,
         prompt: str | Sequence[int],
-        *,
-        selected: Sequence[bool] = (),
-        stop_tokens: Sequence[int] = (),
         **settings: Unpack[AnswerSettings],
     ) -> AnswerSequence:
-        """An answer that has not begun, with all that `generate` was asked for checked.
-
-        `selected` and `stop_tokens` are those of `AnswerSequence`.
-        """
+        """An answer that has not begun, with all that `generate` was asked for checked."""
         if settings.get("sampling") is None:
             settings["sampling"] = Sampling.from_generation_config(self.manifest.generation)
         if settings.get("expected"):
@@ -139,8 +138,6 @@ class Model(ChatModel):
             context=self.context,
             vocab_size=self.manifest.decoder.vocab_size,
             end_ids=self.manifest.text.end_ids,
-            selected=selected,
-            stop_tokens=self._checked_ids(stop_tokens).tolist() if len(stop_tokens) else (),
             head=self._head,
             **settings,
         )
@@ -164,9 +161,9 @@ class Model(ChatModel):
         """A scoring that has not begun, with all that `score` was asked for checked."""
         return ScoreSequence(self._prompt_ids(prompt), context=self.context, first=first, top=top)
 
-    def new_reading(self, tokens: Sequence[int], selected: Sequence[bool]) -> ReadSequence:
-        """Tokens to be read ahead, checked. `selected` is that of `AnswerSequence`."""
-        return ReadSequence(self._prompt_ids(tokens), selected)
+    def new_reading(self, prompt: str | Sequence[int]) -> ReadSequence:
+        """A prompt to be read ahead, checked."""
+        return ReadSequence(self._prompt_ids(prompt))
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):

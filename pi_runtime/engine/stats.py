@@ -30,11 +30,11 @@ class EngineStats(DraftFigures):
     generated_tokens: int
     preemptions: int
     """How often a request had to wait again because others needed its pages."""
-    paused_sessions: int
-    written_sessions: int
-    """How often a paused session was written to disk because others needed its pages."""
-    dropped_sessions: int
-    """How often one was dropped, to be computed again."""
+    kv_disk_pages: int
+    """Pages of this run in `kv_disk`, of whatever class of layers."""
+    kv_disk_pages_written: int
+    kv_disk_tokens: int
+    """Tokens of prompts, among those that were stored already, whose keys and values came from there."""
     busy_s: float
     disk: DiskStats | None
     """What decoding took from disk since the model was loaded; None where all weights are in memory."""

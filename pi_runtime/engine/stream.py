@@ -62,7 +62,6 @@ class Stream(AnswerIterator):
 
     def __init__(self, sequence: AnswerSequence, neurons: int) -> None:
         super().__init__(sequence, neurons)
-        self.session: object = None
         weakref.finalize(self, sequence.cancel).atexit = False
 
     def __next__(self) -> str:
@@ -81,6 +80,10 @@ class Stream(AnswerIterator):
         """
         self._sequence.notify = notify
         notify()
+
+    def expect_back(self) -> None:
+        """Say that the answer calls a tool: its text goes on once the tool has worked, and memory waits for that."""
+        self._sequence.outcome.in_call = True
 
     def read(self) -> Output:
         """What has come since the last call, without waiting. For those who `listen`, in place of iterating."""

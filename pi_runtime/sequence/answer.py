@@ -34,15 +34,12 @@ class AnswerSequence(TokenSequence):
         context: int,
         vocab_size: int,
         end_ids: Sequence[int],
-        selected: Sequence[bool] = (),
-        stop_tokens: Sequence[int] = (),
         head: Callable[..., HeadDraft] | None = None,
         **settings: Unpack[AnswerSettings],
     ) -> None:
-        """`selected`: for the first tokens of the prompt whether they run with selection, as those of earlier answers
-        in it do. `stop_tokens` end the answer, and become part of it. `head`: makes the drafts of a guess head."""
+        """`head`: makes the drafts of a guess head."""
         _check(prompt, context, settings)
-        super().__init__(prompt, selected)
+        super().__init__(prompt)
         self._max_tokens, self._min_tokens = settings.get("max_tokens"), settings.get("min_tokens", 0)
         self._context, self._top_logprobs = context, settings.get("logprobs")
         # Compiled last: an answer that cannot be is refused sooner.
@@ -57,7 +54,7 @@ class AnswerSequence(TokenSequence):
             allowed=None if self._grammar is None else self._grammar.allowed,
         )
         self._tokenizer, self._shown_tokens = tokenizer, frozenset(settings.get("shown_tokens", ()))
-        stop, self._stop_tokens = settings.get("stop", ()), frozenset(stop_tokens)
+        stop = settings.get("stop", ())
         special = tokenizer.special_ids.items() if stop else ()
         self._hidden = {token: name for name, token in special if token not in self._shown_tokens}
         self._stop = StopStrings(stop, self._hidden.values())
@@ -206,8 +203,6 @@ class AnswerSequence(TokenSequence):
         if stopped:
             self.finish_reason = "stop"
             return text
-        if may_stop and token in self._stop_tokens:
-            return text + self._end("stop")
         if self._grammar is not None and self._grammar.is_complete(self.tokens):
             return text + self._end("end")
         if self._max_tokens is not None and len(self.tokens) - self.prompt_tokens >= self._max_tokens:

@@ -49,6 +49,14 @@ class Origin:
     """Whose it is: clients take turns where sequences wait."""
 
 
+@dataclass(eq=False)
+class Outcome:
+    """What is known of how a sequence ended; its reader may know more later."""
+
+    in_call: bool = False
+    """Whether it ended in a call of a tool: its text goes on once the tool has worked."""
+
+
 class Output(NamedTuple):
     """What has come of a sequence: some text, or its end."""
 
@@ -70,11 +78,11 @@ class TokenSequence(ABC):
     needs_all_logits: ClassVar[bool] = False
     """Whether the logits of every token are wanted, and not only the last one's."""
 
-    def __init__(self, tokens: Sequence[int], selected: Sequence[bool]) -> None:
-        """`selected`: for the first tokens whether they run with selection; the others run dense."""
+    def __init__(self, tokens: Sequence[int], *, selected: bool = False) -> None:
+        """`selected`: whether these tokens run with selection; else they run dense."""
         self.tokens = list(tokens)
         """All tokens up to now. The newest one of an answer has not run yet."""
-        self.selected = [*selected, *[False] * (len(tokens) - len(selected))]
+        self.selected = [selected] * len(tokens)
         """For each token whether it runs with selection."""
         self.prompt_tokens = len(tokens)
         self.num_computed = 0
@@ -102,6 +110,7 @@ class TokenSequence(ABC):
         self.notify: Callable[[], object] = lambda: None
         """Called when an output has come, by the thread that runs it."""
         self._step_began = 0.0
+        self.outcome = Outcome()
         self.finish_reason: str | None = None
         """Why its text ended; None while it goes on, and for a goal without a text unless it was cancelled."""
 
@@ -199,7 +208,7 @@ class TokenSequence(ABC):
 
 
 class ReadSequence(TokenSequence):
-    """A sequence that runs only to have its keys and values stored, with which a session's next turn begins."""
+    """A sequence that runs only to have its keys and values stored, with which a later prompt begins."""
 
     @property
     def reads_ahead(self) -> bool:
@@ -236,7 +245,7 @@ class ScoreSequence(TokenSequence):
             raise ContextError(f"{len(ids)} tokens", expected=f"at most the context of {context}")
         if first < 1:
             raise UsageError(f"log-probabilities from token {first} on", expected="1 or more: nothing precedes token 0")
-        super().__init__(ids[:-1], [True] * (len(ids) - 1))
+        super().__init__(ids[:-1], selected=True)
         self._ids, self._first, self._top = list(ids), first, top
         self.logprobs: list[TokenLogprobs] = []
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from pi_runtime.engine.engine import Engine
-from pi_runtime.engine.events import End, Event, PromptLogprobs
+from pi_runtime.engine.events import CallBegan, End, Event, PromptLogprobs
 from pi_runtime.engine.model import Model
 from pi_runtime.engine.stream import Scores, Stream
 from pi_runtime.server.api.answer import EventReader, GatheredAnswer
@@ -127,7 +127,13 @@ class InFlight:
         """The events of all that has come. Raises ApiError for what ended it, when all before that has been read."""
         if self._error is not None:
             raise self._error
-        return [(answer, event) for answer in self._answers for event in self._read(answer)]
+        found: list[tuple[GatheredAnswer, Event]] = []
+        for answer in self._answers:
+            for event in self._read(answer):
+                if isinstance(event, CallBegan) and answer.stream is not None:
+                    answer.stream.expect_back()
+                found.append((answer, event))
+        return found
 
     def _read(self, answer: _AnswerInFlight) -> Iterator[Event]:
         if self._error is not None or answer.has_ended:
@@ -185,24 +191,20 @@ class InFlight:
                 source.cancel()
 
 
-def _scores(engine: Engine, prompt: Prompt, text: Sequence[int] | str, salt: str, client: str) -> Scores | None:
+def _scores(engine: Engine, prompt: Prompt, text: Sequence[int], salt: str, client: str) -> Scores | None:
     """What computes the log-probabilities of a text, where these are wanted."""
     if prompt.logprobs is None:
         return None
     return engine.score(text, top=prompt.logprobs, cache_salt=salt, client=client)
 
 
-def _streams(
-    engine: Engine, prompt: Prompt, text: Sequence[int] | str, salt: str, client: str
-) -> Sequence[Stream | None]:
+def _streams(engine: Engine, prompt: Prompt, text: Sequence[int], salt: str, client: str) -> Sequence[Stream | None]:
     """The engine's streams of the answers to a text."""
     if not prompt.generates:
         return [None] * prompt.count
     settings = prompt.settings.copy()
     if prompt.prediction and engine.drafts:
         settings["expected"] = _expected(engine.model, prompt, len(text))
-    if prompt.session is not None:
-        return [prompt.session.generate(text, stop_tokens=prompt.stop_tokens, **settings)]
     return engine.generate_many(text, prompt.count, cache_salt=salt, client=client, **settings)
 
 
@@ -210,5 +212,5 @@ def _expected(model: Model, prompt: Prompt, tokens: int) -> Sequence[int]:
     """The tokens of the request's predicted text, less what no answer to a prompt of so many tokens can reach."""
     room = model.context - tokens
     most = min(room, prompt.settings.get("max_tokens") or room)
-    text = prompt.prediction[: most * model.tokenizer.least_tokens.longest]
+    text = prompt.prediction[: most * model.tokenizer.longest]
     return model.tokenizer.encode(text, prefix=False)

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pi_runtime.engine.sessions.session import Session
 from pi_runtime.engine.tools.output import PLAIN, OutputFormat
 from pi_runtime.sequence.settings import AnswerSettings
 
@@ -13,8 +12,8 @@ from pi_runtime.sequence.settings import AnswerSettings
 class Prompt:
     """What the engine is asked for, read and checked, whatever form of API it came in."""
 
-    texts: Sequence[Sequence[int] | str]
-    """What is continued: token ids, taken as they are; or text that continues a session."""
+    texts: Sequence[Sequence[int]]
+    """What is continued: token ids, taken as they are."""
     count: int = 1
     """Answers to each text."""
     settings: AnswerSettings = field(default_factory=AnswerSettings)
@@ -34,10 +33,6 @@ class Prompt:
     """Text that is likely to come."""
     cache_salt: str | None = None
     """Given by the request, where only those with the same are to share what is kept of its texts."""
-    session: Session | None = None
-    """The session whose text goes on; it has one answer."""
-    stop_tokens: Sequence[int] = ()
-    """Tokens that end a session's turn, and become part of its text."""
 
     @property
     def answers(self) -> int:

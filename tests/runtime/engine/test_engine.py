@@ -135,30 +135,11 @@ def test_a_prompt_is_shared_while_its_answer_is_still_written(talker: Model) -> 
 PROMPT = [n % 200 for n in range(70)]
 
 
-def drafted(engine: Engine, salt: str) -> None:
-    """Read a draft ahead, without a turn."""
-    session = engine.session(PROMPT[:40], cache_salt=salt)
-    text = engine.model.tokenizer.decode(PROMPT[40:])
-    session.type(text)
-    wait_until(lambda: engine.stats.paused_sessions > 0 and not engine.stats.running)
-    session.close()
-
-
-def turned(engine: Engine, salt: str) -> None:
-    """Answer a turn of a session, and let its newest token run."""
-    session = engine.session(PROMPT[:9], cache_salt=salt)
-    "".join(session.generate(PROMPT[9:], max_tokens=1))
-    wait_until(lambda: not engine.stats.waiting and not engine.stats.running)
-    session.close()
-
-
 WAYS: dict[str, Callable[[Engine, str], object]] = {
     "answers": lambda engine, salt: [
         "".join(s) for s in engine.generate_many(PROMPT, 2, max_tokens=1, cache_salt=salt)
     ],
     "scores": lambda engine, salt: engine.score(PROMPT, first=60, cache_salt=salt).result(),
-    "session": turned,
-    "draft": drafted,
 }
 
 
@@ -173,7 +154,7 @@ def test_only_requests_with_the_same_salt_share_what_is_kept(
             """Tokens that one request had to run."""
             steps.clear()
             WAYS[way](engine, salt)
-            wait_until(lambda: not engine.stats.running and not engine.stats.paused_sessions)
+            wait_until(lambda: not engine.stats.running)
             return sum(len(sequence.tokens) for step in steps for sequence in step)
 
         alone = ran(way, "one")
@@ -669,7 +650,7 @@ def test_an_error_that_is_kept_keeps_no_pages(model: Model, monkeypatch: pytest.
         monkeypatch.setattr(Buffer, "in_ram", no_memory)
         with pytest.raises(MemoryError) as kept:
             "".join(engine.generate([*prompt, *prompt[:9]], max_tokens=1))
-        assert engine._memory._tree.evict(sys.maxsize) == 1, kept
+        assert engine._store.tree.evict(sys.maxsize) == 1, kept
 
 
 def test_answers_that_have_just_begun_hear_that_the_engine_failed(
@@ -705,7 +686,7 @@ def test_a_client_with_many_answers_keeps_no_other_waiting(talker: Model, monkey
             for k, stream in enumerate(engine.generate_many(prompt, 20, max_tokens=2, client="a")):
                 streams[f"a{n} {k}"] = stream
         streams["b"] = engine.generate("ab", max_tokens=2, client="b")
-        streams["session"] = engine.session(client="c").generate("ba", max_tokens=2)
+        streams["c"] = engine.generate("ba", max_tokens=2, client="c")
         for name, stream in streams.items():
             sequence = stream._sequence
 
@@ -716,10 +697,10 @@ def test_a_client_with_many_answers_keeps_no_other_waiting(talker: Model, monkey
             stream.listen(notify)
         go_on.set()
         texts = {name: "".join(stream) for name, stream in streams.items()}
-    assert ended[:4] == ["first", "a0 0", "b", "session"]
+    assert ended[:4] == ["first", "a0 0", "b", "c"]
     assert ended[4:] == [name for name in streams if name.startswith("a")][1:]
     wanted = {prompt: "".join(talker.generate(prompt, max_tokens=2)) for prompt in ("ab", "ba")}
-    assert texts == {name: wanted["ba" if name == "session" or name[:2] == "a1" else "ab"] for name in streams}
+    assert texts == {name: wanted["ba" if name == "c" or name[:2] == "a1" else "ab"] for name in streams}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
