@@ -145,8 +145,8 @@ class Engine:
             first.lookup.prepare()  # here rather than in the engine's thread
             for answer in answers[1:]:
                 answer.lookup = first.lookup.beside(answer.tokens)
-        for answer in answers[1:]:
-            answer.origin = origin
+        for answer in answers:
+            answer.origin, answer.may_go_on = origin, count == 1
         first.samples = [*answers[1:]]
         self.submit(first, origin)
         return [Stream(answer, self._executor.neurons) for answer in answers]

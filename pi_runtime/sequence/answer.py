@@ -59,6 +59,8 @@ class AnswerSequence(TokenSequence):
         self._hidden = {token: name for name, token in special if token not in self._shown_tokens}
         self._stop = StopStrings(stop, self._hidden.values())
         self._end_ids = frozenset(end_ids)
+        self.may_go_on = True
+        """Whether its text may come back in a prompt: of several answers to one prompt that is one at most."""
         self._logprobs: list[TokenLogprobs] = []
         self._began = time.perf_counter()
         self._first_token_s = self._prefill_s = self._decode_s = 0.0
@@ -124,8 +126,8 @@ class AnswerSequence(TokenSequence):
 
     @property
     def as_prompt(self) -> ReadSequence | None:
-        """What reads its tokens as a later prompt has them, dense; None where none of the answer's has run."""
-        if self.num_computed <= self.prompt_tokens:
+        """What reads its tokens as a later prompt has them, dense; None where that gains nothing."""
+        if self.num_computed <= self.prompt_tokens or not self.may_go_on:
             return None
         again = ReadSequence(self.tokens[: self.max_positions], Rank.AGAIN)
         again.origin, again.outcome = self.origin, self.outcome
