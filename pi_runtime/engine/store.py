@@ -25,7 +25,8 @@ from pi_runtime.errors import Setting, UsageError
 from pi_runtime.execution.executor import Executor
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PAGE_POSITIONS, PagePool, PagesExhausted
-from pi_runtime.sequence.sequence import TokenSequence
+from pi_runtime.sequence.answer import AnswerSequence
+from pi_runtime.sequence.sequence import Rank, TokenSequence
 
 MEASURED_TOKENS = 8
 """Least tokens of a step that says what a token of a prompt takes."""
@@ -45,6 +46,8 @@ class PrefixStore:
         self.tree = PrefixTree(
             pool, selection_matters=selection_matters, dropping=self._drop_to_disk, price_s=self._price_s
         )
+        # Where weights come from a disk, one pass over them reads a whole prompt: an answer in it costs nothing more.
+        self._reads_again = selection_matters and executor.disk is None
         self._is_full = False
         """Whether the first of those that wait found too little memory, and none has come back since."""
         self.token_s = Measured(math.inf)
@@ -138,12 +141,18 @@ class PrefixStore:
         self.tree.insert(cache)
         cache.close()
 
-    def release(self, sequence: TokenSequence, cache: KVCache | None) -> None:
-        """Take back the cache of a sequence that ends, and keep what it held for later ones."""
+    def release(self, sequence: TokenSequence, cache: KVCache | None) -> TokenSequence | None:
+        """Take back the cache of a sequence that ends, and keep what it held for later ones.
+
+        Returns what reads an answer again, whose tokens were computed in another way than a prompt's are.
+        """
         self._is_full = False
-        if cache is not None:
-            self.tree.insert(cache, sequence.outcome, sequence.prompt_tokens)
-            cache.close()
+        if cache is None:
+            return None
+        is_asked = sequence.rank is Rank.ASKED
+        self.tree.insert(cache, sequence.outcome, sequence.prompt_tokens if is_asked else 0)
+        cache.close()
+        return sequence.as_prompt if self._reads_again and isinstance(sequence, AnswerSequence) else None
 
     def count_step(self, tokens: int, seconds: float) -> None:
         """Count what tokens of prompts took: it says what it costs to compute pages again."""
@@ -178,7 +187,7 @@ class PrefixStore:
     def _begun(self, sequence: TokenSequence, reusable: int) -> KVCache:
         """A cache that begins with the longest prefix in memory of a sequence's first `reusable` tokens."""
         tokens, selected, salt = sequence.tokens[:reusable], sequence.selected[:reusable], sequence.origin.salt
-        stored = self.tree.longest(tokens, selected, salt)
+        stored = self.tree.longest(tokens, selected, salt, is_turn=sequence.rank is Rank.ASKED)
         cache = self._executor.new_cache(self.pool)
         cache.salt = salt
         cache.adopt(stored.runs, tokens[: stored.length], selected[: stored.length])
