@@ -22,7 +22,7 @@ from pi_runtime.artifact.layer_classes import sequence_nbytes
 from pi_runtime.artifact.schema import Layer, Text
 from pi_runtime.engine import page_files
 from pi_runtime.engine.page_files import PageFiles
-from pi_runtime.engine.store import PrefixStore
+from pi_runtime.engine.store import DiskStorey
 from pi_runtime.errors import UsageError
 
 CONTEXT = 256
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.fixture(autouse=True)
 def pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model computes a page faster than any disk reads it."""
-    monkeypatch.setattr(PrefixStore, "_pays", True)
+    monkeypatch.setattr(DiskStorey, "pays", True)
 
 
 def artifact(path: Path, **fields: Any) -> Path:
