@@ -87,7 +87,7 @@ def test_the_same_text_with_any_store(case: str, tmp_path: Path, long: bool) -> 
     fields, options = CASES[case]
     path, folder = artifact(tmp_path / "a.pi", **fields), tmp_path / "pages"
     read = cached = 0
-    for n in range(8 if long else 3):
+    for n in range(8 if long else 2):
         rng = random.Random(f"{case} {n}")
         requests = random_requests(rng, 60 if long else 10, sampled=n % 2 == 1, context=CONTEXT, cancels=True)
         with load(path, threads=1, **options) as model:
