@@ -212,5 +212,5 @@ def _expected(model: Model, prompt: Prompt, tokens: int) -> Sequence[int]:
     """The tokens of the request's predicted text, less what no answer to a prompt of so many tokens can reach."""
     room = model.context - tokens
     most = min(room, prompt.settings.get("max_tokens") or room)
-    text = prompt.prediction[: most * model.tokenizer.least_tokens.longest]
+    text = prompt.prediction[: most * model.tokenizer.longest]
     return model.tokenizer.encode(text, prefix=False)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
@@ -20,12 +20,11 @@ from pi_runtime.engine.events import (
 from pi_runtime.sequence.logprobs import TokenLogprobs
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.answer import GatheredAnswer, Lazily
-from pi_runtime.server.api.body import MANY, Body, Unsupported, invalid
+from pi_runtime.server.api.body import Body, Known, invalid, unsupported
 from pi_runtime.server.api.chat_prompt import chat_prompt, chat_text, text_of
 from pi_runtime.server.api.choices import ChoicesWriter, Chunk, Whole
 from pi_runtime.server.api.conversation import ConversationFields, Text, schema_of
 from pi_runtime.server.api.logprobs import ChatLogprobs, chat_logprob, chat_logprobs
-from pi_runtime.server.api.other_servers import Empty
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.sampling import IgnoredFields, LengthFields, Most, StreamingFields, only_one
 from pi_runtime.server.api.served import Served
@@ -41,6 +40,14 @@ class Prediction(Body):
 class ChatRequest(LengthFields, StreamingFields, ConversationFields, IgnoredFields):
     """Messages, to which the assistant's next one is wanted."""
 
+    known: ClassVar[Known] = {
+        **unsupported("this server reads and writes text", "modalities", allowed=(["text"], [])),
+        **unsupported("this server reads and writes text", "audio"),
+        **unsupported("say it in a message", "verbosity", allowed=("medium",)),
+        **unsupported("this server searches nothing", "web_search_options"),
+        **unsupported("use tools", "functions", allowed=([],)),
+        **unsupported("use tool_choice", "function_call", allowed=("none", "auto")),
+    }
     model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
     max_tokens: Most | None = Field(default=None, description="The same as `max_completion_tokens`.")
     max_completion_tokens: Most | None = Field(
@@ -51,14 +58,6 @@ class ChatRequest(LengthFields, StreamingFields, ConversationFields, IgnoredFiel
         default=None, description="Only with `logprobs`, but for 0."
     )
     prediction: Prediction | None = None
-    modalities: Annotated[
-        Annotated[list[Literal["text"]], MANY] | None, Unsupported("this server reads and writes text")
-    ] = None
-    audio: Annotated[None, Unsupported("this server reads and writes text")] = None
-    verbosity: Annotated[Literal["medium"] | None, Unsupported("say it in a message")] = None
-    web_search_options: Annotated[None, Unsupported("this server searches nothing")] = None
-    functions: Annotated[Empty | None, Unsupported("use tools")] = None
-    function_call: Annotated[Literal["none", "auto"] | None, Unsupported("use tool_choice")] = None
 
     @property
     def most_tokens(self) -> int | None:

@@ -1,14 +1,14 @@
 """`/v1/completions`: texts continued, and with `echo` and `logprobs` the log-probabilities of the texts themselves."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from pi_runtime.engine.events import End, Event, PromptLogprobs, TextDelta
 from pi_runtime.server.api.answer import GatheredAnswer
-from pi_runtime.server.api.body import TOKENS, Unsupported, invalid
+from pi_runtime.server.api.body import TOKENS, Known, invalid, unsupported
 from pi_runtime.server.api.choices import ChoicesWriter, Chunk, Whole
 from pi_runtime.server.api.logprobs import CompletionLogprobs, CompletionLogprobsWriter, joined
 from pi_runtime.server.api.prompt import Prompt
@@ -28,6 +28,10 @@ Lists = Annotated[list[Ids], Field(min_length=1), TOKENS]
 class CompletionRequest(LengthFields, StreamingFields):
     """A text, a list of token ids, or a list of either, to be continued."""
 
+    known: ClassVar[Known] = {
+        **unsupported("a text is continued at its end alone", "suffix", allowed=("",)),
+        **unsupported("give token ids, which are taken as they are", "add_special_tokens", allowed=(True,)),
+    }
     model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
     prompt: str | Ids | Texts | Lists | None = Field(
         description="Token ids are taken as they are; a text is framed as the model was trained."
@@ -42,10 +46,6 @@ class CompletionRequest(LengthFields, StreamingFields):
     )
     best_of: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Answers are not compared, so only the value of `n` is allowed."
-    )
-    suffix: Annotated[Literal[""] | None, Unsupported("a text is continued at its end alone")] = None
-    add_special_tokens: Annotated[Literal[True] | None, Unsupported("give token ids, which are taken as they are")] = (
-        None
     )
 
     @property

@@ -54,7 +54,7 @@ WRONG: list[tuple[type[Body], dict[str, Any], str]] = [
     (DetokenizeRequest, {"tokens": [None] * 100_000}, "tokens[0]"),
     (ChatRequest, {"model": "m", "messages": [1] * 10_000}, "messages[0]"),
     (ChatRequest, {"model": "m", "messages": [1] * 100_000}, "messages"),
-    (ChatRequest, {"model": "m", "messages": HELLO, "modalities": ["a"] * 10_000}, "modalities"),
+    (ChatRequest, {"model": "m", "messages": HELLO, "tools": [1] * 10_000}, "tools[0]"),
     (TokenizeRequest, {"content": 1, **{f"x{n}": 1 for n in range(100_000)}}, "content"),
 ]
 

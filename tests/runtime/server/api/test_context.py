@@ -61,7 +61,7 @@ def test_a_list_of_ids_is_refused_by_its_length(random_chat: tuple[Served, Engin
 
 @pytest.mark.usefixtures("untold")
 def test_a_raw_prompt_of_ollama_is_refused_by_its_length(random_chat: tuple[Served, Engine]) -> None:
-    with pytest.raises(ApiError, match="at most 191 fit the context"):
+    with pytest.raises(ApiError, match="at most 191 tokens fit the context"):
         asked(OLLAMA_GENERATE, {"model": "m", "prompt": LONG, "raw": True}, random_chat[0])
 
 
@@ -69,7 +69,7 @@ def test_the_tokens_of_a_text_are_told_up_to_its_bound(random_chat: tuple[Served
     """Pieces take much more than the text does, so these are told of what fits alone."""
     served, _ = random_chat
     context = served.model.context
-    longest = served.model.tokenizer.least_tokens.longest
+    longest = served.model.tokenizer.longest
     assert computed("/tokenize", {"content": "é" * (context // 2)}, served)["tokens"]
     text = "x" * (context * longest)
     assert len(computed("/tokenize", {"content": text}, served)["tokens"]) == len(text)
