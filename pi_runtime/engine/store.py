@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 from pi_runtime.artifact.layer_classes import sequence_nbytes
 from pi_runtime.engine.page_files import Name, Offered, PageFiles, name_below
@@ -126,7 +127,9 @@ class PrefixStore:
     ) -> None:
         self._executor, self.pool = executor, pool
         self._disk = None if files is None else DiskStorey(files, pool)
-        told = {} if self._disk is None else {"dropping": self._disk.take, "price_s": self._disk.price_s}
+        told: dict[str, Any] = (
+            {} if self._disk is None else {"dropping": self._disk.take, "price_s": self._disk.price_s}
+        )
         self.tree = PrefixTree(pool, selection_matters=selection_matters, **told)
         # Where weights come from a disk, one pass over them reads a whole prompt: an answer in it costs nothing more.
         self._reads_again = selection_matters and executor.disk is None
