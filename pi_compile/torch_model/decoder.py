@@ -1,6 +1,6 @@
 """The decoder in torch, layer by layer: the forward pass of profiling and training.
 
-It has the equations of `pi_runtime.kernels.reference` and `reference_attention`, over batches of whole sequences, in
+It has the equations of the definition (`pi_runtime/kernels/reference.py`), over batches of whole sequences, in
 float32 throughout. One layer's weights are in memory at a time.
 
 Shape letters: B sequences, T tokens each, N tokens of any sequence, D model width, H heads, E head width, X experts, F
@@ -214,7 +214,7 @@ def _expert_neurons(d: Decoder, w: NamedTensors, x: Tensor, threshold: float) ->
 
 
 def routing(d: Decoder, w: NamedTensors, x: Tensor) -> Tensor:
-    """(…, D) → (…, X) routing weights of the experts; see `pi_runtime.kernels.reference.routing`."""
+    """(…, D) → (…, X) routing weights of the experts; see `routing` of the definition."""
     if d.n_experts == 1:
         return x.new_ones(*x.shape[:-1], 1)
     taken, weight = _taken(d, w, x)
@@ -245,7 +245,7 @@ def _router_values(w: NamedTensors, x: Tensor) -> Tensor:
 
 
 def _choices(d: Decoder, choices: Tensor) -> Tensor:
-    """What experts are chosen by, −∞ in groups from which none is taken; see `reference.choices`."""
+    """What experts are chosen by, −∞ in groups from which none is taken; see `choices` of the definition."""
     if d.router_groups == d.router_groups_taken:
         return choices
     groups = choices.view(*choices.shape[:-1], d.router_groups, -1)

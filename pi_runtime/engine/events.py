@@ -139,7 +139,10 @@ class Gathered:
 def joined(deltas: list[Delta]) -> list[Delta]:
     """The deltas with neighbours of one kind made one."""
     found: list[Delta] = []
-    for _, (first, *more) in groupby(deltas, lambda delta: (type(delta), getattr(delta, "index", None))):
-        is_one = not more or isinstance(first, CallBegan | CallBroken)
-        found += [first, *more] if is_one else [replace(first, text="".join(delta.text for delta in (first, *more)))]
+    for _, group in groupby(deltas, lambda delta: (type(delta), getattr(delta, "index", None))):
+        first, *more = group
+        if isinstance(first, CallBegan | CallBroken):
+            found += [first, *more]
+        else:
+            found.append(replace(first, text="".join(getattr(delta, "text", "") for delta in (first, *more))))
     return found

@@ -1,6 +1,6 @@
 """Stored matrices in the memory of a torch device, as kernels take them.
 
-A further block format needs its branches in `block_formats`; a further float format its dtype here.
+A further block format needs its branches in `stored_rows`; a further float format its dtype here.
 """
 
 from collections.abc import Mapping

@@ -18,9 +18,8 @@ from numba import types
 from numba.core import cgutils
 
 from pi_runtime.artifact.formats import BLOCK, FORMATS, Format
-from pi_runtime.kernels.codegen import float16
 from pi_runtime.kernels.codegen import simd as v
-from pi_runtime.kernels.codegen.intrinsics import emits
+from pi_runtime.kernels.codegen.intrinsics import emits, widen_half
 from pi_runtime.kernels.codegen.isa import ISA
 
 GROUP_COLUMNS = 8 * BLOCK
@@ -54,7 +53,7 @@ class FloatFormat:
         """Load one number as float32, on every processor."""
         at = b.mul(column, v.offset(self.nbytes))
         if self.stored == v.HALF:
-            return float16.widen(b, v.load(b, base, at, v.I16))
+            return widen_half(b, v.load(b, base, at, v.I16))
         found = v.load(b, base, at, self.stored)
         return found if self.stored == v.F32 else b.bitcast(b.shl(b.zext(found, v.I32), v.I32(16)), v.F32)
 

@@ -1,10 +1,10 @@
-"""How kernels read whole groups of blocks in rows of block formats (see `artifact.formats`): as words.
+"""How kernels read stored rows of every format (see `artifact.formats`): whole groups of blocks as words.
 
-Whole groups of eight blocks are read as words of 32 bits. A word has four columns of a block in q8, eight in the
-others, and words 8 k + b of a group belong to block b. The upper bits of q5 and q6 come with a word of their own. A
-thread takes four neighbouring words of some rows: 16 bytes, four neighbouring scales, and of the vector runs of four
-numbers, which it keeps for all its rows. What lies behind the last whole group is read element by element (see
-`stored_elements`).
+A word of 32 bits has four columns of a block in q8, eight in the others, and words 8 k + b of a group belong to block
+b. The upper bits of q5 and q6 come with a word of their own. A thread takes four neighbouring words of some rows: 16
+bytes, four neighbouring scales, and of the vector runs of four numbers, which it keeps for all its rows. What lies
+behind the last whole group, up to seven blocks, is read element by element, and so are float formats. A stored byte is
+one element there, upper bits not counted.
 
 Integers of q8, q5 and q6 are converted. Of q4 one mask and one "or" make two numbers. With u and u' the integers of
 two nibbles that are 16 bits apart,
@@ -16,17 +16,17 @@ two nibbles that are 16 bits apart,
 
 where the last two terms do not depend on the row. Sums of so few numbers lose nothing that counts to the 24.
 
-Only these two modules know how values lie in a block format; a format of four lower bits and some upper ones needs no
-branch in them. `m` is a matrix as kernels take it (`matrix.StoredRows`).
+Only this module knows how values lie in a block format; a format of four lower bits and some upper ones needs no branch
+here. `m` is a matrix as kernels take it (`matrix.StoredRows`).
 
-Shape letters: R rows, W words, Q = W / 4 threads' worth of words.
+Shape letters: R rows, W words, Q = W / 4 threads' worth of words, C stored elements.
 """
 
 import triton
 import triton.language as tl
 
 from pi_runtime.artifact.formats import FORMATS
-from pi_runtime.cuda.kernels.matrix import WORDS_PER_GROUP
+from pi_runtime.cuda.kernels.matrix import VALUES_PER_ELEMENT, WORDS_PER_GROUP
 
 _Q4 = tl.constexpr(FORMATS["q4"].code)
 _WORDS_PER_GROUP = {FORMATS[name].code: words for name, words in WORDS_PER_GROUP.items()}
@@ -320,3 +320,108 @@ def word_dots(m, row_R, mask_R, x, R: tl.constexpr, W: tl.constexpr):
             x_W = ((x0_W + x1_W) + (x2_W + x3_W)) + ((x4_W + x5_W) + (x6_W + x7_W))
             sums_RW += word_minima(m, row_R, word_W, mask_RW, scale_RW) * x_W[None, :]
     return tl.sum(sums_RW, 1)
+
+
+_Q8 = tl.constexpr(FORMATS["q8"].code)
+_VALUES_PER_ELEMENT = {FORMATS[name].code: values for name, values in VALUES_PER_ELEMENT.items()}
+
+
+@triton.constexpr_function
+def values_per_element(fmt):
+    """Values in one stored element."""
+    return _VALUES_PER_ELEMENT[fmt]
+
+
+@triton.jit
+def first_left_element(m):
+    """The first stored element behind the last whole group."""
+    return groups_of(m.columns) * (4 * words_per_group(m.fmt))
+
+
+@triton.jit
+def stored_tile(m, row_R, mask_R, element_C):
+    """[R, C] stored elements."""
+    at_R1 = (row_R.to(tl.int64) * m.stride)[:, None]
+    mask_RC = mask_R[:, None] & (element_C < m.width)[None, :]
+    if upper_bits(m.fmt):
+        element_C += _upper_bytes_before(m, element_C)
+    return tl.load(m.elements + at_R1 + element_C[None, :], mask=mask_RC, other=0)
+
+
+@triton.jit
+def _upper_bytes_before(m, element):
+    """Bytes with upper bits that a row has before an element."""
+    grouped = groups_of(m.columns) * 128
+    left = tl.maximum(element - grouped, 0)
+    return (tl.minimum(element, grouped) // 128 * 32 + left // 32 * 8) * upper_bits(m.fmt)
+
+
+@triton.jit
+def _upper_tile(m, row_R, mask_R, element_C, VALUE: tl.constexpr):
+    """[R, C] the upper bits of value VALUE of elements behind the last whole group, above four bits that are 0."""
+    BITS: tl.constexpr = upper_bits(m.fmt)
+    inside_C = (element_C - first_left_element(m)) % 32
+    index_C = inside_C + 32 * VALUE
+    at_C = element_C - inside_C + 32 + _upper_bytes_before(m, element_C) + index_C % (8 * BITS)
+    at_R1 = (row_R.to(tl.int64) * m.stride)[:, None]
+    mask_RC = mask_R[:, None] & (element_C < m.width)[None, :]
+    stored_RC = tl.load(m.elements + at_R1 + at_C[None, :], mask=mask_RC, other=0).to(tl.int32)
+    return (stored_RC >> (index_C // (8 * BITS) * BITS)[None, :] & (1 << BITS) - 1) << 4
+
+
+@triton.jit
+def _column_at(place, columns):
+    """The column at a place of a row: in groups of eight blocks fours of columns are interleaved."""
+    grouped = groups_of(columns) * 256
+    inside = place % 256
+    column = place - inside + inside % 32 // 4 * 32 + inside // 32 * 4 + inside % 4
+    return tl.where(place < grouped, column, place)
+
+
+@triton.jit
+def _nibble_place(byte, columns, UPPER: tl.constexpr):
+    """The place in the lower or the upper four bits of a row's byte of lower bits."""
+    grouped = groups_of(columns) * 128
+    left = byte - grouped
+    place = tl.where(byte < grouped, byte // 128 * 256 + byte % 128, 2 * grouped + left // 32 * 64 + left % 32)
+    if UPPER:
+        place += tl.where(byte < grouped, 128, 32)
+    return place
+
+
+@triton.jit
+def element_column(m, element, VALUE: tl.constexpr):
+    """The column of value VALUE of a stored element of a row, in any format."""
+    column = element
+    if m.fmt == _Q8:
+        column = _column_at(element, m.columns)
+    if values_per_element(m.fmt) == 2:
+        column = _column_at(_nibble_place(element, m.columns, VALUE == 1), m.columns)
+    return column
+
+
+@triton.jit
+def element_weights(m, stored_RC, row_R, mask_R, element_C, column_C, VALUE: tl.constexpr):
+    """[R, C] value VALUE of stored elements as float32, times its scale where the format has one.
+
+    Elements of block formats are behind the last whole group.
+    """
+    if values_per_element(m.fmt) == 2:
+        integer_RC = (stored_RC & 15).to(tl.int32) if VALUE == 0 else (stored_RC >> 4).to(tl.int32)
+        if upper_bits(m.fmt):
+            integer_RC += _upper_tile(m, row_R, mask_R, element_C, VALUE)
+        weight_RC = (integer_RC - zero_of(m.fmt)).to(tl.float32)
+    else:
+        weight_RC = stored_RC.to(tl.float32)
+    if in_blocks(m.fmt):
+        at_R1 = (row_R.to(tl.int64) * m.scales_stride)[:, None]
+        mask_RC = mask_R[:, None] & (column_C < m.columns)[None, :]
+        at_RC = m.scales + at_R1 + (column_C // 32)[None, :]
+        if has_offsets(m.fmt):
+            offset_RC = tl.load(at_RC + m.offsets, mask=mask_RC, other=0.0).to(tl.float32)
+        if has_zeros(m.fmt):
+            weight_RC -= offset_RC
+        weight_RC *= tl.load(at_RC, mask=mask_RC, other=0.0).to(tl.float32)
+        if has_offsets(m.fmt) and not has_zeros(m.fmt):
+            weight_RC += offset_RC
+    return weight_RC
