@@ -12,7 +12,7 @@ import sparse_model
 from support import reference
 
 from pi_runtime import Engine, Model, Sampling, load
-from pi_runtime.artifact import Artifact
+from pi_runtime.artifact.reader import Artifact
 from pi_runtime.commands.bench.kept_neurons import KeptNeurons
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
