@@ -237,12 +237,13 @@ def _open_keys(config: Config, read: Collection[str], neutral: Mapping[str, tupl
         for key, value in sorted(config.fields.items())
         if key not in read
         and key not in HARMLESS
-        and not _is_neutral(value, allowed.get(key, ()))
+        and not is_neutral(value, allowed.get(key, ()))
         and not _without_effect(config, key)
     ]
 
 
-def _is_neutral(value: object, allowed: tuple[Any, ...]) -> bool:
+def is_neutral(value: object, allowed: tuple[Any, ...]) -> bool:
+    """Whether a value is one of those without effect; null is one more, except where true is one."""
     if value is None:
         return None in allowed or not any(v is True for v in allowed)
     return any(value == v and isinstance(value, bool) is isinstance(v, bool) for v in allowed)
@@ -289,7 +290,7 @@ def _way_out(keys: list[str], in_recipe: bool) -> Text:
 def _neutral_text(allowed: Mapping[str, tuple[Any, ...]], key: str) -> str:
     if key == "sliding_window":
         return "sliding_window no shorter than max_position_embeddings"
-    values = allowed[key] if None in allowed[key] or not _is_neutral(None, allowed[key]) else (*allowed[key], None)
+    values = allowed[key] if None in allowed[key] or not is_neutral(None, allowed[key]) else (*allowed[key], None)
     return f"{key} = {' or '.join(map(repr, values))}"
 
 

@@ -27,6 +27,7 @@ from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.console import size
 from pi_runtime.errors import Setting, read_error
+from pi_runtime.files import CHARACTERS, TEXT, shown_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +78,6 @@ def device_of(opened: Model) -> dict[str, object]:
 Progress = Callable[[int, int], None]
 TIMED, TIMED_SECONDS, LEAST_TIMED = 256, 10.0, 8
 """Tokens decoded one by one to time them; fewer where that takes more than so many seconds, but at least so many."""
-SUFFIXES = (".txt", ".md", ".raw")
-"""Endings of texts in a folder."""
-CHARACTERS = 16
-"""Characters that are read for each token wanted."""
 
 
 def evaluate(
@@ -195,28 +192,22 @@ def same_as(m: Manifest) -> dict[str, str]:
     return {} if m.decoder.sparse else {"gate": "dense"}
 
 
-def _shown_files(folder: Path) -> list[Path]:
-    """The texts below a folder, without hidden ones and what is in hidden folders."""
-    found = (file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES)
-    return [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
-
-
 def _windows(model: Model, texts: Sequence[Path | str], tokens: int, window: int) -> Windows:
     window = min(window, model.context)
     ids: list[int] = []
     for path in map(Path, texts):
-        files = _shown_files(path) if path.is_dir() else [path]
+        files = [f for f in shown_files(path) if f.suffix.lower() in TEXT] if path.is_dir() else [path]
         if not files:
             raise CorpusError(
                 "no text in this folder",
                 setting=Setting("text", path),
-                expected=f"files ending in {', '.join(SUFFIXES)}",
+                expected=f"files ending in {', '.join(TEXT)}",
             )
         for file in files:
             if len(ids) >= tokens:
                 break
             try:
-                with file.open(encoding="utf-8") as stream:
+                with file.open(encoding="utf-8-sig") as stream:
                     ids += model.tokenizer.encode(stream.read(CHARACTERS * (tokens - len(ids))), prefix=False)
             except (OSError, UnicodeDecodeError) as error:
                 raise read_error(

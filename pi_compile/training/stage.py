@@ -119,7 +119,7 @@ class _Training:
         return FfnBytes(self.checkpoint.decoder, self.spec.ffn_format, predictor_format)
 
     def windows(self, tokens: Tokens) -> torch.Tensor:
-        return td.windows(tokens, min(self.spec.window, self.checkpoint.decoder.context_length))
+        return td.windows(tokens, self.checkpoint.decoder.within_context(self.spec.window))
 
     # Layer by layer.
 

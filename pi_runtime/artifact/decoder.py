@@ -169,6 +169,10 @@ class Decoder:
             differences |= dict.fromkeys(("experts_per_token", "experts_shared"), self.dense_experts)
         return replace(self, **differences)
 
+    def within_context(self, window: int) -> int:
+        """The length of a window of text, at most the context."""
+        return min(window, self.context_length)
+
     def seen(self, layer: int, positions: int) -> int:
         """How many of so many positions the newest token sees in a layer."""
         return min(self.window, positions) if layer in self.windowed_layers else positions

@@ -18,7 +18,7 @@ formats.add(formats.Format(NEW, np.dtype("<u1"), block_bits=5, offset="minimum",
 from pi_runtime.artifact.quantisation import as_stored  # noqa: E402
 from pi_runtime.artifact.reader import Artifact  # noqa: E402
 from pi_runtime.artifact.schema import Layer  # noqa: E402
-from support import reference  # noqa: E402
+from pi_runtime.kernels import reference  # noqa: E402
 from support.synthetic import random_artifact, small_decoder  # noqa: E402
 
 IDS = [1, 5, 9, 11, 40]

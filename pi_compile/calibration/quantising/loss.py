@@ -68,7 +68,7 @@ class RoundingLoss:
 
 def text_windows(d: Decoder, tokens: npt.NDArray[np.integer], window: int) -> torch.Tensor:
     """Tokens as N sequences of a window, or of the model's context where that is shorter."""
-    return td.windows(tokens, min(window, d.context_length))
+    return td.windows(tokens, d.within_context(window))
 
 
 def seconds_of_a_pass(d: Decoder, windows: int, window: int) -> float:

@@ -35,7 +35,7 @@ STAGING_NBYTES = 2 * NBYTES
 _THREADS = 4
 """Enough for a link of 50 GB/s if the pages are in RAM, and to keep requests queued if they are on disk."""
 
-Sent = Callable[[int], None]
+OnSent = Callable[[int], None]
 """Called with the number of bytes that have been sent since the last call."""
 
 
@@ -48,7 +48,7 @@ class PinnedStaging:
         self._next = 0
         self._copiers = ThreadPoolExecutor(_THREADS, thread_name_prefix="pi-staging")
 
-    def send(self, source: Array, target: torch.Tensor, progress: Sent | None = None) -> None:
+    def send(self, source: Array, target: torch.Tensor, on_sent: OnSent | None = None) -> None:
         """Copy a contiguous array's bytes to a contiguous tensor on the device; returns before they have arrived."""
         from_bytes = source.reshape(-1).view(np.uint8)
         to_bytes = target.reshape(-1).view(torch.uint8)
@@ -63,8 +63,8 @@ class PinnedStaging:
             self._copy(chunk, buffer.numpy()[: len(chunk)])
             to_bytes[start : start + len(chunk)].copy_(buffer[: len(chunk)], non_blocking=True)
             sent.record()
-            if progress is not None:
-                progress(len(chunk))
+            if on_sent is not None:
+                on_sent(len(chunk))
 
     def _copy(self, source: Array, target: Array) -> None:
         step = -(-len(source) // _THREADS)

@@ -1,5 +1,6 @@
 """Models that are packed on the way, and the cache they are kept in."""
 
+import json
 import os
 import resource
 import shutil
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.paths import GOLDEN
 
-from pi_runtime import console
+from pi_runtime import Engine, console, load
 from pi_runtime.commands import model_cache
 from pi_runtime.commands.model_cache import app, artifact_of
 from pi_runtime.errors import UsageError
@@ -394,6 +395,33 @@ def test_the_cache_is_listed(three: list[Path], capsys: pytest.CaptureFixture[st
     assert err.startswith("4 packed models, ")
     assert console.run(app, ["list", "--json"]) == 0
     assert '"name": "one"' in capsys.readouterr().out
+
+
+def test_keys_and_values_of_a_folder_are_listed_and_removed(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "pages"
+    for mode in ("dense", "gate"):
+        with load(GOLDEN, mode=mode, device="cpu") as model, Engine(model, kv_disk=folder) as engine:
+            "".join(engine.generate([5] * 40, max_tokens=2))
+    capsys.readouterr()
+    assert console.run(app, ["list", "--kv-disk", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["models"] == []
+    assert [(run["model"], run["mode"]) for run in found["kv_disk"]["runs"]] == [
+        (GOLDEN.name, "gate"),
+        (GOLDEN.name, "dense"),
+    ]
+    assert console.run(app, ["list", "--kv-disk", str(folder)]) == 0
+    shown = capsys.readouterr()
+    assert GOLDEN.name in shown.out
+    assert "keys and values of 2 runs" in shown.err
+    name = found["kv_disk"]["runs"][0]["name"]
+    assert console.run(app, ["rm", name, "--kv-disk", str(folder)]) == 0
+    assert [path.name.partition("-")[0] for path in folder.glob("*.pages")] == [found["kv_disk"]["runs"][1]["name"]]
+    assert console.run(app, ["rm", GOLDEN.name, "--kv-disk", str(folder)]) == 0
+    assert not [*folder.glob("*.pages")]
+    assert console.run(app, ["rm", name, "--kv-disk", str(folder)]) == 2
 
 
 def test_models_are_removed_by_name(three: list[Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,8 +46,6 @@ FLAGS = {
     "--top-p",
     "--max-tokens",
     "--ram-budget",
-    "--session-idle-seconds",
-    "--sessions",
     "--share-prefixes",
     "--show-completion",
     "--slots",
