@@ -235,6 +235,49 @@ def test_a_file_that_is_removed_meanwhile_is_computed_again_in_silence(tmp_path:
     assert said == []
 
 
+def test_of_a_prompt_whose_end_is_gone_the_beginning_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_files, "FILE_NBYTES", 1)  # a file for each page
+    path, folder, prompt = artifact(tmp_path / "a.pi"), tmp_path / "pages", [n % 200 for n in range(150)]
+    read = []
+    for _ in range(2):
+        with load(path, mode="dense") as model, Engine(model, kv_disk=folder) as engine:
+            if read:
+                newest = max(folder.glob("*.pages"), key=lambda file: file.stat().st_mtime_ns)
+                newest.unlink()
+            answer = engine.generate(prompt, max_tokens=3)
+            assert found_by(answer) == found_by(model.generate(prompt, max_tokens=3))
+            read.append(engine.stats.kv_disk_tokens)
+    assert read == [0, 96]
+
+
+def test_a_disk_that_is_slower_than_computing_is_left_alone_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    with load(artifact(tmp_path / "a.pi"), mode="dense") as model:
+        with Engine(model, kv_disk=tmp_path / "pages") as engine:
+            "".join(engine.generate([7] * 100, max_tokens=2))
+        with Engine(model, kv_disk=tmp_path / "pages") as engine:
+            disk = engine._store._disk
+            assert disk is not None
+            disk.token_s.value, disk.read_s.value = 1e-9, 1.0
+            monkeypatch.setattr(disk.token_s, "count", lambda _: None)
+            "".join(engine.generate([7] * 100, max_tokens=1))
+            assert engine.stats.kv_disk_tokens == 0
+            assert (disk.pays, disk.read_s.value) == (False, 0.9)
+
+
+def test_scorings_pages_serve_later_ones(tmp_path: Path) -> None:
+    """They are computed with selection, as those of answers, which no prompt finds again."""
+    with load(artifact(tmp_path / "a.pi"), mode="predicted") as model, Engine(model) as engine:
+        engine.score([7] * 100).result()
+        settle(engine)
+        assert not any(engine._store.tree._is_over(node) for node in engine._store.tree.nodes())
+        "".join(engine.generate([9] * 40, max_tokens=60, min_tokens=60))
+        settle(engine)
+        assert any(engine._store.tree._is_over(node) for node in engine._store.tree.nodes())
+
+
 def test_servers_share_a_folder_and_its_budget(tmp_path: Path) -> None:
     """Two engines at once, each of which finds what the other has written, within one budget."""
     path, folder = artifact(tmp_path / "a.pi"), tmp_path / "pages"
