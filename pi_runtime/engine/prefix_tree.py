@@ -147,12 +147,18 @@ class PrefixTree:
             yield node
             left += node.children.values()
 
-    def longest(self, tokens: Sequence[int], selected: Sequence[bool], salt: str = "") -> Prefix:
-        """The longest prefix of these tokens that is stored, computed as `selected` says; marks it as used now."""
+    def longest(
+        self, tokens: Sequence[int], selected: Sequence[bool], salt: str = "", *, is_turn: bool = True
+    ) -> Prefix:
+        """The longest prefix of these tokens that is stored, computed as `selected` says; marks it as used now.
+
+        `is_turn`: whether a talk goes on with them, so that a call of a tool before them is over.
+        """
         root = self._roots.get(salt, Node((), [], None))
         path, rest = _walk(root, self.keys(tokens, selected))
         length = PAGE_POSITIONS * len(path)
-        self._count_calls(path)
+        if is_turn:
+            self._count_calls(path)
         closest, common = _closest(path[-1] if path else root, rest)
         if closest is not None:
             path.append(closest)

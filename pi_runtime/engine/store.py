@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 from pi_runtime.artifact.layer_classes import sequence_nbytes
 from pi_runtime.engine.page_files import Name, Offered, PageFiles, name_below
@@ -25,7 +26,8 @@ from pi_runtime.errors import Setting, UsageError
 from pi_runtime.execution.executor import Executor
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PAGE_POSITIONS, PagePool, PagesExhausted
-from pi_runtime.sequence.sequence import TokenSequence
+from pi_runtime.sequence.answer import AnswerSequence
+from pi_runtime.sequence.sequence import Rank, ScoreSequence, TokenSequence
 
 MEASURED_TOKENS = 8
 """Least tokens of a step that says what a token of a prompt takes."""
@@ -129,8 +131,12 @@ class PrefixStore:
     ) -> None:
         self._executor, self.pool = executor, pool
         self._disk = None if files is None else DiskStorey(files, pool)
-        told = {} if self._disk is None else {"dropping": self._disk.take, "price_s": self._disk.price_s}
+        told: dict[str, Any] = (
+            {} if self._disk is None else {"dropping": self._disk.take, "price_s": self._disk.price_s}
+        )
         self.tree = PrefixTree(pool, selection_matters=selection_matters, **told)
+        # Where weights come from a disk, one pass over them reads a whole prompt: an answer in it costs nothing more.
+        self._reads_again = selection_matters and executor.disk is None
         self._is_full = False
         """Whether the first of those that wait found too little memory, and none has come back since."""
         self.read_tokens = 0
@@ -220,13 +226,20 @@ class PrefixStore:
         self.tree.insert(cache)
         cache.close()
 
-    def release(self, sequence: TokenSequence, cache: KVCache | None) -> None:
-        """Take back the cache of a sequence that ends, and keep what it held for later ones."""
+    def release(self, sequence: TokenSequence, cache: KVCache | None) -> TokenSequence | None:
+        """Take back the cache of a sequence that ends, and keep what it held for later ones.
+
+        Returns what reads an answer again, whose tokens were computed in another way than a prompt's are.
+        """
         self._is_full = False
-        if cache is not None:
-            is_answer = sequence.finish_reason is not None
-            self.tree.insert(cache, sequence.outcome if is_answer else None, sequence.prompt_tokens)
-            cache.close()
+        if cache is None:
+            return None
+        is_asked = sequence.rank is Rank.ASKED
+        # Of scores nothing is over: later ones find their tokens, which are computed with selection too.
+        outcome = None if isinstance(sequence, ScoreSequence) else sequence.outcome
+        self.tree.insert(cache, outcome, sequence.prompt_tokens if is_asked else 0)
+        cache.close()
+        return sequence.as_prompt if self._reads_again and isinstance(sequence, AnswerSequence) else None
 
     def count_step(self, tokens: int, seconds: float) -> None:
         """Count what tokens of prompts took: it says what it costs to compute pages again."""
@@ -251,7 +264,7 @@ class PrefixStore:
     def _begun(self, sequence: TokenSequence, reusable: int) -> KVCache:
         """A cache that begins with the longest prefix in memory of a sequence's first `reusable` tokens."""
         tokens, selected, salt = sequence.tokens[:reusable], sequence.selected[:reusable], sequence.origin.salt
-        stored = self.tree.longest(tokens, selected, salt)
+        stored = self.tree.longest(tokens, selected, salt, is_turn=sequence.rank is Rank.ASKED)
         cache = self._executor.new_cache(self.pool)
         cache.salt = salt
         cache.adopt(stored.runs, tokens[: stored.length], selected[: stored.length])

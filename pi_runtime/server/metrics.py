@@ -17,6 +17,7 @@ BETWEEN_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 ENGINE = (
     ("running_answers", "gauge", "Answers in a slot.", "running"),
     ("waiting_answers", "gauge", "Answers that wait for a slot.", "waiting"),
+    ("reading_ahead", "gauge", "Prompts that are read ahead, and answers that are read again.", "reading_ahead"),
     ("kv_pages_used", "gauge", "Pages of keys and values in use or kept.", "pages_used"),
     ("kv_pages_kept", "gauge", "Pages of them that a later prompt may begin with.", "pages_kept"),
     ("kv_pages_free", "gauge", "Pages of keys and values that are free.", "pages_free"),
@@ -29,6 +30,7 @@ ENGINE = (
     ("prompt_tokens_total", "counter", "Tokens of prompts.", "prompt_tokens"),
     ("cached_tokens_total", "counter", "Tokens of prompts that were stored already.", "cached_tokens"),
     ("generated_tokens_total", "counter", "Tokens of answers.", "generated_tokens"),
+    ("ahead_tokens_total", "counter", "Tokens that were read ahead or again.", "ahead_tokens"),
     ("guessed_tokens_total", "counter", "Guessed tokens that ran.", "guessed_tokens"),
     ("accepted_tokens_total", "counter", "Guessed tokens that were right.", "accepted_tokens"),
     ("checked_drafts_total", "counter", "Drafts of which any token ran.", "checked_drafts"),

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pi_runtime.engine.tools.output import PLAIN, OutputFormat
 from pi_runtime.sequence.settings import AnswerSettings
+
+Goal = Literal["answers", "reading", "texts"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +21,9 @@ class Prompt:
     settings: AnswerSettings = field(default_factory=AnswerSettings)
     streams: bool = False
     """Whether events are written as they come."""
-    generates: bool = True
-    """False where only the texts are wanted, and their log-probabilities."""
+    goal: Goal = "answers"
+    """`reading`: the texts are computed, so that later answers to them come sooner. `texts`: they are only given back,
+    with their log-probabilities where these are wanted."""
     logprobs: int | None = None
     """How many likeliest tokens come with the log-probabilities of the texts; None where these are not wanted."""
     rendered: str = ""
@@ -37,4 +40,4 @@ class Prompt:
     @property
     def answers(self) -> int:
         """Answers that the engine writes."""
-        return len(self.texts) * self.count * self.generates
+        return len(self.texts) * self.count * (self.goal == "answers")
