@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from support.paths import SUPPORT
 from support.requests import alone, assert_same, follow_ups, found_by, random_requests, together
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
-from pi_runtime import Engine, Model, load
+from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.artifact.layer_classes import sequence_nbytes
 from pi_runtime.artifact.schema import Layer, Text
 from pi_runtime.engine import page_files
@@ -132,6 +133,20 @@ def test_a_prompt_is_found_again_after_a_restart(tmp_path: Path) -> None:
     assert read == [(0, 0), (128, 128)]
     files = [*(tmp_path / "pages").iterdir()]
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in files if file.suffix == ".pages")
+
+
+def test_several_answers_to_a_prompt_from_disk(tmp_path: Path) -> None:
+    prompt, drawn = [n % 200 for n in range(150)], Sampling(temperature=1.0, seed=3)
+    with load(artifact(tmp_path / "a.pi"), mode="predicted") as model:
+        wanted = [
+            found_by(model.generate(prompt, max_tokens=5, sampling=replace(drawn, number=number)))
+            for number in range(3)
+        ]
+        for n in range(2):
+            with Engine(model, slots=2, kv_budget=smallest(model), kv_disk=tmp_path / "pages") as engine:
+                streams = engine.generate_many(prompt, 3, max_tokens=5, sampling=drawn)
+                assert [found_by(stream) for stream in streams] == wanted
+                assert engine.stats.kv_disk_tokens == 128 * n
 
 
 def test_what_is_evicted_is_read_again(tmp_path: Path) -> None:
