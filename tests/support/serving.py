@@ -16,7 +16,7 @@ from pi_runtime import Engine, Model, load
 from pi_runtime.errors import PiError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.server.app import build_app
-from pi_runtime.server.listening import Server, config
+from pi_runtime.server.edge import Server, config
 from pi_runtime.server.service import Service
 from pi_runtime.server.settings import Limits, ServerSettings
 

@@ -23,9 +23,9 @@ from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime.artifact.schema import Text
 from pi_runtime.commands.serve import app
+from pi_runtime.server.admission import OF_ONE, OTHER_FILES
 from pi_runtime.server.api.body import MANY
-from pi_runtime.server.connections import OF_ONE, OTHER_FILES
-from pi_runtime.server.listening import CLOSE_S
+from pi_runtime.server.edge import CLOSE_S
 from pi_runtime.server.metrics import DISK, ENGINE, Metrics
 from pi_runtime.server.routes import ROUTES
 from pi_runtime.server.settings import Limits, ServerSettings
