@@ -75,7 +75,7 @@ class Abilities:
     """None where calls and results do not reach the prompt."""
     written: str
     """What the template writes for a call, as if the model had: empty where it shows none."""
-    told: str
+    preface: str
     """What the template writes because there are tools."""
     switch: bool
     """Whether `enable_thinking` changes anything."""
@@ -96,7 +96,7 @@ UNKNOWN = Abilities(
     empty_tools=False,
     calls=None,
     written="",
-    told="",
+    preface="",
     switch=False,
     efforts=MappingProxyType({}),
 )
@@ -138,7 +138,7 @@ def abilities_of(attempt: Attempt) -> Abilities:
         empty_tools=probe.no_tools is not None,
         calls=calls,
         written=probe.written(calls, tools) if calls else "",
-        told=probe.told() if tools else "",
+        preface=probe.preface() if tools else "",
         switch=probe.switches(),
         efforts=probe.efforts(),
     )
@@ -246,7 +246,7 @@ class _Probe:
             return ""
         return text[_parting(text, said) :].removesuffix(said.rpartition(SAID)[2])
 
-    def told(self) -> str:
+    def preface(self) -> str:
         """The text that comes with tools."""
         without, text = self.render([_user(FIRST)]), self.render([_user(FIRST)], tools=[LOOKUP])
         return "" if without is None or text is None else text[_parting(text, without) :]
