@@ -70,9 +70,9 @@ class Ticket:
 
     def __init__(self, admission: "Admission", owner: str) -> None:
         self._admission, self._owner, self._answers = admission, owner, 0
-        self.take(1)
+        self.reserve(1)
 
-    def take(self, answers: int) -> None:
+    def reserve(self, answers: int) -> None:
         """Let a request have so many answers in all. Raises ApiError (429) where they do not fit beside others."""
         admission, more = self._admission, max(answers, 1) - self._answers
         if answers > admission.most_each:
@@ -99,13 +99,13 @@ class Admission:
         self._answer_s = 1.0
 
     @property
-    def taken(self) -> int:
+    def answers(self) -> int:
         """Answers that run or wait."""
         return self.of.total()
 
     def check(self, owner: str, more: int = 1) -> None:
         """Raise ApiError (429) where so many answers more of an owner do not fit beside those that run or wait."""
-        if self.taken + more > self.most:
+        if self.answers + more > self.most:
             raise self.full(f"the server is busy: {self.slots} answers run and {self.queue} may wait")
         if self.of[owner] + more > self.most_each:
             raise self.full(f"you have as many answers as one key may: {self.most_each} that run or wait")
@@ -133,7 +133,7 @@ class Admission:
         return min(max(1, math.ceil(self._answer_s / self.slots)), LONGEST_RETRY_S)
 
 
-class Arriving:
+class IncomingBodies:
     """Bytes of bodies that have not come whole, of all clients and of each. Who sends nothing takes nothing of them.
 
     A client has three quarters at most, so that who sends many large bodies slowly leaves room for others.
@@ -147,11 +147,11 @@ class Arriving:
 
     @contextmanager
     def body(self, client: str) -> Iterator[Callable[[int], None]]:
-        """Counts the bytes of one body until the block ends: the function takes how many have come now. It raises
+        """Counts the bytes of one body until the block ends: the function is called with how many have come now. It raises
         ApiError (429) where there is no room for them."""
         taken = 0
 
-        def take(nbytes: int) -> None:
+        def count(nbytes: int) -> None:
             nonlocal taken
             if self._of.total() + nbytes > self._most or self._of[client] + nbytes > 3 * self._most // 4:
                 said = "the server is busy receiving requests"
@@ -161,7 +161,7 @@ class Arriving:
 
         self.bodies += 1
         try:
-            yield take
+            yield count
         finally:
             self.bodies -= 1
             self._of[client] -= taken
@@ -193,7 +193,7 @@ class Connections:
         """How many connections are open."""
         return self._of.total()
 
-    def take(self, network: str) -> bool:
+    def admit(self, network: str) -> bool:
         """Count a connection from a network, if it may be accepted; returns whether it may."""
         taken = self.open < self.most and self._of[network] < self.most_of_one
         self._of[network] += taken
@@ -219,7 +219,7 @@ class ListeningSocket(socket.socket):
         """The next connection. Raises ConnectionAbortedError for one that is not taken."""
         accepted, address = super().accept()
         network = network_of(address[0])
-        if not self.connections.take(network):
+        if not self.connections.admit(network):
             accepted.close()
             raise ConnectionAbortedError
         found = _Counted(accepted.family, accepted.type, accepted.proto, fileno=accepted.detach())

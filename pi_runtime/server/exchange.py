@@ -218,7 +218,7 @@ class Exchange:
 
     async def begin(self, prompt: Prompt) -> InFlight:
         """Hand a prompt to the engine. Raises ApiError for what cannot be run."""
-        self.ticket.take(prompt.answers)
+        self.ticket.reserve(prompt.answers)
         service = self.service
         return await self.beside(
             InFlight, prompt, service.engine, service.metrics, service.settings, self.arrived, self.client
@@ -245,7 +245,7 @@ class BodyEndpoint:
         service, arrived = self._service, time.monotonic()
         try:
             service.check_room(scope["owner"])  # one too many is refused before its body has come
-            with service.arriving.body(Client.of(scope).name) as count:
+            with service.incoming.body(Client.of(scope).name) as count:
                 body = await read_body(receive, service.settings.limits.body_bytes, Headers(scope=scope), count)
             with service.admitted(scope["owner"]) as ticket:
                 exchange = Exchange(service, self._route, scope, send, body, ticket, arrived)

@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 
 from pi_runtime.engine.engine import Engine
 from pi_runtime.errors import PiError
-from pi_runtime.server.admission import Admission, Arriving, Ticket
+from pi_runtime.server.admission import Admission, IncomingBodies, Ticket
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError, refused
 from pi_runtime.server.in_flight import InFlight
@@ -167,7 +167,7 @@ class Service:
         self.phase: Phase = "loading"
         self.metrics = Metrics()
         self.admission = Admission(settings.slots, settings.queue, settings.answers_each)
-        self.arriving = Arriving(settings.limits.arriving_bytes)
+        self.incoming = IncomingBodies(settings.limits.incoming_bytes)
         self.failure: BaseException | None = None
         """The fault for which the server takes no more requests."""
         self.on_failure: Callable[[], object] = lambda: None

@@ -12,7 +12,7 @@ class Limits:
     """Limits of one request."""
 
     body_bytes: int = 4 << 20
-    arriving_bytes: int = 256 << 20
+    incoming_bytes: int = 256 << 20
     """Bytes of all bodies together that have not come whole."""
     header_bytes: int = 32 << 10
     """Request line and headers together."""

@@ -248,7 +248,7 @@ class GrammarState:
 
     def allowed(self, seen_ids: Ids) -> Mask:
         """Whether each token of the vocabulary may follow. Raises PiError where the grammar has become too complex."""
-        packed, ends = self._asked(seen_ids, lambda matcher: (matcher.compute_bitmask(), matcher.is_accepting()))
+        packed, ends = self._from_library(seen_ids, lambda matcher: (matcher.compute_bitmask(), matcher.is_accepting()))
         bits = np.frombuffer(packed, np.uint8)
         mask: Mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(np.bool_)
         if self._stand_in is not None and self._stand_in < self._vocab_size:
@@ -259,17 +259,17 @@ class GrammarState:
 
     def is_complete(self, seen_ids: Ids) -> bool:
         """Whether nothing may follow but the end."""
-        return bool(self._asked(seen_ids, lambda matcher: matcher.is_stopped()))
+        return bool(self._from_library(seen_ids, lambda matcher: matcher.is_stopped()))
 
     def forced(self, seen_ids: Ids) -> list[int]:
         """The tokens that the tokenizer makes of the text that alone may follow; none where several texts may.
 
         The model may spell the same text in other tokens.
         """
-        found = self._asked(seen_ids, lambda matcher: matcher.compute_ff_tokens())
+        found = self._from_library(seen_ids, lambda matcher: matcher.compute_ff_tokens())
         return list(takewhile(lambda token: token not in self._ends, found))
 
-    def _asked(self, seen_ids: Ids, ask: Callable[[Any], Any]) -> Any:
+    def _from_library(self, seen_ids: Ids, ask: Callable[[Any], Any]) -> Any:
         """Ask the library after these tokens.
 
         It gives a grammar up for good where it has become too complex, and all copies of its compilation with it. That

@@ -53,7 +53,7 @@ def check_grammar(grammar: Grammar, limits: SandboxLimits = LIMITS, seconds: flo
 def _found(grammar: Grammar, limits: SandboxLimits, seconds: float) -> dict[str, str] | int:
     """What is wrong with a grammar, as errors say it, or what it takes."""
     try:
-        found = _asked(grammar, limits, seconds)
+        found = _reply(grammar, limits, seconds)
     except ModuleNotFoundError as error:
         raise missing_extra("llguidance") or error from None
     except SandboxStartError as error:
@@ -70,7 +70,7 @@ def _found(grammar: Grammar, limits: SandboxLimits, seconds: float) -> dict[str,
     return {"what": "cannot be used", "found": found["text"].strip()[:500]}
 
 
-def _asked(grammar: Grammar, limits: SandboxLimits, seconds: float) -> dict[str, Any]:
+def _reply(grammar: Grammar, limits: SandboxLimits, seconds: float) -> dict[str, Any]:
     """What a child replies. Raises what `Sandbox.ask` raises, and then the child has ended."""
     child = None
     if limits == LIMITS:

@@ -392,7 +392,7 @@ def test_a_value_that_cannot_be_made_is_not_kept() -> None:
 
 def test_a_grammar_that_was_tried_is_known_by_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Grammar] = []
-    monkeypatch.setattr(grammar_check, "_asked", lambda grammar, *_: tried.append(grammar) or {"text": "", "nbytes": 7})
+    monkeypatch.setattr(grammar_check, "_reply", lambda grammar, *_: tried.append(grammar) or {"text": "", "nbytes": 7})
     grammar = Grammar.regex("x" * 100_000)
     assert [grammar_check.check_grammar(grammar) for _ in range(2)] == [7, 7]
     assert tried == [grammar]
@@ -411,7 +411,7 @@ def test_a_refusal_is_known_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None
             raise reply
         return reply
 
-    monkeypatch.setattr(grammar_check, "_asked", asked)
+    monkeypatch.setattr(grammar_check, "_reply", asked)
     for count, match in ((1, "too complex.*within 5 s"), (2, "cannot be used.*wrong")):
         for _ in range(3):
             with pytest.raises(UsageError, match=f"(?s){match}"):

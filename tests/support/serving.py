@@ -78,7 +78,7 @@ class Served:
     def is_idle(self) -> bool:
         """Whether nothing runs, waits, or is being prepared, and every page that is used is only kept."""
         stats = self.engine.stats
-        return stats.running == stats.waiting == self.service.open_requests == self.service.admission.taken == 0
+        return stats.running == stats.waiting == self.service.open_requests == self.service.admission.answers == 0
 
 
 def events(response: httpx.Response) -> Iterator[Any]:

@@ -211,7 +211,7 @@ class CallParser:
     def finish(self) -> list[Delta]:
         """Return what was held, when the answer ends."""
         if self._read == self._read_text:
-            self._show_text(self._watch.take())
+            self._show_text(self._watch.drain())
         elif self._read != self._read_end:
             self._break_off("")
         return self._drained()
@@ -252,7 +252,7 @@ class CallParser:
         self._show_text(shown)
         if found:
             self._is_list = False
-            self._begin_call(self._watch.take())
+            self._begin_call(self._watch.drain())
             after = self._read_begin if self._format.begin else self._read_call
             self._read = self._read_head if self._format.has_head else after
 

@@ -63,19 +63,19 @@ class ReasoningParser:
     def _push(self, char: str) -> Delta | None:
         shown, found = self._watch.push(char)
         if found:
-            marker = self._watch.take()
+            marker = self._watch.drain()
             self.thinks, self._may_begin = self._may_begin, False
             self._watch, self._is_blank = MarkerWatch(*self._ends), True
             return self._shown(marker) if marker.lstrip() == self._call else None
         if self._may_begin and shown:
             # It begins with something else: all of it is text, and stays as it is.
             self._may_begin = False
-            return TextDelta(shown + self._watch.take())
+            return TextDelta(shown + self._watch.drain())
         return self._shown(shown)
 
     def finish(self) -> list[Delta]:
         """Return what was held, when the answer ends."""
-        held = self._shown(self._watch.take().rstrip() if self.thinks else self._watch.take())
+        held = self._shown(self._watch.drain().rstrip() if self.thinks else self._watch.drain())
         return [] if held is None else [held]
 
     def _shown(self, text: str) -> Delta | None:

@@ -18,7 +18,7 @@ from typing import Any
 from pi_runtime.engine.tools.calls import HEAD_LENGTH, NAME_MARKS, CallParser, new_id
 from pi_runtime.engine.tools.formats import Pairs, ToolFormat
 from pi_runtime.engine.tools.scanners import SPACE
-from pi_runtime.text.schemas import referred
+from pi_runtime.text.schemas import referred, together
 from pi_runtime.text.stop_strings import StopStrings
 
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
@@ -35,21 +35,12 @@ def types(schema: Any, whole: Any = None) -> set[str]:
     ['null', 'string']
     """
     found: set[str] = set()
-    rest, seen = [schema], set[int]()
-    while rest:
-        part = rest.pop()
-        if not isinstance(part, Mapping) or id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(part.get("$ref"), str):
-            rest.append(referred(part["$ref"], whole))
+    for part in together(schema, whole, ("anyOf", "oneOf")):
         own, values = part.get("type"), [part["const"]] if "const" in part else part.get("enum")
         named = {one for one in (own if isinstance(own, list | tuple) else [own]) if isinstance(one, str)}
         if not named and isinstance(values, list):
             named = {_KINDS.get(type(value), "null") for value in values}
         found |= named
-        parts = part.get("anyOf") or part.get("oneOf")
-        rest += parts if isinstance(parts, list) else []
     return found
 
 

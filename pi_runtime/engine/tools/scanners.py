@@ -44,7 +44,7 @@ class MarkerWatch:
         self._blanks.append(plain)
         return shown, end
 
-    def take(self) -> str:
+    def drain(self) -> str:
         """Return what is held, and hold nothing."""
         held = "".join((*self._blanks, self._body))
         self._blanks, self._body = [], ""

@@ -82,7 +82,7 @@ class ShownLogprobs:
         """Tokens whose text has not been shown, each with where its text begins."""
         self._chars = self._shown = 0
 
-    def take(self, text: str, found: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
+    def push(self, text: str, found: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
         """Take text that is shown, and tokens; returns those whose text has been shown now."""
         self._shown += len(text)
         for token in found:
@@ -112,7 +112,7 @@ class EventReader:
         """The events of more text and of the tokens that came with it. There is one at least."""
         found: list[Event] = [*self._parser.push(text, len(tokens))]
         first, *more = found or [NothingShown()]
-        shown = self._shown.take(text, logprobs)
+        shown = self._shown.push(text, logprobs)
         return [
             replace(first, tokens=tokens, logprobs=shown, stats=stats),
             *(replace(delta, stats=stats) for delta in more),

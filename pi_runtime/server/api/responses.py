@@ -321,7 +321,7 @@ class ResponseOutput:
         self._count += 1
         return {"type": kind, "sequence_number": self._count - 1, **fields}
 
-    def take(self, delta: Delta, logprobs: Sequence[TokenLogprob] = ()) -> list[dict[str, Any]]:
+    def push(self, delta: Delta, logprobs: Sequence[TokenLogprob] = ()) -> list[dict[str, Any]]:
         """Take more of the answer, with the log-probabilities of its tokens where these are wanted."""
         match delta:
             case TextDelta(text):
@@ -619,7 +619,7 @@ class ResponseWriter:
         if isinstance(event, NothingShown | PromptLogprobs):
             return []
         pending, self._pending = self._pending, []
-        return self._output.take(event, pending)
+        return self._output.push(event, pending)
 
     def _end(self, answer: GatheredAnswer, end: End) -> list[dict[str, Any]]:
         assert end.stats is not None

@@ -18,7 +18,7 @@ from support.serving import Served, wait_until
 from pi_runtime.server.admission import (
     OTHER_FILES,
     Admission,
-    Arriving,
+    IncomingBodies,
     Client,
     Connections,
     listen,
@@ -85,16 +85,16 @@ def test_ten_times_too_many_are_answered_or_refused(talker: Served) -> None:
 def test_answers_are_counted_not_requests() -> None:
     admission = Admission(slots=2, queue=2)
     with admission.ticket("") as first:
-        first.take(3)
+        first.reserve(3)
         with admission.ticket("") as second:
             with pytest.raises(ApiError) as refused:
-                second.take(2)
+                second.reserve(2)
             assert refused.value.status == 429
         with pytest.raises(ApiError) as refused:
-            first.take(5)
+            first.reserve(5)
         assert refused.value.status == 400
-        assert admission.taken == 3
-    assert admission.taken == 0
+        assert admission.answers == 3
+    assert admission.answers == 0
 
 
 def test_the_time_to_come_again_follows_what_answers_take() -> None:
@@ -108,18 +108,18 @@ def test_the_time_to_come_again_follows_what_answers_take() -> None:
 def test_one_key_of_several_leaves_places_to_others() -> None:
     admission = Admission(slots=2, queue=2, most_each=3)
     with admission.ticket("one") as first, admission.ticket("one") as second:
-        second.take(2)
+        second.reserve(2)
         with pytest.raises(ApiError) as refused, admission.ticket("one"):
             pass
         assert (refused.value.status, refused.value.code) == (429, "queue_full")
         with pytest.raises(ApiError) as impossible:
-            first.take(4)
+            first.reserve(4)
         assert impossible.value.status == 400
         with admission.ticket("two"):
-            assert admission.taken == 4
+            assert admission.answers == 4
     with admission.ticket("one") as ticket:
-        ticket.take(3)
-    assert admission.taken == 0
+        ticket.reserve(3)
+    assert admission.answers == 0
 
 
 @pytest.mark.parametrize(
@@ -138,18 +138,18 @@ def test_requests_that_do_not_come_take_no_places_of_others(endless: Path, serve
     with ExitStack() as stack:
         for _ in range(12):
             stack.enter_context(socket.create_connection(("127.0.0.1", served.port))).sendall(head + sent)
-        wait_until(lambda: served.service.arriving.bodies == 12)
+        wait_until(lambda: served.service.incoming.bodies == 12)
         body = {"model": served.name, "prompt": "a", "max_tokens": 1}
         assert served.post("/v1/completions", body, headers=one).status_code == 200
         assert served.post("/v1/completions", body, headers=two).status_code == 200
-    wait_until(lambda: served.service.arriving.bodies == 0)
+    wait_until(lambda: served.service.incoming.bodies == 0)
     wait_until(served.is_idle)
 
 
 def test_bodies_that_come_slowly_have_room_for_so_many_bytes() -> None:
-    arriving = Arriving(1000)
+    incoming = IncomingBodies(1000)
     with ExitStack() as stack:
-        one, two, three = (stack.enter_context(arriving.body(name)) for name in ("one", "one", "another"))
+        one, two, three = (stack.enter_context(incoming.body(name)) for name in ("one", "one", "another"))
         one(700)
         two(0)
         with pytest.raises(ApiError) as raised:
@@ -158,8 +158,8 @@ def test_bodies_that_come_slowly_have_room_for_so_many_bytes() -> None:
         three(300)
         with pytest.raises(ApiError):
             three(1)
-    assert arriving.bodies == 0
-    with arriving.body("one") as again:
+    assert incoming.bodies == 0
+    with incoming.body("one") as again:
         again(750)
 
 
@@ -195,18 +195,18 @@ Serve = Callable[..., Served]
 
 def test_one_network_leaves_room_for_others() -> None:
     connections = Connections(8)
-    assert [connections.take("a") for _ in range(8)] == [True] * 6 + [False] * 2
-    assert [connections.take("b") for _ in range(3)] == [True, True, False]
+    assert [connections.admit("a") for _ in range(8)] == [True] * 6 + [False] * 2
+    assert [connections.admit("b") for _ in range(3)] == [True, True, False]
     assert (connections.open, connections.refused) == (8, 3)
     connections.end("a")
-    assert connections.take("b")
-    assert not connections.take("b")
+    assert connections.admit("b")
+    assert not connections.admit("b")
 
 
 def test_what_has_ended_leaves_nothing() -> None:
     connections = Connections(8)
     for n in range(100):
-        assert connections.take(f"network {n}")
+        assert connections.admit(f"network {n}")
         connections.end(f"network {n}")
     assert connections.open == len(connections._of) == 0
 

@@ -118,7 +118,7 @@ def test_limits_are_those_of_the_settings() -> None:
     assert rows["body of a request"] == f"{limits.body_bytes >> 20} MiB"
     assert rows["request line and headers"] == f"{limits.header_bytes >> 10} KiB"
     assert rows["headers, and then the body, must come within"] == f"{limits.receive_s:g} s each"
-    assert rows["bodies that have not come whole"].startswith(f"{limits.arriving_bytes >> 20} MiB in all")
+    assert rows["bodies that have not come whole"].startswith(f"{limits.incoming_bytes >> 20} MiB in all")
     parts = rows["parts in which a body comes: chunks, or what the network makes of it"]
     assert parts.partition(";")[0] == f"{limits.parts:,}"
     assert rows["time to read a request, its template and its grammar included"] == f"{limits.prepare_s:g} s"
