@@ -37,7 +37,7 @@ from pi_runtime.kernels.benchmarks import (
 )
 
 BYTES = 1 << 30
-"""Most bytes of the data that rates are measured on."""
+"""Most bytes of the data that rates are measured on, and those of a copy to a GPU."""
 DISK_BYTES, LEAST_DISK_BYTES = 1 << 30, 1 << 27
 """Most and fewest bytes of the file that a disk's rates are measured on."""
 
@@ -232,8 +232,6 @@ def _rate(reader: Reader, file_nbytes: int, size: int, count: int, seconds: floa
     return (reader.bytes_read - before) / passed
 
 
-BYTES = 1 << 30
-"""Size of a timed copy."""
 RESIDUAL = 4096
 """Floats that a layer hands over."""
 LAUNCHES = 1000

@@ -77,9 +77,6 @@ def _entries(name: str) -> tuple[str, str]:
     return f"{name}/integers", f"{name}/scales"
 
 
-_META = "meta"
-
-
 @dataclass(frozen=True)
 class Division:
     """The chosen formats."""

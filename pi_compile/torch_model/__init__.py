@@ -1,6 +1,6 @@
 """The model in torch, block by block, for profiling and training.
 
-It computes what the definition in NumPy does (`tests/support/reference.py`), on the CPU or a GPU.
+It computes what the definition in NumPy does (`pi_runtime/kernels/reference.py`), on the CPU or a GPU.
 """
 
 from pi_compile.torch_model.decoder import ResidentLayers, computing_with

@@ -1,6 +1,6 @@
 """The decoder in torch, layer by layer: the forward pass of profiling and training.
 
-It has the equations of the definition (`tests/support/reference.py`), over batches of whole sequences, in
+It has the equations of the definition (`pi_runtime/kernels/reference.py`), over batches of whole sequences, in
 float32 throughout. One layer's weights are in memory at a time.
 
 Shape letters: B sequences, T tokens each, N tokens of any sequence, D model width, H heads, E head width, X experts, F

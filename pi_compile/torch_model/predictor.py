@@ -7,8 +7,8 @@ afterwards, from what may be lost, and becomes part of the bias.
 
 Shape letters: N samples, D model width, X experts, F neurons of all experts, R rank.
 
-What a layer computes on its rung is here too; `tests/support/reference.py` is the definition. Every rung that leaves
-neurons out gives each neuron a score, and computes those whose score is above the layer's limit.
+What a layer computes on its rung is here too; `pi_runtime/kernels/reference.py` is the definition. Every rung that
+leaves neurons out gives each neuron a score, and computes those whose score is above the layer's limit.
 """
 
 import math

@@ -13,7 +13,7 @@ from pi_runtime.engine.core import Core
 from pi_runtime.engine.store import PrefixStore
 from pi_runtime.errors import PiError, UsageError
 from pi_runtime.kernels.codegen.threads import progress_count
-from pi_runtime.sequence.sequence import TokenSequence
+from pi_runtime.sequence.sequence import Rank, TokenSequence
 
 
 class Callback(NamedTuple):
@@ -130,7 +130,8 @@ class Loop:
         self._thread.start()
 
     def close(self, seconds: float) -> None:
-        """End the thread after its present step, and wait for that; what is kept is written to disk within `seconds`."""
+        """End the thread after its present step, and wait for that. What is kept is written to disk in so many
+        seconds."""
         self._close_s = seconds
         self.inbox.close()
         self._thread.join()
@@ -185,7 +186,7 @@ class Loop:
         for message in left:
             if isinstance(message, Callback):
                 message.done.set_exception(reason)
-        self._core.finished += len(unfinished)
+        self._core.finished += sum(sequence.rank is Rank.ASKED for sequence in unfinished)
         for cache in self._core.held.values():
             cache.close()
         self._core.held.clear()

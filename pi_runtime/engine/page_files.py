@@ -95,7 +95,8 @@ class Damaged(Exception):  # noqa: N818  never leaves this module
 class PageFiles:
     """The pages of one run in a folder, and the thread that writes them.
 
-    `run`: what bits depend on, in words, and the model's name, on which they do not. Only one thread may read; any may offer. `say` is told once of what fails.
+    `run`: what bits depend on, in words, and the model's name, on which they do not. Only one thread may read; any may
+    offer. `say` is told once of what fails.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ Where the answer goes on from an assistant's text, that message is rendered with
 
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -23,6 +24,8 @@ Tool = Mapping[str, Any]
 Part = tuple[int | None, str]
 """A part of a conversation: the message, if it is one's, and what it is of it."""
 TEXT = "content"
+RENDERINGS = 3
+"""All renderings of one conversation may take as long together as so many may."""
 
 
 class PromptWriter:
@@ -41,6 +44,7 @@ class PromptWriter:
         self._template, self._tools, self._are_told = template, tools, tools_as_text
         self._variables = {name: value for name, value in variables.items() if value is not None}
         self._add_generation_prompt = add_generation_prompt
+        self._until = time.monotonic() + RENDERINGS * template.limits.seconds
 
     def write(self, given: Sequence[Message]) -> str:
         """The prompt of messages in one form (see `history`). Raises PromptError for what the template cannot show.
@@ -67,6 +71,7 @@ class PromptWriter:
             tools=self._given(tools),
             variables=self._variables,
             add_generation_prompt=self._add_generation_prompt,
+            seconds=self._until - time.monotonic(),
         )
 
     def _way(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Way:
@@ -81,8 +86,9 @@ class PromptWriter:
             text = self._template.attempt(
                 self._arranged(shapes, tools, way),
                 tools=self._given(tools),
+                variables=self._variables,
                 add_generation_prompt=self._add_generation_prompt,
-                **self._variables,
+                seconds=self._until - time.monotonic(),
             )
             missing = None if text is None else [*_missing(text, parts, tools)]
             if missing == []:

@@ -147,24 +147,26 @@ class IncomingBodies:
 
     @contextmanager
     def body(self, client: str) -> Iterator[Callable[[int], None]]:
-        """Counts the bytes of one body until the block ends: the function is called with how many have come now. It raises
-        ApiError (429) where there is no room for them."""
-        taken = 0
+        """Counts the bytes of one body until the block ends, by the function that it gives.
+
+        That is called with how many have come now, and raises ApiError (429) where there is no room for them.
+        """
+        counted = 0
 
         def count(nbytes: int) -> None:
-            nonlocal taken
+            nonlocal counted
             if self._of.total() + nbytes > self._most or self._of[client] + nbytes > 3 * self._most // 4:
                 said = "the server is busy receiving requests"
                 raise ApiError(429, said, code="queue_full", headers={"Retry-After": "5"})
             self._of[client] += nbytes
-            taken += nbytes
+            counted += nbytes
 
         self.bodies += 1
         try:
             yield count
         finally:
             self.bodies -= 1
-            self._of[client] -= taken
+            self._of[client] -= counted
             self._of += Counter()  # without clients that have none
 
 

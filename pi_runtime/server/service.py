@@ -274,7 +274,8 @@ class Service:
         finally:
             request.cancel()
             del self._in_flight[number]
-            self.admission.count(time.monotonic() - began)
+            if request.streams:
+                self.admission.count(time.monotonic() - began)
 
     async def drain(self) -> None:
         """Take on nothing more; let what runs go on for a while, then end it with an error."""

@@ -8,12 +8,12 @@ import pytest
 from sparse_model import Activity, Spec, build
 from sparse_model.activity import TOKENS
 from sparse_model.matrices import power_law
-from support import reference
 from support.synthetic import byte_tokenizer, small_decoder
 
 from pi_runtime import Model, load
 from pi_runtime.artifact import Artifact, verify
 from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.kernels import reference
 
 DECODER = small_decoder(
     d_model=128, d_ff=512, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=32, vocab_size=500, context_length=128

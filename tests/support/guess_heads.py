@@ -19,8 +19,8 @@ import pytest
 from pi_runtime.artifact.formats import Array
 from pi_runtime.artifact.guess_head import GuessHead, block_of
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.kernels.reference import DENSE_LAYER, ArtifactWeights, block
 from pi_runtime.sequence.head_draft import HeadDraft
-from support.reference import DENSE_LAYER, ArtifactWeights, block
 
 
 def norm(x: Array, weight: Array, eps: float) -> Array:

@@ -9,13 +9,13 @@ import sys
 import numpy as np
 
 from pi_runtime.artifact.footprint import BLOCK_SUM, input_nbytes, padded_width
+from pi_runtime.kernels import reference
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.data.matrix_view import RowList
 from pi_runtime.kernels.ffn.network import serial_add_neurons
 from pi_runtime.kernels.ops import row_sums
 from pi_runtime.kernels.ops.block_sums import add_block_rows
 from pi_runtime.kernels.ops.linear import linear
-from support import reference
 from support.rounding import product
 from support.stored import BLOCK_FORMATS, WEIGHT_FORMATS, StoredMatrix, ends, ffn_layer, store, store_integers
 from support.synthetic import small_decoder

@@ -15,12 +15,12 @@ from pi_runtime.artifact.formats import BLOCK, FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.quantisation import bounds, dequantise, quantise
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.sizes import PARTS, array_specs, is_scales, without_scales
+from pi_runtime.kernels import reference
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.matrix_view import matrix
 from pi_runtime.kernels.data.quantised_input import prepare_input
 from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.ffn.memory import Batch, Ffn, every_token, ffn_of
-from support import reference
 
 F32 = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from pi_runtime.engine.tools.output import PLAIN, OutputFormat
 from pi_runtime.errors import InputError, MissingExtraError, UsageError, spelled
@@ -25,6 +25,8 @@ from pi_runtime.server.errors import described, refused
 from pi_runtime.text.grammar import Grammar
 from pi_runtime.text.grammar_check import LIMITS, check_grammar
 
+Goal = Literal["answers", "reading", "texts"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
@@ -37,8 +39,9 @@ class Prompt:
     settings: AnswerSettings = field(default_factory=AnswerSettings)
     streams: bool = False
     """Whether events are written as they come."""
-    generates: bool = True
-    """False where only the texts are wanted, and their log-probabilities."""
+    goal: Goal = "answers"
+    """`reading`: the texts are computed, so that later answers to them come sooner. `texts`: they are only given back,
+    with their log-probabilities where these are wanted."""
     logprobs: int | None = None
     """How many likeliest tokens come with the log-probabilities of the texts; None where these are not wanted."""
     rendered: str = ""
@@ -55,7 +58,7 @@ class Prompt:
     @property
     def answers(self) -> int:
         """Answers that the engine writes."""
-        return len(self.texts) * self.count * self.generates
+        return len(self.texts) * self.count * (self.goal == "answers")
 
 
 GRAMMARS_S = 2 * LIMITS.seconds

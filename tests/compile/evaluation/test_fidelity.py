@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 import numpy as np
 import torch
-from support import hf, reference
+from support import hf
 from support.paths import GOLDEN
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
@@ -32,6 +32,7 @@ from pi_runtime.artifact.inspection import other_bytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.files import CHARACTERS
+from pi_runtime.kernels import reference
 
 KEYS = {
     "device",

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 import numpy as np
 import torch
-from support import families, reference
+from support import families
 from support.placeable import MUCH, machine
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -37,6 +37,7 @@ from pi_runtime.artifact.inspection import inspect
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import PARTS, FfnBytes, is_scales
+from pi_runtime.kernels import reference
 
 EXPERTS, PER_TOKEN, F = 5, 2, 140
 KEEP = dict.fromkeys(PARTS, "keep")

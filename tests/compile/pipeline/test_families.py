@@ -12,7 +12,6 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
-from support import reference
 from support.families import random_checkpoint
 from support.small_project import prose, small_recipe
 
@@ -20,6 +19,7 @@ from pi_compile.pipeline.pipeline import Pipeline
 from pi_compile.planning.model_config import find_planned
 from pi_runtime import load
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.kernels import reference
 
 SIZES = {"max_position_embeddings": 64, "num_hidden_layers": 2}
 MODELS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 import numpy as np
 import torch
-from support import hf, reference
+from support import hf
 from support.measured import measure_quality
 from support.synthetic import small_decoder
 
@@ -25,6 +25,7 @@ from pi_compile.training.samples import LayerSums
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import PARTS, FfnBytes
+from pi_runtime.kernels import reference
 
 D_MODEL, D_FF, RANK = 70, 90, 6
 GENERATOR = np.random.default_rng(0)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import reference
 from support.gpu_running import (
     ALL_ON_GPU,
     CONTEXT,
@@ -31,6 +30,7 @@ from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.errors import PiError, UsageError
 from pi_runtime.execution.cpu import CpuExecutor
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.kernels import reference
 
 SIDES = {"cpu": ["cpu"] * LAYERS, "gpu": ["gpu"] * LAYERS, "mixed": ["gpu", "cpu", "gpu"]}
 CUTS = {"none": (0, 0, 0), "some": (128, 64, 70), "all": (NEURONS,) * LAYERS, "uneven": (0, NEURONS, 64)}

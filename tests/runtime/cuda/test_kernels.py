@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support import reference
 from support.gpu_kernels import COLUMNS, FEW, FORMAT, TILING, TOKENS, Stored, assert_close, integers, normal
 from support.stored import LayerWeights, store
 from support.synthetic import small_decoder
@@ -19,6 +18,7 @@ from pi_runtime.cuda.kernels.gathered_sum import gathered_sums
 from pi_runtime.cuda.kernels.matrix import DTYPES, DeviceMatrix
 from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.execution.pages import PAGE_POSITIONS
+from pi_runtime.kernels import reference
 
 
 @FEW

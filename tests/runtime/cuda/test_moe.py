@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import reference
 from support.gpu_running import (
     CONTEXT,
     assert_same,
@@ -25,6 +24,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Plan
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.execution.cpu import CpuExecutor
+from pi_runtime.kernels import reference
 
 EXPERTS, WIDTH = 4, 70
 SHAPE: dict[str, Any] = {"n_layers": 2, "d_ff": WIDTH, "n_experts": EXPERTS, "experts_per_token": 2}

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support import reference
 from support.gpu_kernels import COLUMNS, FEW, FORMAT, TILING, Stored, assert_close, integers, normal
 from support.synthetic import small_decoder
 
@@ -16,6 +15,7 @@ from pi_runtime.cuda.kernels.moe import DeviceCuts, Routing
 from pi_runtime.cuda.kernels.row_dot import linear
 from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.execution.plan_layout import Cuts
+from pi_runtime.kernels import reference
 
 EXPERTS = st.integers(2, 9)
 WIDTHS = st.sampled_from([1, 5, 64, 300])

@@ -6,7 +6,6 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
-from support import reference
 from support.paths import GOLDEN
 from support.synthetic import random_artifact, small_decoder
 
@@ -15,6 +14,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.engine.loading import DEFAULT_CONTEXT
 from pi_runtime.errors import ArtifactError, DeviceError, MissingExtraError, PromptError, TemplateError, UsageError
+from pi_runtime.kernels import reference
 
 PLAIN = {"chat_template.jinja": b"{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}bot:"}
 

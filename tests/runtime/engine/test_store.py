@@ -22,7 +22,7 @@ from pi_runtime.artifact.layer_classes import sequence_nbytes
 from pi_runtime.artifact.schema import Layer, Text
 from pi_runtime.engine import page_files
 from pi_runtime.engine.page_files import PageFiles
-from pi_runtime.engine.store import PrefixStore
+from pi_runtime.engine.store import DiskStorey
 from pi_runtime.errors import UsageError
 
 CONTEXT = 256
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.fixture(autouse=True)
 def pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model computes a page faster than any disk reads it."""
-    monkeypatch.setattr(PrefixStore, "_pays", True)
+    monkeypatch.setattr(DiskStorey, "pays", True)
 
 
 def artifact(path: Path, **fields: Any) -> Path:
@@ -87,7 +87,7 @@ def test_the_same_text_with_any_store(case: str, tmp_path: Path, long: bool) -> 
     fields, options = CASES[case]
     path, folder = artifact(tmp_path / "a.pi", **fields), tmp_path / "pages"
     read = cached = 0
-    for n in range(8 if long else 3):
+    for n in range(8 if long else 2):
         rng = random.Random(f"{case} {n}")
         requests = random_requests(rng, 60 if long else 10, sampled=n % 2 == 1, context=CONTEXT, cancels=True)
         with load(path, threads=1, **options) as model:
@@ -107,7 +107,7 @@ def test_the_same_text_with_any_store(case: str, tmp_path: Path, long: bool) -> 
                 ) as engine:
                     found = together(engine, requests, rng) + together(engine, turns, rng)
                     assert engine.stats.pages_used == engine.stats.pages_kept == len(set(engine._store.tree.pages))
-                    read, cached = read + engine.stats.disk_tokens_read, cached + engine.stats.cached_tokens
+                    read, cached = read + engine.stats.kv_disk_tokens, cached + engine.stats.cached_tokens
                 assert engine.stats.pages_used == 0
                 assert sum(file.stat().st_size for file in folder.glob("*.pages")) <= disk_budget, restart
                 assert fresh(folder) == []
@@ -127,7 +127,7 @@ def test_a_prompt_is_found_again_after_a_restart(tmp_path: Path) -> None:
         ):
             stream = engine.generate(prompt, max_tokens=5)
             texts.append("".join(stream))
-            read.append((stream.stats.cached_tokens, engine.stats.disk_tokens_read))
+            read.append((stream.stats.cached_tokens, engine.stats.kv_disk_tokens))
     assert texts[0] == texts[1]
     assert read == [(0, 0), (128, 128)]
     files = [*(tmp_path / "pages").iterdir()]
@@ -142,7 +142,7 @@ def test_what_is_evicted_is_read_again(tmp_path: Path) -> None:
         with Engine(model, slots=1, kv_budget=smallest(model), kv_disk=tmp_path, kv_disk_budget=1 << 20) as engine:
             for _ in range(3):
                 assert [found_by(engine.generate(text, max_tokens=4)) for text in texts] == wanted
-            assert engine.stats.disk_tokens_read >= 2 * 3 * 64
+            assert engine.stats.kv_disk_tokens >= 2 * 3 * 64
 
 
 def test_a_salt_another_mode_and_another_model_find_nothing(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_salt_another_mode_and_another_model_find_nothing(tmp_path: Path) -> N
     def read(path: Path, salt: str = "", **options: Any) -> int:
         with load(path, **options) as model, Engine(model, kv_disk=tmp_path / "pages", say=said.append) as engine:
             "".join(engine.generate(prompt, max_tokens=2, cache_salt=salt))
-            return engine.stats.disk_tokens_read
+            return engine.stats.kv_disk_tokens
 
     assert read(path, mode="dense") == 0
     assert said == []
@@ -196,7 +196,7 @@ def test_damage_is_computed_again_and_said_once(case: str, tmp_path: Path) -> No
         with load(path, mode="dense") as model, Engine(model, kv_disk=folder, say=said.append) as engine:
             for prompt in prompts:
                 assert found_by(engine.generate(prompt, max_tokens=3)) == found_by(model.generate(prompt, max_tokens=3))
-            assert engine.stats.disk_tokens_read == 0
+            assert engine.stats.kv_disk_tokens == 0
         if n == 0:
             for file in folder.glob("*.pages"):
                 DAMAGE[case](file)
@@ -212,10 +212,12 @@ def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(page_files.Replacement, "publish", full)
     with load(path, mode="dense") as model:
-        with Engine(model, slots=1, kv_budget=smallest(model), kv_disk=tmp_path / "pages", say=said.append) as engine:
+        settings: Any = {"slots": 1, "kv_budget": smallest(model), "kv_disk": tmp_path / "pages"}
+        with Engine(model, **settings, say=said.append) as engine:
             for k in range(6):
                 prompt = [k] * 140
                 assert found_by(engine.generate(prompt, max_tokens=3)) == found_by(model.generate(prompt, max_tokens=3))
+        assert engine.stats.finished == 6
     assert len(said) == 1
     assert "the disk is full" in said[0]
     assert not [*(tmp_path / "pages").glob("*.pages")]
@@ -229,7 +231,7 @@ def test_a_file_that_is_removed_meanwhile_is_computed_again_in_silence(tmp_path:
                 for file in folder.glob("*.pages"):
                     file.unlink()
             "".join(engine.generate([3] * 100, max_tokens=3))
-            assert engine.stats.disk_tokens_read == 0
+            assert engine.stats.kv_disk_tokens == 0
     assert said == []
 
 
@@ -262,7 +264,7 @@ def test_servers_share_a_folder_and_its_budget(tmp_path: Path) -> None:
         assert 0 < sum(sizes) <= budget
         with Engine(one, kv_disk=folder, kv_disk_budget=budget) as engine:
             assert found_by(engine.generate(prompts[-1], max_tokens=3)) == wanted[-1]
-            assert engine.stats.disk_tokens_read > 0
+            assert engine.stats.kv_disk_tokens > 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import reference
 from support.long_form import marked_long
 from support.rounding import blocks_of
 from support.steps import step
@@ -22,6 +21,7 @@ from support.synthetic import random_artifact, small_decoder
 from pi_runtime import load
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
+from pi_runtime.kernels import reference
 
 ODD = {"d_model": 44, "n_heads": 3, "n_kv_heads": 3, "head_dim": 10, "d_ff": 83, "n_layers": 3, "context_length": 160}
 DECODERS: dict[str, dict[str, Any]] = {

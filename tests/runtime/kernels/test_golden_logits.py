@@ -4,14 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import reference
 from support.golden_logits import DECODERS, MODES, PROMPT, TOKENS, key
 from support.paths import GOLDEN_LOGITS
 from support.stored import BLOCK_FORMATS
 from support.synthetic import counted_artifact
 
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.kernels import SUMS
+from pi_runtime.kernels import SUMS, reference
 
 
 @pytest.mark.parametrize(("fmt", "lanes"), [("f16", 8), ("f16", 16), *((name, 8) for name in BLOCK_FORMATS)])

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support import reference
 
 from pi_runtime import Model, load
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.kernels import reference
 from pi_runtime.sequence import answer as answering
 from pi_runtime.sequence import sequence
 

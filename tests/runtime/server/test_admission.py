@@ -18,9 +18,9 @@ from support.serving import Served, wait_until
 from pi_runtime.server.admission import (
     OTHER_FILES,
     Admission,
-    IncomingBodies,
     Client,
     Connections,
+    IncomingBodies,
     listen,
     most_connections,
     network_of,

@@ -14,7 +14,7 @@ from pi_runtime.cuda.kernels.compaction import NeuronList, compact
 from pi_runtime.cuda.kernels.ffn_neurons import CODES
 from pi_runtime.execution.pages import PAGE_POSITIONS
 from pi_runtime.execution.plan_layout import Cuts
-from support import reference
+from pi_runtime.kernels import reference
 from support.gpu_kernels import Stored, integers, normal
 from support.ptx.cases import (
     CPU,

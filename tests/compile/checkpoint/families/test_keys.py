@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers as tf
-from support.changed_configs import FAMILIES, MISSING, changed, drawn, fields_of, outcome
+from support.changed_configs import FAMILIES, MISSING, changed, drawn, fields_of, outcome, special
 from support.families import CASES
 
 from pi_compile.checkpoint.config import Config
@@ -89,6 +89,15 @@ def test_changed_keys_compute_what_transformers_computes(model: str, tmp_path: P
         assert "differ" not in found, f"{said}: {found}"
         counts[found] += 1
     assert not long or counts["equal"] > 30
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_special_sizes_compute_what_transformers_computes(model: str, tmp_path: Path, long: bool) -> None:
+    """One layer, one neuron, one head, a window of one position, experts that all tokens go to …, a few at a time."""
+    fields = fields_of(tmp_path / "base", FAMILIES[model]) | CASES[FAMILIES[model]].own
+    found = Counter(outcome(tmp_path / str(n), new) for n, new in enumerate(special(fields, 60 if long else 4, 1)))
+    assert found.keys() <= {"equal", "refused", "no model", "too large"}
+    assert not long or found["equal"] > 9
 
 
 WITH_OTHERS = {

@@ -11,7 +11,6 @@ pytest.importorskip("transformers")
 
 import numpy as np
 import torch
-from support import reference
 from support.families import CASES, LLAMA, random_checkpoint, random_sizes
 from support.long_form import marked_long
 
@@ -21,6 +20,7 @@ from pi_compile.torch_model import decoder as td
 from pi_runtime import load
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.kernels import reference
 
 
 def packed(checkpoint: Checkpoint, path: Path, **formats: str) -> np.ndarray:

@@ -15,7 +15,6 @@ import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import reference
 from support.gguf_files import CASES, TYPES, rounded_checkpoint, write_byte_tokenizer, write_gguf
 from support.small_project import no_progress
 
@@ -27,6 +26,7 @@ from pi_compile.recipe import read_recipe
 from pi_runtime.artifact.quantisation import as_stored
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.kernels import reference
 
 KINDS = [(case, "f16") for case in CASES] + [("llama", kind) for kind in ("f32", "bf16", "q8", "q4")]
 KINDS += [("mixtral", "q8"), ("mixtral", "q4"), ("qwen3", "q4")]

@@ -20,7 +20,6 @@ pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
 from gguf import GGMLQuantizationType as Type
-from support import reference
 from support.gguf_files import (
     CASES,
     random_blocks,
@@ -36,6 +35,7 @@ from pi_compile.checkpoint.gguf.file import BLOCK_TYPES
 from pi_compile.packing import PackSpec, pack
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.kernels import reference
 
 PYTHON = os.environ.get("LLAMA_CPP_PYTHON", sys.executable)
 SCRIPT = Path(__file__).parents[3] / "support" / "llama_cpp_process.py"

@@ -12,7 +12,6 @@ pytest.importorskip("transformers")
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from support import reference
 from support.families import random_checkpoint
 from support.hf import edit_json, edit_tensors
 
@@ -21,6 +20,7 @@ from pi_compile.errors import CheckpointError
 from pi_compile.packing import PackSpec, pack
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.kernels import reference
 
 SIZES = {"hidden_size": 96, "intermediate_size": 128, "num_attention_heads": 6, "num_key_value_heads": 2}
 IDS = np.random.default_rng(1).integers(0, 131, 30)

@@ -11,7 +11,6 @@ pytest.importorskip("transformers")
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from support import reference
 from support.families import random_checkpoint
 from support.hf import edit_json, edit_tensors
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -21,6 +20,7 @@ from pi_compile.errors import CheckpointError
 from pi_compile.packing import PackSpec, pack
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import PARTS as ARTIFACT_PARTS
+from pi_runtime.kernels import reference
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 PARTS = {"gate_up": (192, 2), "down": (64, 3)}

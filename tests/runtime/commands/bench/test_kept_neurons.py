@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import reference
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import load
@@ -14,6 +13,7 @@ from pi_runtime.artifact.schema import Layer
 from pi_runtime.commands.bench.kept_neurons import Flags, KeptNeurons
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.kernels import reference
 
 SHAPES: dict[str, tuple[dict[str, Any], tuple[Layer, ...]]] = {
     "predicted": ({"d_ff": 700}, (Layer(rung="predicted", rank=3), Layer(rung="gate"))),

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support import reference
 from support.rounding import input_blocks
 from support.stored import WEIGHT_FORMATS, quantised_inputs
 
 from pi_runtime.artifact.footprint import input_nbytes
 from pi_runtime.artifact.formats import BLOCK, FORMATS
+from pi_runtime.kernels import reference
 from pi_runtime.kernels.data import quantised_input
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import reference
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import load
@@ -18,6 +17,7 @@ from pi_runtime.artifact.formats import Array
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Manifest
 from pi_runtime.execution.cpu import CpuModel
+from pi_runtime.kernels import reference
 from pi_runtime.kernels.data import weight_table
 
 LAYERS = Layer(rung="predicted", rank=4), Layer(rung="gate")

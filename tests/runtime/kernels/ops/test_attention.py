@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support import reference
 from support.synthetic import frequencies, small_decoder
 
 from pi_runtime.artifact.buffers import kv_page
@@ -14,6 +13,7 @@ from pi_runtime.artifact.footprint import ATTENTION_TOKENS, CHUNKS, POSITIONS
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.quantisation import as_stored
 from pi_runtime.execution.pages import by_position
+from pi_runtime.kernels import reference
 from pi_runtime.kernels.ops.attention import LARGEST_HALF, LayerCache, attend, norm_heads, rotate, store_kv
 
 FEW = settings(max_examples=30, deadline=None, derandomize=True)
