@@ -197,11 +197,11 @@ class Connections:
 
     def admit(self, network: str) -> bool:
         """Count a connection from a network, if it may be accepted; returns whether it may."""
-        taken = self.open < self.most and self._of[network] < self.most_of_one
-        self._of[network] += taken
-        self.refused += not taken
+        has_room = self.open < self.most and self._of[network] < self.most_of_one
+        self._of[network] += has_room
+        self.refused += not has_room
         self._of += Counter()  # without networks that have none
-        return taken
+        return has_room
 
     def end(self, network: str) -> None:
         """Count the end of a connection from a network."""
@@ -212,13 +212,13 @@ class Connections:
 class ListeningSocket(socket.socket):
     """A listening socket that accepts no more connections than `Connections` allows.
 
-    They are counted before TLS begins: one that is not taken is closed then and there.
+    They are counted before TLS begins: one that is not admitted is closed then and there.
     """
 
     connections: Connections
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """The next connection. Raises ConnectionAbortedError for one that is not taken."""
+        """The next connection. Raises ConnectionAbortedError for one that is not admitted."""
         accepted, address = super().accept()
         network = network_of(address[0])
         if not self.connections.admit(network):

@@ -5,9 +5,8 @@ A word of the template's source says little: Gemma 2's has `system` in the error
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
-from types import MappingProxyType
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -85,7 +84,7 @@ class Abilities:
     """What the template writes because there are tools."""
     switch: bool = False
     """Whether `enable_thinking` changes anything."""
-    efforts: Mapping[str, str] = MappingProxyType({})
+    efforts: Mapping[str, str] = field(default_factory=dict)
     """What `reasoning_effort` must be for each of `EFFORTS`; empty where it changes nothing."""
 
 

@@ -109,7 +109,7 @@ def compare(file: Path) -> list[Comparison]:
         form = tools_of(template)
         for name, (messages, words) in CONVERSATIONS.items():
             for tools in ([], [HOURS]):
-                tools_as_text = form is not None and form.tools_as_text
+                tools_as_text = form is not None and form.is_generic
                 here = ours(template, messages, tools, words, tools_as_text=tools_as_text)
                 there = theirs(source, messages, tools, words)
                 found.append(Comparison(file.stem, name, bool(tools), here, there, bool(tools) and tools_as_text))
