@@ -191,8 +191,10 @@ class Scheduler(Generic[S]):
     def clear(self) -> list[S]:
         """Forget all requests; returns them."""
         found = self.requests
-        for held in (self.live, self._turns, *self._queues.values()):
-            held.clear()
+        self.live.clear()
+        self._turns.clear()
+        for queue in self._queues.values():
+            queue.clear()
         return found
 
     @property

@@ -196,9 +196,7 @@ class InFlight:
                 source.cancel()
 
 
-def _awaited(
-    engine: Engine, prompt: Prompt, text: Sequence[int], salt: str, client: str
-) -> Scores | Reading | None:
+def _awaited(engine: Engine, prompt: Prompt, text: Sequence[int], salt: str, client: str) -> Scores | Reading | None:
     """What computes a text itself, where that is wanted: its log-probabilities, or what is kept of it."""
     if prompt.goal == "reading":
         return engine.read(text, cache_salt=salt, client=client)

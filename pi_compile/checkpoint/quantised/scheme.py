@@ -77,13 +77,13 @@ def _gptq(config: Config, fields: Mapping[str, Any]) -> Scheme:
     _check_keys(config, fields, _PACKED)
     bits = _one_of(config, fields, "bits", BITS)
     form = _form(config, fields, ("checkpoint_format", "format"), ("gptq", "gptq_v2"))
-    permuted = _one_of(config, {"desc_act": False, **fields}, "desc_act", (False, True))
+    permuted = _one_of(config, fields, "desc_act", (False, True), missing=False)
     return Scheme(method="gptq", bits=bits, stored_zero=form == "gptq", layers=(Layers(permuted=permuted),))
 
 
 def _awq(config: Config, fields: Mapping[str, Any]) -> Scheme:
     _check_keys(config, fields, _PACKED | {"desc_act": (False,)})  # no group of each column is stored
-    bits = _one_of(config, {"bits": fields.get("w_bit"), **fields}, "bits", (4,))
+    bits = _one_of(config, fields, "bits", (4,), missing=fields.get("w_bit"))
     _form(config, fields, ("version", "checkpoint_format", "format"), ("gemm",))
     return Scheme(method="awq", bits=bits)
 
@@ -106,7 +106,7 @@ def _compressed_tensors(config: Config, fields: Mapping[str, Any]) -> Scheme:
         _check_keys(config, weights, _WEIGHTS)
         _one_of(config, weights, "num_bits", BITS)
         _one_of(config, weights, "strategy", ("tensor", "channel", "group"))
-        symmetric = _one_of(config, {"symmetric": True, **weights}, "symmetric", (True, False))
+        symmetric = _one_of(config, weights, "symmetric", (True, False), missing=True)
         order = repr(weights.get("actorder"))
         if order not in _ORDERS:
             raise _refused(config, "actorder", weights["actorder"], " or ".join(_ORDERS))
@@ -136,9 +136,8 @@ def _mxfp4(config: Config, fields: Mapping[str, Any]) -> Scheme:
 
 def _bitnet(config: Config, fields: Mapping[str, Any]) -> Scheme:
     _check_keys(config, fields, _BITNET)
-    linear = {"linear_class": "bitlinear", "quantization_mode": "offline", **fields}
-    kind = _one_of(config, linear, "linear_class", ("bitlinear", "autobitlinear"))
-    mode = _one_of(config, linear, "quantization_mode", ("offline", "online"))
+    kind = _one_of(config, fields, "linear_class", ("bitlinear", "autobitlinear"), missing="bitlinear")
+    mode = _one_of(config, fields, "quantization_mode", ("offline", "online"), missing="offline")
     is_online = kind == "autobitlinear" and mode == "online"
     kept = fields.get("modules_to_not_convert") or []
     if is_online and kept != ["lm_head"] * len(kept):
@@ -217,8 +216,11 @@ def _form(config: Config, fields: Mapping[str, Any], names: tuple[str, ...], all
     return values[0] if values else allowed[0]
 
 
-def _one_of(config: Config, fields: Mapping[str, Any], key: str, allowed: tuple[Any, ...]) -> Any:
-    value = fields.get(key)
+def _one_of(
+    config: Config, fields: Mapping[str, Any], key: str, allowed: tuple[Any, ...], *, missing: object = None
+) -> Any:
+    """The value of a key; `missing` where it is missing or null."""
+    value = missing if fields.get(key) is None else fields[key]
     if type(value) is type(allowed[0]) and value in allowed:
         return value
     raise _refused(config, key, value, " or ".join(map(repr, allowed)))

@@ -364,7 +364,7 @@ def test_the_memory_of_a_closed_engine_does_not_wait_for_the_collector(model: Mo
     try:
         with Engine(model) as engine:
             "".join(engine.generate("x", max_tokens=3))
-        kept = weakref.ref(engine._memory)
+        kept = weakref.ref(engine._store)
         del engine
         assert kept() is None
     finally:

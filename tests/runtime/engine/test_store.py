@@ -22,7 +22,7 @@ from pi_runtime.artifact.layer_classes import sequence_nbytes
 from pi_runtime.artifact.schema import Layer, Text
 from pi_runtime.engine import page_files
 from pi_runtime.engine.page_files import PageFiles
-from pi_runtime.engine.store import PrefixStore
+from pi_runtime.engine.store import DiskStorey
 from pi_runtime.errors import UsageError
 
 CONTEXT = 256
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.fixture(autouse=True)
 def pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model computes a page faster than any disk reads it."""
-    monkeypatch.setattr(PrefixStore, "_pays", True)
+    monkeypatch.setattr(DiskStorey, "pays", True)
 
 
 def artifact(path: Path, **fields: Any) -> Path:
@@ -87,7 +87,7 @@ def test_the_same_text_with_any_store(case: str, tmp_path: Path, long: bool) -> 
     fields, options = CASES[case]
     path, folder = artifact(tmp_path / "a.pi", **fields), tmp_path / "pages"
     read = cached = 0
-    for n in range(8 if long else 3):
+    for n in range(8 if long else 2):
         rng = random.Random(f"{case} {n}")
         requests = random_requests(rng, 60 if long else 10, sampled=n % 2 == 1, context=CONTEXT, cancels=True)
         with load(path, threads=1, **options) as model:
