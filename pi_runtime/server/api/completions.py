@@ -117,10 +117,8 @@ class CompletionWriter(ChoicesWriter):
         super().__init__(body, prompt, served)
         self._echo = [""] * len(prompt.texts)
         if body.echo:
-            given, show = (
-                _prompts(body.prompt).values(),
-                Tokenizer.decode if prompt.goal == "texts" else TextStream.begun,
-            )
+            show = Tokenizer.decode if prompt.goal == "texts" else TextStream.begun
+            given = _prompts(body.prompt).values()
             self._echo = [text if isinstance(text, str) else show(served.model.tokenizer, text) for text in given]
         self._prompt_logprobs: dict[int, CompletionLogprobs] = {}
         """Log-probabilities of prompts, by their places; all answers to one prompt show the same."""

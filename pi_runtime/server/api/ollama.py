@@ -223,9 +223,7 @@ def _raw_prompt(body: OllamaGenerateRequest, served: Served) -> Prompt:
     """A prompt as it is: the model reads nothing else."""
     if body.format or body.system:
         raise invalid("format" if body.format else "system", "not with a raw prompt, nor for a model without template")
-    ids = served.encode(body.prompt, "prompt")
-    served.check_length(len(ids), "prompt")
-    return Prompt(texts=[ids], rendered=body.prompt)
+    return Prompt(texts=[served.tokens(body.prompt, "prompt")], rendered=body.prompt)
 
 
 class OllamaChatWriter:

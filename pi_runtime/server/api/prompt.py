@@ -82,8 +82,7 @@ def chat_prompt(
     without calls must be. `choice` is `auto`, `none`, `required`, or the function that must be called. Raises ApiError
     for what does not fit the context, or cannot be followed.
     """
-    ids = served.encode(text, field)
-    served.check_length(len(ids), field)
+    ids = served.tokens(text, field)
     output = served.model.output
     make = partial(output.grammar, text, tools=tools, choice=choice, parallel=parallel, schema=schema)
     grammar = _grammar(served, make, "tools" if schema is None else schema_field, schema_field)
