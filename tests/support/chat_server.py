@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from pi_runtime.server.chat_page import chat_page
+from pi_runtime.server.routes import chat_page
 
 PROPS = {"model": "demo", "chat_template": "{{ messages }}", "context": 4096, "mode": "predicted", "device": "cpu"}
 Turn = Sequence[str | float] | Response

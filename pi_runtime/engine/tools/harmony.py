@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection
 
 from pi_runtime.engine.events import CallArguments, CallBegan, CallBroken, Delta, ReasoningDelta, TextDelta
-from pi_runtime.engine.tools.json_scanner import DONE, SPACE, VALUE, JsonScanner
+from pi_runtime.engine.tools.scanners import DONE, SPACE, VALUE, JsonScanner
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")

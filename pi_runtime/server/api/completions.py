@@ -7,14 +7,19 @@ from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from pi_runtime.engine.events import End, Event, PromptLogprobs, TextDelta
-from pi_runtime.server.api.answer import GatheredAnswer
+from pi_runtime.server.api.answer import FINISH_REASONS, GatheredAnswer
 from pi_runtime.server.api.body import TOKENS, Known, invalid, unsupported
-from pi_runtime.server.api.choices import ChoicesWriter, Chunk, Whole
-from pi_runtime.server.api.logprobs import CompletionLogprobs, CompletionLogprobsWriter, joined
+from pi_runtime.server.api.openai_forms import (
+    ChoicesWriter,
+    Chunk,
+    CompletionLogprobs,
+    CompletionLogprobsWriter,
+    Whole,
+    joined,
+)
 from pi_runtime.server.api.prompt import Goal, Prompt
 from pi_runtime.server.api.sampling import LengthFields, MostOrNone, StreamingFields, only_one
 from pi_runtime.server.api.served import Served
-from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.text.tokenizer import TextStream, Tokenizer
 
 DEFAULT_TOKENS = 16

@@ -95,7 +95,7 @@ class Served:
         """
         nbytes, longest = len(text.encode("utf-8", "surrogatepass")), self.model.tokenizer.longest
         if nbytes > longest * max(0, self.model.context - beside):
-            self._refuse(f"{nbytes} bytes, and no token has more than {longest}", param, beside)
+            self._refuse(f"at least {-(-nbytes // longest)} tokens", param, beside)
 
     def check_length(self, tokens: int, param: str, *, beside: int = 1) -> None:
         """Raise ApiError where tokens do not fit the context beside others: the first of an answer, as a rule."""
@@ -104,7 +104,7 @@ class Served:
 
     def _refuse(self, found: str, param: str, beside: int) -> NoReturn:
         most = max(0, self.model.context - beside)
-        said = f"{found}; at most {most} tokens fit the context"
+        said = f"{found}; at most {most} fit the context"
         raise invalid(param, said, code="context_length_exceeded")
 
     def check_tokens(self, ids: Sequence[int], param: str) -> None:

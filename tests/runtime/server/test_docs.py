@@ -23,9 +23,9 @@ from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime.artifact.schema import Text
 from pi_runtime.commands.serve import app
+from pi_runtime.server.admission import OF_ONE, OTHER_FILES
 from pi_runtime.server.api.body import MANY
-from pi_runtime.server.connections import OF_ONE, OTHER_FILES
-from pi_runtime.server.listening import CLOSE_S
+from pi_runtime.server.edge import CLOSE_S
 from pi_runtime.server.metrics import DISK, ENGINE, Metrics
 from pi_runtime.server.routes import ROUTES
 from pi_runtime.server.settings import Limits, ServerSettings
@@ -118,7 +118,7 @@ def test_limits_are_those_of_the_settings() -> None:
     assert rows["body of a request"] == f"{limits.body_bytes >> 20} MiB"
     assert rows["request line and headers"] == f"{limits.header_bytes >> 10} KiB"
     assert rows["headers, and then the body, must come within"] == f"{limits.receive_s:g} s each"
-    assert rows["bodies that have not come whole"].startswith(f"{limits.arriving_bytes >> 20} MiB in all")
+    assert rows["bodies that have not come whole"].startswith(f"{limits.incoming_bytes >> 20} MiB in all")
     parts = rows["parts in which a body comes: chunks, or what the network makes of it"]
     assert parts.partition(";")[0] == f"{limits.parts:,}"
     assert rows["time to read a request, its template and its grammar included"] == f"{limits.prepare_s:g} s"

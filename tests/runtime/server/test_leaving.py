@@ -116,9 +116,9 @@ def test_leaving_while_the_request_is_prepared(endless: Path, serve: Callable[..
 def test_leaving_before_the_body_has_come(talker: Served) -> None:
     connection = socket.create_connection(("127.0.0.1", talker.port))
     connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
-    wait_until(lambda: talker.service.arriving.bodies == 1)
+    wait_until(lambda: talker.service.incoming.bodies == 1)
     connection.close()
-    wait_until(lambda: talker.service.arriving.bodies == 0)
+    wait_until(lambda: talker.service.incoming.bodies == 0)
     assert_all_is_free(talker)
 
 

@@ -101,7 +101,12 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHATS, {"max_tokens": -2}, "max_tokens", "greater than or equal to -1"),
     (CHATS, {"max_tokens": 0, "max_completion_tokens": 1}, "max_tokens", "give one"),
     (CHATS, {"max_tokens": 0, "temperature": -1}, "temperature", "greater"),
-    (CHATS, {"max_tokens": 0, "messages": [{"role": "user", "content": 600 * "x"}]}, "messages", "at most 511 tokens fit"),
+    (
+        CHATS,
+        {"max_tokens": 0, "messages": [{"role": "user", "content": 600 * "x"}]},
+        "messages",
+        "at most 511 tokens fit",
+    ),
     (COMPLETIONS, {"max_tokens": 0, "prompt": ["a", "b"]}, "prompt", "one prompt is read ahead at a time; found 2"),
     (COMPLETIONS, {"max_tokens": 0, "prompt": 512 * "x"}, "prompt", "at most 511 tokens fit"),
     (COMPLETIONS, {"max_tokens": 0, "n_predict": 2}, "max_tokens", "give one"),
