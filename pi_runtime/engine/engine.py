@@ -54,8 +54,8 @@ class Engine:
     how many tokens are drafted at a time, as for `Model.generate`. No setting changes a text.
 
     `kv_disk`: a folder for keys and values that memory has no room for, at most `kv_disk_budget` bytes (8 GiB): also
-    after a restart a prompt begins with what is found there. Engines may share it. `say` is told, once, what fails; else
-    it is a warning.
+    after a restart a prompt begins with what is found there. Engines may share it. `say` is told, once, what fails;
+    without it that is a warning.
 
     A request begins with what is kept of earlier prompts that begin alike, and its figures and its speed tell so. Where
     callers do not trust each other give each a `cache_salt`: only requests with the same salt share what is kept.
