@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pi_compile.checkpoint.config import Config, check_keys, ignored_notices
+from pi_compile.checkpoint.config import Config, check_keys, ignored_notices, read_json
 from pi_compile.checkpoint.families.adapter import Adapter, SourceTensor
 from pi_compile.checkpoint.families.registry import find_adapter
 from pi_compile.checkpoint.folder import CONFIG_FILE
@@ -15,7 +15,6 @@ from pi_compile.checkpoint.gguf.architectures import apply_rope_divisors, gguf_a
 from pi_compile.checkpoint.gguf.config import gguf_config
 from pi_compile.checkpoint.gguf.file import GgufFile, open_gguf
 from pi_compile.checkpoint.gguf.tensors import GgufTensors
-from pi_compile.checkpoint.json_file import read_json
 from pi_compile.checkpoint.quantised.scheme import KEY, Scheme, read_scheme
 from pi_compile.checkpoint.quantised.tensors import QuantisedTensors
 from pi_compile.checkpoint.tensors import FORMATS, FolderTensors, RowReader, TensorSource
@@ -248,10 +247,8 @@ def _idle_routers(decoder: Decoder, adapter: Adapter, prefix: str) -> set[str]:
     """Routers of a single expert, to which a softmax gives the weight 1 whatever it reads."""
     if decoder.n_experts > 1 or (decoder.router_score, decoder.router_scale) != ("softmax", 1.0):
         return set()
-    routers = [f"layers/{n}/ffn/router" for n in range(decoder.n_layers)]
-    tables = (adapter.layer_tensors(decoder.of_layer(n)) for n in range(decoder.n_layers))
-    known = [name for name, table in zip(routers, tables, strict=True) if "ffn/router" in table]
-    return {tensor.name for name in known for tensor in adapter.source_tensors(name, prefix, decoder)}
+    tables = (adapter.layer_tensors(decoder.of_layer(n)).get("ffn/router", ()) for n in range(decoder.n_layers))
+    return {prefix + tensor.name.replace("{n}", str(n)) for n, tensors in enumerate(tables) for tensor in tensors}
 
 
 def _draft_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: TensorSource) -> set[str]:

@@ -22,7 +22,7 @@ from pi_runtime.errors.exit_codes import code_and_message, flag, missing_extra
 
 if TYPE_CHECKING:
     from pi_runtime.engine.engine import Engine
-    from pi_runtime.server.guard import ApiKeys
+    from pi_runtime.server.edge import ApiKeys
     from pi_runtime.server.service import Service
     from pi_runtime.server.settings import ServerSettings
 
@@ -52,10 +52,6 @@ class ListenOptions(SourceOptions):
     numa: Annotated[
         str | None, typer.Option(envvar="PI_NUMA", help="NUMA node to run on, with memory of its own: its number.")
     ] = None
-    sessions: Annotated[int, typer.Option(help="Sessions that are held at once.", min=0)] = 64
-    session_idle_seconds: Annotated[
-        float, typer.Option(help="Time after which a session that nobody uses is dropped.", min=0)
-    ] = 600.0
     unknown_fields: Annotated[
         Literal["refuse", "warn", "ignore"],
         typer.Option(help="What to do with fields of requests that are not known; warn names them in the answer."),
@@ -125,7 +121,7 @@ def serve(
         pin(listen.numa, usable_nodes())  # before any library starts threads
     try:
         from pi_runtime.server.app import build_app
-        from pi_runtime.server.listening import Server, config
+        from pi_runtime.server.edge import Server, config
     except ModuleNotFoundError as error:
         raise (missing_extra(error.name or "") or error) from None
     from pi_runtime.commands.model_cache import checked_artifact
@@ -169,8 +165,6 @@ def _settings(listen: ListenOptions, defaults: DefaultOptions, slots: int) -> "S
         cors=listen.cors,
         slots=slots,
         queue=listen.queue,
-        sessions=listen.sessions,
-        session_idle_s=listen.session_idle_seconds,
         unknown_fields=listen.unknown_fields,
         share_prefixes=listen.share_prefixes,
         drain_s=listen.drain_seconds,
@@ -182,7 +176,7 @@ def _settings(listen: ListenOptions, defaults: DefaultOptions, slots: int) -> "S
 
 
 def _say_json(said: str) -> None:
-    from pi_runtime.server.request_log import event_fields
+    from pi_runtime.server.metrics import event_fields
 
     console.say_now(json.dumps(event_fields(said)))
 
@@ -207,7 +201,7 @@ def _opening(
             warm_up(model)
             with suppress(TemplateError):  # a model without template serves completions
                 _ = model.output  # the template is probed now, not by the first request
-            engine = Engine(model, kv_budget=model_options.kv_budget, **asdict(engine_options))
+            engine = Engine(model, kv_budget=model_options.kv_budget, say=say, **asdict(engine_options))
         except BaseException:
             model.close()
             raise

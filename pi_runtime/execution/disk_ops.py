@@ -21,10 +21,9 @@ from pi_runtime.execution.cpu import CpuModel
 from pi_runtime.execution.cpu_ops import CpuOps, token_blocks
 from pi_runtime.execution.disk_ahead import ReadAhead
 from pi_runtime.execution.executor import Floats, Ints, SequenceStep
-from pi_runtime.kernels.codegen import progress
+from pi_runtime.kernels.codegen.threads import advance_progress
 from pi_runtime.kernels.ffn import steps
-from pi_runtime.kernels.ffn.experts import Taken, tokens_by_expert
-from pi_runtime.kernels.ffn.memory import Batch, every_token, whole_batch
+from pi_runtime.kernels.ffn.memory import Batch, Taken, every_token, tokens_by_expert, whole_batch
 from pi_runtime.kernels.split_ffn import NeuronLists, name_listed
 
 
@@ -157,7 +156,7 @@ class DiskOps(CpuOps):
                     y_TD[some_N] += weight_N[block, None] * y_ND
                 if part.end == CHUNKS and tally_T3 is not None:
                     steps.add_counts(f, batch, tally_T3)
-            progress.advance()
+            advance_progress()
         self._rows.end_layer(layer)
 
     def _whole_experts(self, layer: int, batches: Mapping[int, Batch], few: bool, tally_T3: Ints) -> None:

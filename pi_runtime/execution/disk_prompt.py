@@ -16,10 +16,9 @@ from pi_runtime.disk.row_store import Request, RowRange, RowStore
 from pi_runtime.execution.cpu import CpuModel
 from pi_runtime.execution.cpu_ops import BlockOps
 from pi_runtime.execution.executor import SequenceStep
-from pi_runtime.kernels.codegen import progress
+from pi_runtime.kernels.codegen.threads import advance_progress
 from pi_runtime.kernels.ffn import steps
-from pi_runtime.kernels.ffn.experts import tokens_of
-from pi_runtime.kernels.ffn.memory import whole_batch
+from pi_runtime.kernels.ffn.memory import tokens_of, whole_batch
 from pi_runtime.kernels.forward import head
 
 
@@ -68,7 +67,7 @@ class PromptOps(BlockOps):
             steps.prepare(f, w_X[expert], self.input_TD[rows])
             steps.name_neurons(f, batch, self._named_F)
             steps.add_chunks(f, batch, False, part.begin, part.end, self._carried_TD[rows], self.x_TD[rows])
-            progress.advance()
+            advance_progress()
 
     def head(self, _layer: int) -> None:
         """The logits of the last token."""

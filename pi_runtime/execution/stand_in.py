@@ -29,8 +29,7 @@ from pi_runtime.execution.plan_layout import CPU, GPU
 from pi_runtime.execution.schedule import schedule_of
 from pi_runtime.kernels.data.weight_table import LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace, allocate_workspace
-from pi_runtime.kernels.ffn.experts import tokens_by_expert
-from pi_runtime.kernels.ffn.memory import Batch, Ffn, ffn_of
+from pi_runtime.kernels.ffn.memory import Batch, Ffn, ffn_of, tokens_by_expert
 from pi_runtime.kernels.ffn.network import add_neurons, serial_add_neurons
 
 

@@ -12,7 +12,7 @@ class Limits:
     """Limits of one request."""
 
     body_bytes: int = 4 << 20
-    arriving_bytes: int = 256 << 20
+    incoming_bytes: int = 256 << 20
     """Bytes of all bodies together that have not come whole."""
     header_bytes: int = 32 << 10
     """Request line and headers together."""
@@ -61,10 +61,6 @@ class ServerSettings:
     """Answers that may wait beyond these."""
     connections: int = 1000
     """Connections at once, of all clients together."""
-    sessions: int = 64
-    """Sessions that are held at once."""
-    session_idle_s: float = 600.0
-    """Time after which a session that nobody uses is dropped."""
     drain_s: float = 30.0
     """Time for which requests may go on after the first signal to stop."""
     stale_s: float = 60.0
@@ -91,16 +87,7 @@ class ServerSettings:
         return max(self.connections, 4 * (self.slots + self.queue))
 
     @property
-    def sessions_each(self) -> int:
-        """Sessions that one key may hold: half of them, rounded up, where there are several keys."""
-        return self.sessions if len(self.api_keys) < 2 else -(-self.sessions // 2)
-
-    @property
     def answers_each(self) -> int:
         """Answers of one key that run or wait: three quarters of all, or all slots, where there are several keys."""
         most = self.slots + self.queue
         return most if len(self.api_keys) < 2 else max(self.slots, 3 * most // 4)
-
-    def cache_salt(self, owner: str, given: str | None) -> str:
-        """The salt of stored prompts: only requests of one key, and with the same `cache_salt`, share them."""
-        return f"{'' if self.share_prefixes else owner}:{given or ''}"

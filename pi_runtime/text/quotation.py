@@ -13,10 +13,9 @@ Such a cut means nothing where no marker comes to stand over it.
 import os.path
 import re
 import secrets
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
-from json import loads
 from operator import itemgetter
 from typing import Any, Self, SupportsIndex, TypeVar
 
@@ -116,7 +115,8 @@ class Quotation:
         own = self._assistants if message.get("role") == ASSISTANT else self._all
         cuts: dict[str, Cut] = {
             "role": lambda text: self._all.cut(text, key, is_name=True),
-            # What a model says in a call is JSON's text: its form has no markers within.
+            # What a model says in a call is JSON's text: its form has no markers within. Arguments are objects here, as
+            # JSON written out may have markers in other letters.
             "tool_calls": lambda text: self._all.cut(text, key),
         }
         return {name: _cut(part, cuts.get(name, lambda text: own.cut(text, key))) for name, part in message.items()}
@@ -168,14 +168,11 @@ class _Cutter:
         """The cuts that a marker stands over, or ends at."""
         if not cuts or self._starts is None:
             return []
-        found, at = list[int](), 0
+        found = dict[int, None]()
         for marker in self._starts.finditer(text):
-            while at < len(cuts) and cuts[at] <= marker.start():
-                at += 1
-            while at < len(cuts) and cuts[at] <= marker.end(1):
-                found.append(cuts[at])
-                at += 1
-        return found
+            first, end = (bisect_right(cuts, place) for place in (marker.start(), marker.end(1)))
+            found |= dict.fromkeys(cuts[first:end])
+        return [*found]
 
 
 def _cut(value: Any, cut: Cut) -> Any:
@@ -195,19 +192,9 @@ def _walk(value: Any, cut: Cut, *, within: bool) -> Any:
         return value
     found = {}
     for name, item in value.items():
-        shown = _arguments(item) if name == "arguments" and not within else item
         is_within = within or name in _WITHIN
-        found[cut(name) if within and isinstance(name, str) else name] = _walk(shown, cut, within=is_within)
+        found[cut(name) if within and isinstance(name, str) else name] = _walk(item, cut, within=is_within)
     return found
-
-
-def _arguments(given: Any) -> Any:
-    """The object that arguments are; JSON as text may have markers in other letters."""
-    try:
-        found = loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
-        return given
-    return found if isinstance(found, Mapping) else given
 
 
 def _is_parsed(marker: str, template: str) -> bool:
@@ -220,8 +207,7 @@ def _is_parsed(marker: str, template: str) -> bool:
 
 def _begins_any(text: str, words: Sequence[str]) -> bool:
     """Whether one of the sorted words begins with a text and goes on."""
-    at = bisect_left(words, text)
-    at += at < len(words) and words[at] == text
+    at = bisect_right(words, text)
     return at < len(words) and words[at].startswith(text)
 
 

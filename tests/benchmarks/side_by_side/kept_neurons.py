@@ -18,8 +18,7 @@ from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.plan_layout import CPU
 from pi_runtime.execution.schedule import one_side_schedule
 from pi_runtime.kernels.data.weight_table import LayerRecords
-from pi_runtime.kernels.ffn.experts import tokens_of
-from pi_runtime.kernels.ffn.memory import whole_batch
+from pi_runtime.kernels.ffn.memory import tokens_of, whole_batch
 from pi_runtime.kernels.ffn.network import add
 
 Flags = npt.NDArray[np.bool_]

@@ -11,7 +11,7 @@ import numpy as np
 import sparse_model
 
 from pi_runtime import Engine, Model, Sampling, load
-from pi_runtime.artifact import Artifact
+from pi_runtime.artifact.reader import Artifact
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PAGE_POSITIONS

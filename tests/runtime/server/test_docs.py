@@ -18,15 +18,14 @@ import pytest
 import typer.main
 from support.installed import install, new_environment
 from support.paths import GOLDEN, ROOT
-from support.scripted import saying, scripted_artifact
-from support.serving import Served, serving, wait_until
+from support.serving import Served, serving
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime.artifact.schema import Text
 from pi_runtime.commands.serve import app
+from pi_runtime.server.admission import OF_ONE, OTHER_FILES
 from pi_runtime.server.api.body import MANY
-from pi_runtime.server.connections import OF_ONE, OTHER_FILES
-from pi_runtime.server.listening import CLOSE_S
+from pi_runtime.server.edge import CLOSE_S
 from pi_runtime.server.metrics import DISK, ENGINE, Metrics
 from pi_runtime.server.routes import ROUTES
 from pi_runtime.server.settings import Limits, ServerSettings
@@ -119,7 +118,7 @@ def test_limits_are_those_of_the_settings() -> None:
     assert rows["body of a request"] == f"{limits.body_bytes >> 20} MiB"
     assert rows["request line and headers"] == f"{limits.header_bytes >> 10} KiB"
     assert rows["headers, and then the body, must come within"] == f"{limits.receive_s:g} s each"
-    assert rows["bodies that have not come whole"].startswith(f"{limits.arriving_bytes >> 20} MiB in all")
+    assert rows["bodies that have not come whole"].startswith(f"{limits.incoming_bytes >> 20} MiB in all")
     parts = rows["parts in which a body comes: chunks, or what the network makes of it"]
     assert parts.partition(";")[0] == f"{limits.parts:,}"
     assert rows["time to read a request, its template and its grammar included"] == f"{limits.prepare_s:g} s"
@@ -136,11 +135,9 @@ def test_limits_are_those_of_the_settings() -> None:
     assert ServerSettings(slots=500, queue=500).most_connections == 4000
     assert rows["connections"].endswith(f"`ulimit -n` allows, less {OTHER_FILES}")
     assert OF_ONE == 0.75
-    assert rows["sessions"] == str(settings.sessions)
     assert f"every {settings.keep_alive_s:g} seconds" in text
     assert f"({settings.drain_s:g})" in text
     assert f"{settings.slots} by default, and `--queue` more may wait, {settings.queue} by default" in text
-    assert settings.session_idle_s == 600
     assert settings.stale_s == 60
 
 
@@ -198,14 +195,6 @@ def test_tool_use(talker: Served, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^(add|multiply)\(-?\d+, -?\d+\) = -?\d+$", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_a_paused_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    following = saying("? 6*7=") | {ord("2"): ord(".")}
-    with serving(scripted_artifact(tmp_path / "model.pi", following, context=512)) as served:
-        example("paused_session").main(served.url)
-        wait_until(lambda: served.is_idle() and served.engine.stats.paused_sessions == 0)
-    assert "How many seats? 6*7= 42.\n" in capsys.readouterr().out
-
-
 def test_the_commands_of_the_page_work(talker: Served) -> None:
     """The `curl` line and the client's first lines, with this server's address, model and key."""
     body = json.loads(re.search(r"-d '(.*?)'", PAGE)[1])  # type: ignore[index]
@@ -217,6 +206,17 @@ def test_the_commands_of_the_page_work(talker: Served) -> None:
     )
     assert "max_tokens=9" in code
     exec(compile(code, "server.md", "exec"), {})  # noqa: S102
+
+
+def test_a_prompt_is_read_ahead(talker: Served) -> None:
+    """By the `curl` line that says so, and it is there for what is typed next."""
+    found = next(found for found in re.findall(r"-d '(.*?)'", PAGE) if '"max_tokens": 0' in found)
+    body, headers = json.loads(found) | {"model": talker.name}, {"Authorization": "Bearer k"}
+    assert talker.post("/v1/chat/completions", body, headers=headers).json()["usage"]["completion_tokens"] == 0
+    body["messages"][0]["content"] += "ers."
+    answer = talker.post("/v1/chat/completions", body | {"max_tokens": 2}, headers=headers).json()
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] < 30
 
 
 def container_lines(keyword: str) -> list[str]:
