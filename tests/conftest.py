@@ -75,6 +75,7 @@ MORE = (
     "docs/test_blocks.py",
     "recipes/test_gain.py",
     "recipes/test_installed.py",
+    "recipes/test_sparse_model.py",
     "compile/planning/test_baselines.py::test_published",
     # Larger models, all families, and slow variants of what has a quick one
     "compile/calibration/test_profile_memory.py",
