@@ -70,7 +70,7 @@ def read_streams(
 ) -> Streams:
     """Tokenise the corpus. Relative paths start from `folder`; each stream must have at least `window` tokens.
 
-    `notice` is told what is read, and what is left out. Raises CorpusError if there is no text, a file cannot be read,
+    `notice` gets what is read, and what is left out. Raises CorpusError if there is no text, a file cannot be read,
     a text is in both corpora, or one is too short.
     """
     check_disjoint(spec.text, spec.report, folder)

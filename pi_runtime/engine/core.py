@@ -16,7 +16,7 @@ from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.sequence.answer import AnswerSequence
 from pi_runtime.sequence.drafts import NO_DRAFT, Draft
-from pi_runtime.sequence.sequence import Output, Status, TokenSequence
+from pi_runtime.sequence.sequence import Output, Rank, Status, TokenSequence
 from pi_runtime.sequence.speculation import Speculation
 from pi_runtime.sequence.stats import DraftFigures
 
@@ -49,8 +49,8 @@ class Caches(Protocol):
     def keep(self, cache: KVCache) -> None:
         """Close a cache, and let later sequences begin with what it held."""
 
-    def release(self, sequence: TokenSequence, cache: KVCache | None) -> None:
-        """Take back the cache of a sequence that ends, if it had one."""
+    def release(self, sequence: TokenSequence, cache: KVCache | None) -> TokenSequence | None:
+        """Take back the cache of a sequence that ends, if it had one; returns what is worth reading now."""
 
     def count_step(self, tokens: int, seconds: float) -> None:
         """Count what tokens of prompts took."""
@@ -73,12 +73,14 @@ class Core:
         """The caches of the sequences that have joined."""
         self._shares_pieces = False
         """Whether several prompts are being read, or were beside the one that is left: they may begin alike."""
-        self.finished = self.preemptions = 0
+        self.finished = self.preemptions = self.ahead_tokens = 0
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self.drafts = DraftFigures()
 
     def submit(self, sequence: TokenSequence) -> None:
-        """Let a sequence wait for a slot."""
+        """Let a sequence wait for a slot, in place of those that it makes useless."""
+        for older in self.scheduler.replaced_by(sequence):
+            self.leave(older)
         self.scheduler.submit(sequence)
 
     def step(self) -> None:
@@ -105,11 +107,13 @@ class Core:
             leader, *others = sequence.samples
             leader.samples, sequence.samples = others, []
             self.scheduler.submit_next(leader)
-        self._caches.release(sequence, self.held.pop(sequence, None))
-        self.finished += not sequence.reads_ahead
+        again = self._caches.release(sequence, self.held.pop(sequence, None))
+        self.finished += sequence.rank is Rank.ASKED
         # Last: where anything before fails, the engine ends, and tells those who are in the schedule.
         self.scheduler.remove(sequence)
         sequence.finish(error)
+        if again is not None and error is None:
+            self.submit(again)
 
     @contextmanager
     def _fault_of(self, sequence: TokenSequence) -> Iterator[None]:
@@ -129,22 +133,25 @@ class Core:
                 self.leave(sequence)
 
     def _admit(self) -> None:
-        """Let those that wait join, in order, as slots and memory allow."""
+        """Let those that wait join, in order, as slots and memory allow, in place of any that has to wait for them."""
+        while self.scheduler.has_to_yield:
+            self._put_off()
         while self._caches.may_open and (sequence := self.scheduler.next_to_join()) is not None:
             with self._fault_of(sequence):
                 cache = self._caches.open(sequence, self.held.values())
                 if cache is not None:
                     self._join(sequence, cache)
-                elif sequence.reads_ahead:
-                    self.leave(sequence)  # reading ahead waits for nothing
+                elif sequence.rank is not Rank.ASKED:
+                    self.leave(sequence)  # it is no use to wait for the memory of others of its rank
                 else:
                     return
 
     def _join(self, sequence: TokenSequence, cache: KVCache) -> None:
-        if sequence.status is Status.WAITING and not sequence.reads_ahead:
+        if sequence.status is Status.WAITING:
             sequence.cached_tokens = cache.length
-            self.prompt_tokens += sequence.prompt_tokens
-            self.cached_tokens += cache.length
+            if sequence.rank is Rank.ASKED:
+                self.prompt_tokens += sequence.prompt_tokens
+                self.cached_tokens += cache.length
         self.held[sequence], sequence.num_computed, sequence.status = cache, cache.length, Status.RUNNING
         block = self._executor.block_tokens
         sequence.max_block = min(block, BLOCK_TOKENS) if sequence.needs_all_logits else block
@@ -163,11 +170,12 @@ class Core:
                 gained, sequence.num_computed = cache.length - sequence.num_computed, cache.length
                 if len(sequence.tokens) == sequence.prompt_tokens:
                     sequence.cached_tokens += gained
-                    self.cached_tokens += gained
+                    self.cached_tokens += gained * (sequence.rank is Rank.ASKED)
 
     def _plan(self) -> list[tuple[TokenSequence, SequenceStep]]:
         """What runs in the next step: tokens for which there is memory, and what may come after them."""
-        planned = self.scheduler.plan(self._pace.tokens(self.scheduler.decoding))
+        is_ahead = any(sequence.rank is not Rank.ASKED for sequence in self.scheduler.live)
+        planned = self.scheduler.plan(self._pace.tokens(self.scheduler.decoding, ahead=is_ahead))
         for sequence, tokens in planned:
             with self._fault_of(sequence):
                 self._make_room(sequence, tokens)
@@ -180,13 +188,15 @@ class Core:
 
     def _make_room(self, sequence: TokenSequence, tokens: int) -> None:
         """Give a sequence memory for its part of a step; where there is too little, those that joined last wait."""
-        held = self.held
-        while (cache := held.get(sequence)) is not None and not self._caches.grow(cache, tokens):
-            last = self.scheduler.preempt()
-            self._caches.keep(held[last])
-            del held[last]
-            last.num_computed, last.status = 0, Status.PREEMPTED
+        while (cache := self.held.get(sequence)) is not None and not self._caches.grow(cache, tokens):
+            self._put_off()
             self.preemptions += 1
+
+    def _put_off(self) -> None:
+        """Let the sequence that joined last wait again; what was computed of it stays until its memory is needed."""
+        last = self.scheduler.preempt()
+        self._caches.keep(self.held.pop(last))
+        last.num_computed, last.status = 0, Status.PREEMPTED
 
     def _drafts(self, sequences: Sequence[TokenSequence]) -> dict[TokenSequence, Draft]:
         """For each sequence of a step what may come next; none where any prompt is read.
@@ -222,6 +232,7 @@ class Core:
         """Let a sequence take a step's result; where its prompt is read now, further answers draw a token too."""
         first, draft = sequence.num_computed, sequence.drafted
         ran = first + sequence.num_scheduled
+        self.ahead_tokens += sequence.num_scheduled * (sequence.rank is not Rank.ASKED)
         samples = self._start_samples(sequence) if ran == len(sequence.tokens) else []
         self._take(sequence, sequence.advance(result.logits_TV, result.rows_L2))
         sequence.take_states(first, result.states_TC)

@@ -7,6 +7,7 @@ as if it were alone. Callers read their streams in threads of their own; a slow 
 import atexit
 import os
 import platform
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Self, Unpack
 
 from llvmlite.binding import get_host_cpu_name
 
-from pi_runtime import console
 from pi_runtime.artifact.layer_classes import sequence_nbytes
 from pi_runtime.engine.core import Core
 from pi_runtime.engine.loop import Loop
@@ -25,12 +25,12 @@ from pi_runtime.engine.prompt_pace import PromptPace
 from pi_runtime.engine.scheduler import PIECE, Scheduler
 from pi_runtime.engine.stats import EngineStats
 from pi_runtime.engine.store import PrefixStore
-from pi_runtime.engine.stream import Scores, Stream
+from pi_runtime.engine.stream import Reading, Scores, Stream
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.pages import PagePool
 from pi_runtime.kernels import SUMS
 from pi_runtime.kernels.codegen.isa import ISA
-from pi_runtime.sequence.sequence import Origin, TokenSequence
+from pi_runtime.sequence.sequence import Origin, Rank, TokenSequence
 from pi_runtime.sequence.settings import AnswerSettings, names_settings
 from pi_runtime.sequence.speculation import StepTimes
 
@@ -54,7 +54,8 @@ class Engine:
     how many tokens are drafted at a time, as for `Model.generate`. No setting changes a text.
 
     `kv_disk`: a folder for keys and values that memory has no room for, at most `kv_disk_budget` bytes (8 GiB): also
-    after a restart a prompt begins with what is found there. Engines may share it. `say` is told, once, what fails.
+    after a restart a prompt begins with what is found there. Engines may share it. `say` is told, once, what fails;
+    without it that is a warning.
 
     A request begins with what is kept of earlier prompts that begin alike, and its figures and its speed tell so. Where
     callers do not trust each other give each a `cache_salt`: only requests with the same salt share what is kept.
@@ -78,7 +79,7 @@ class Engine:
         speculate: str | int = "auto",
         kv_disk: str | Path | None = None,
         kv_disk_budget: int | None = None,
-        say: Callable[[str], object] = console.say_now,
+        say: Callable[[str], object] = warnings.warn,
     ) -> None:
         folder = None if kv_disk is None else Path(kv_disk)
         EngineOptions(
@@ -145,8 +146,8 @@ class Engine:
             first.lookup.prepare()  # here rather than in the engine's thread
             for answer in answers[1:]:
                 answer.lookup = first.lookup.beside(answer.tokens)
-        for answer in answers[1:]:
-            answer.origin = origin
+        for answer in answers:
+            answer.origin, answer.may_go_on = origin, count == 1
         first.samples = [*answers[1:]]
         self.submit(first, origin)
         return [Stream(answer, self._executor.neurons) for answer in answers]
@@ -171,6 +172,16 @@ class Engine:
             self.submit(sequence, Origin(cache_salt, client))
         return Scores(sequence)
 
+    def read(self, prompt: str | Sequence[int], *, cache_salt: str = "", client: str = "") -> Reading:
+        """Read a prompt ahead: it is computed, and nothing is drawn. A later prompt begins with what it has in common.
+
+        It runs only while no answer and no prompt of others does. A client has one at a time: a newer one takes the
+        place of the one before, of which stays what has been read. Raises errors as `generate` does.
+        """
+        sequence = self.model.new_reading(prompt)
+        self.submit(sequence, Origin(cache_salt, client))
+        return Reading(sequence)
+
     def submit(self, sequence: TokenSequence, origin: Origin) -> None:
         """Let a sequence run. Raises UsageError for one that does not fit `kv_budget` even alone."""
         self._store.check(sequence.max_positions)
@@ -186,11 +197,14 @@ class Engine:
     def stats(self) -> EngineStats:
         """The figures up to now."""
         core, pool, scheduler = self._core, self._store.pool, self._core.scheduler
-        live, waiting = scheduler.live, list(scheduler.waiting)
+        live, waiting = [*scheduler.live], scheduler.waiting
+        running = sum(sequence.rank is Rank.ASKED for sequence in live)
+        asked = running + sum(sequence.rank is Rank.ASKED for sequence in waiting)
         samples = sum(len(sequence.samples) for sequence in [*live, *waiting])
         return EngineStats(
-            running=len(live),
-            waiting=len(waiting) + samples + self._inbox.num_sequences,
+            running=running,
+            waiting=asked - running + samples + self._inbox.num_sequences,
+            reading_ahead=len(live) + len(waiting) - asked,
             finished=core.finished,
             pages_used=pool.in_use,
             pages_kept=self._store.tree.size,
@@ -200,6 +214,7 @@ class Engine:
             prompt_tokens=core.prompt_tokens,
             cached_tokens=core.cached_tokens,
             generated_tokens=core.generated_tokens,
+            ahead_tokens=core.ahead_tokens,
             **vars(core.drafts),
             preemptions=core.preemptions,
             **self._store.disk_figures(),

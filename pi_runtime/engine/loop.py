@@ -13,7 +13,7 @@ from pi_runtime.engine.core import Core
 from pi_runtime.engine.store import PrefixStore
 from pi_runtime.errors import PiError, UsageError
 from pi_runtime.kernels.codegen.threads import progress_count
-from pi_runtime.sequence.sequence import TokenSequence
+from pi_runtime.sequence.sequence import Rank, TokenSequence
 
 
 class Callback(NamedTuple):
@@ -186,7 +186,7 @@ class Loop:
         for message in left:
             if isinstance(message, Callback):
                 message.done.set_exception(reason)
-        self._core.finished += len(unfinished)
+        self._core.finished += sum(sequence.rank is Rank.ASKED for sequence in unfinished)
         for cache in self._core.held.values():
             cache.close()
         self._core.held.clear()

@@ -19,7 +19,7 @@ from pi_runtime.errors import PromptError, Setting, UsageError
 from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import Allocation
-from pi_runtime.sequence.answer import AnswerSequence
+from pi_runtime.sequence.answer import AnswerSequence, check_prompt
 from pi_runtime.sequence.drafts import Acceptance
 from pi_runtime.sequence.head_draft import HEAD_RIGHT, HeadDraft
 from pi_runtime.sequence.logprobs import TokenLogprobs
@@ -27,6 +27,7 @@ from pi_runtime.sequence.sampling import Sampling
 from pi_runtime.sequence.sequence import ReadSequence, ScoreSequence
 from pi_runtime.sequence.settings import AnswerSettings, names_settings
 from pi_runtime.sequence.speculation import Speculation, StepTimes
+from pi_runtime.sequence.stats import Stats
 from pi_runtime.text.tokenizer import Tokenizer
 
 
@@ -161,9 +162,21 @@ class Model(ChatModel):
         """A scoring that has not begun, with all that `score` was asked for checked."""
         return ScoreSequence(self._prompt_ids(prompt), context=self.context, first=first, top=top)
 
+    def read(self, prompt: str | Sequence[int], cache: KVCache) -> Stats:
+        """Read a prompt ahead into a cache: it is computed, and nothing is drawn; returns the figures.
+
+        A later prompt that begins with the same tokens is continued from there, by `generate` with this cache.
+        """
+        sequence, speculation = self.new_reading(prompt), self.speculation("off", self._step_times)
+        for _ in run_alone(self.executor, self._checked_cache(cache), sequence, speculation):
+            pass  # it has no text
+        return sequence.stats
+
     def new_reading(self, prompt: str | Sequence[int]) -> ReadSequence:
-        """A prompt to be read ahead, checked."""
-        return ReadSequence(self._prompt_ids(prompt))
+        """A prompt to be read ahead, checked. Raises errors as `new_answer` does."""
+        ids = self._prompt_ids(prompt)
+        check_prompt(ids, self.context)
+        return ReadSequence(ids)
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):

@@ -101,7 +101,7 @@ class Node:
 Entry = tuple[int, Node, int]
 """A page that may be dropped: the number of its last use, its node and its class."""
 Dropping = Callable[[Node, int, int], object]
-"""Is told of a page that is about to be dropped: its node, its class, the page."""
+"""Is told of a page that is about to be dropped, if a prompt may find it: its node, its class, the page."""
 Price = Callable[[Node, int], float]
 """Seconds that it takes to have a page of a node and a class again."""
 
@@ -147,12 +147,18 @@ class PrefixTree:
             yield node
             left += node.children.values()
 
-    def longest(self, tokens: Sequence[int], selected: Sequence[bool], salt: str = "") -> Prefix:
-        """The longest prefix of these tokens that is stored, computed as `selected` says; marks it as used now."""
+    def longest(
+        self, tokens: Sequence[int], selected: Sequence[bool], salt: str = "", *, is_turn: bool = True
+    ) -> Prefix:
+        """The longest prefix of these tokens that is stored, computed as `selected` says; marks it as used now.
+
+        `is_turn`: whether a talk goes on with them, so that a call of a tool before them is over.
+        """
         root = self._roots.get(salt, Node((), [], None))
         path, rest = _walk(root, self.keys(tokens, selected))
         length = PAGE_POSITIONS * len(path)
-        self._count_calls(path)
+        if is_turn:
+            self._count_calls(path)
         closest, common = _closest(path[-1] if path else root, rest)
         if closest is not None:
             path.append(closest)
@@ -192,7 +198,7 @@ class PrefixTree:
                 # What live caches hold may lie below pages that nobody else holds.
                 hiding = [one for one in held if not one[1].children and self._hides_a_page(one[1])]
                 held = [one for one in held if one not in hiding]
-                for _, node, _ in hiding:
+                for node in {node for _, node, _ in hiding}:
                     self._drop(node)
                 if not hiding:
                     break
@@ -201,7 +207,7 @@ class PrefixTree:
             if not node.children and any(self._is_own(page) for page in node.pages):
                 self._drop(node)
             elif self._pool.classes[kind].window and self._is_own(page := node.pages[kind]):
-                self._dropping(node, kind, page)
+                self._tell(node, kind, page)
                 self._release(node, kind)
             else:
                 held.append(entry)
@@ -215,6 +221,8 @@ class PrefixTree:
         for node in tuple(self.nodes()):
             for kind in range(len(node.pages)):
                 self._release(node, kind)
+            node.children.clear()
+            node.parent = None
         for held in (self._roots, self._answers, self._calls, self._others):
             held.clear()
 
@@ -295,13 +303,22 @@ class PrefixTree:
                 heap[:] = {entry[0]: entry for entry in heap if self._holds(entry)}.values()
                 heapify(heap)
 
-    def is_over(self, node: Node) -> bool:
+    def newest_first(self) -> Iterator[Node]:
+        """What a prompt may find: of the path that was used last first, from its beginning on."""
+        leaves, done = [node for node in self.nodes() if not node.children], set[Node]()
+        for leaf in sorted(leaves, key=lambda node: -node.used_s):
+            for node in reversed([*leaf.ancestry()]):
+                if node not in done and not self._is_over(node):
+                    done.add(node)
+                    yield node
+
+    def _is_over(self, node: Node) -> bool:
         """Whether a node has tokens of an answer that has ended, and that no prompt finds again."""
         return self._selection_matters and node.outcome is not None and any(position % 2 for position in node.key)
 
     def _heap(self, node: Node) -> list[Entry]:
         """Where the pages of a node are that may be dropped."""
-        if self.is_over(node):
+        if self._is_over(node):
             return self._answers
         return self._calls if node.outcome is not None and node.outcome.in_call else self._others
 
@@ -351,8 +368,12 @@ class PrefixTree:
         """Drop the last node of a path."""
         for kind, page in enumerate(node.pages):
             if self._is_own(page):
-                self._dropping(node, kind, page)
+                self._tell(node, kind, page)
         self._remove(node)
+
+    def _tell(self, node: Node, kind: int, page: int) -> None:
+        if not self._is_over(node):
+            self._dropping(node, kind, page)
 
     def _remove(self, node: Node) -> None:
         for kind in range(len(node.pages)):

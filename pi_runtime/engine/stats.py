@@ -12,6 +12,8 @@ class EngineStats(DraftFigures):
 
     running: int
     waiting: int
+    reading_ahead: int
+    """Prompts that are read ahead and answers that are read again, or wait for it: while nothing else runs."""
     finished: int
     """Requests that have ended, in whatever way."""
     pages_used: int
@@ -28,6 +30,8 @@ class EngineStats(DraftFigures):
     cached_tokens: int
     """Those of them that were stored already and did not run."""
     generated_tokens: int
+    ahead_tokens: int
+    """Tokens that ran before anybody asked for what follows them: of prompts read ahead, and of answers read again."""
     preemptions: int
     """How often a request had to wait again because others needed its pages."""
     kv_disk_pages: int

@@ -1,8 +1,9 @@
 """The store of prefixes: keys and values of live sequences, and of what may be needed again, in memory and on disk.
 
-    Core ──▶ PrefixStore ──▶ PagePool      pages under the budget of memory, shared by reference
-                        ├──▶ PrefixTree    which of them may be needed again, and which to drop
-                        └──▶ PageFiles     pages on disk, under a budget of their own (`--kv-disk`)
+    Core ──▶ PrefixStore ──▶ PagePool       pages under the budget of memory, shared by reference
+                        ├──▶ PrefixTree     which of them may be needed again, and which to drop
+                        └──▶ DiskStorey     what a page is called on disk, and whether it is worth while there
+                               └──▶ PageFiles    pages on disk, under a budget of their own (`--kv-disk`)
 
 A sequence that joins begins with the longest prefix that the tree has. Where the files have more of it, their pages are
 read into pages of its own, and count as computed from then on. Pages that the tree drops are offered to the files, if
@@ -16,19 +17,106 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate
+from typing import Any
 
 from pi_runtime.artifact.layer_classes import sequence_nbytes
 from pi_runtime.engine.page_files import Name, Offered, PageFiles, name_below
-from pi_runtime.engine.prefix_tree import Measured, Node, PrefixTree
+from pi_runtime.engine.prefix_tree import Key, Measured, Node, PrefixTree
 from pi_runtime.errors import Setting, UsageError
 from pi_runtime.execution.executor import Executor
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PAGE_POSITIONS, PagePool, PagesExhausted
-from pi_runtime.sequence.sequence import TokenSequence
+from pi_runtime.sequence.answer import AnswerSequence
+from pi_runtime.sequence.sequence import Rank, ScoreSequence, TokenSequence
 
 MEASURED_TOKENS = 8
 """Least tokens of a step that says what a token of a prompt takes."""
+FORGIVEN = 0.9
+"""What remains, at each prompt, of a time to read that does not pay: it is tried again after a while."""
+TRIES = 4
+"""How often a prompt is looked for on disk, where files are gone or damaged."""
+LEAST_S, MOST_S = 1e-9, 1e9
+"""Bounds of what a page costs, as long as nothing is measured."""
+
+
+class DiskStorey:
+    """What goes to the files of pages, and what is read from them: as far as reading is quicker than computing."""
+
+    def __init__(self, files: PageFiles, pool: PagePool) -> None:
+        self.files, self._pool = files, pool
+        self.token_s = Measured(math.inf)
+        """Seconds that a token of a prompt takes."""
+        self.read_s = Measured(0.0)
+        """Seconds that reading a byte takes."""
+
+    @property
+    def pays(self) -> bool:
+        """Whether reading a page is quicker than computing it."""
+        return self.read_s.value * self._pool.page_nbytes < PAGE_POSITIONS * self.token_s.value
+
+    def take(self, node: Node, kind: int, page: int) -> None:
+        """Take a page that memory drops, if that is worth while."""
+        if node.is_whole and self.pays:
+            self.files.offer(self._offered(node, kind, page))
+
+    def price_s(self, node: Node, kind: int) -> float:
+        """Seconds that it takes to have a page again: to read it where it is stored, else to compute it."""
+        if node.is_whole and self.pays and self.files.has(self._name(node), kind):
+            return max(self.read_s.value * self._pool.page_nbytes, LEAST_S)
+        return min(PAGE_POSITIONS * self.token_s.value, MOST_S)
+
+    def fill(self, wanted: Sequence[Offered]) -> bool:
+        """Fill pages with what is stored by their names; False where any cannot be read."""
+        began = time.perf_counter()
+        if not self.files.read(wanted):
+            return False
+        self.read_s.count((time.perf_counter() - began) / sum(page.values.nbytes for page in wanted))
+        return True
+
+    def names(self, keys: Iterable[Key], salt: str) -> list[Name]:
+        """The names of the full pages of a sequence."""
+        found, name = list[Name](), self.files.root(salt)
+        for key in keys:
+            if len(key) == PAGE_POSITIONS:
+                found.append(name := name_below(name, key))
+        return found
+
+    def close(self, seconds: float, nodes: Iterable[Node]) -> None:
+        """Write the pages of these nodes that are not on disk yet, in this order, as far as that takes no longer."""
+        ends, batch, nbytes = time.monotonic() + seconds, list[Offered](), 0
+        self.files.close(seconds)
+        for page in self._missing(nodes):
+            if time.monotonic() >= ends:
+                return
+            batch.append(page)
+            nbytes += page.values.nbytes
+            if nbytes >= self.files.most_nbytes:
+                if not self.files.write(batch):
+                    return
+                batch, nbytes = [], 0
+        if batch:
+            self.files.write(batch)
+
+    def _missing(self, nodes: Iterable[Node]) -> Iterator[Offered]:
+        for node in nodes:
+            for kind, page in enumerate(node.pages):
+                if page is not None and node.is_whole and self.pays and not self.files.has(self._name(node), kind):
+                    yield self._offered(node, kind, page)
+
+    def _offered(self, node: Node, kind: int, page: int) -> Offered:
+        return Offered(self._name(node), kind, self._pool.values(page))
+
+    def _name(self, node: Node) -> Name:
+        """The name of a node's pages."""
+        above = list[Node]()
+        for one in node.ancestry():
+            if one.name:
+                break
+            above.append(one)
+        for one in reversed(above):
+            assert one.parent is not None
+            one.name = name_below(one.parent.name or self.files.root(one.parent.salt), one.key)
+        return node.name
 
 
 class PrefixStore:
@@ -41,16 +129,16 @@ class PrefixStore:
     def __init__(
         self, executor: Executor, pool: PagePool, *, selection_matters: bool, files: PageFiles | None = None
     ) -> None:
-        self._executor, self.pool, self._files = executor, pool, files
-        self.tree = PrefixTree(
-            pool, selection_matters=selection_matters, dropping=self._drop_to_disk, price_s=self._price_s
+        self._executor, self.pool = executor, pool
+        self._disk = None if files is None else DiskStorey(files, pool)
+        told: dict[str, Any] = (
+            {} if self._disk is None else {"dropping": self._disk.take, "price_s": self._disk.price_s}
         )
+        self.tree = PrefixTree(pool, selection_matters=selection_matters, **told)
+        # Where weights come from a disk, one pass over them reads a whole prompt: an answer in it costs nothing more.
+        self._reads_again = selection_matters and executor.disk is None
         self._is_full = False
         """Whether the first of those that wait found too little memory, and none has come back since."""
-        self.token_s = Measured(math.inf)
-        """Seconds that a token of a prompt takes."""
-        self.read_s = Measured(0.0)
-        """Seconds that reading a byte takes."""
         self.read_tokens = 0
         """Tokens whose keys and values were read from disk."""
 
@@ -138,47 +226,45 @@ class PrefixStore:
         self.tree.insert(cache)
         cache.close()
 
-    def release(self, sequence: TokenSequence, cache: KVCache | None) -> None:
-        """Take back the cache of a sequence that ends, and keep what it held for later ones."""
+    def release(self, sequence: TokenSequence, cache: KVCache | None) -> TokenSequence | None:
+        """Take back the cache of a sequence that ends, and keep what it held for later ones.
+
+        Returns what reads an answer again, whose tokens were computed in another way than a prompt's are.
+        """
         self._is_full = False
-        if cache is not None:
-            self.tree.insert(cache, sequence.outcome, sequence.prompt_tokens)
-            cache.close()
+        if cache is None:
+            return None
+        is_asked = sequence.rank is Rank.ASKED
+        # Of scores nothing is over: later ones find their tokens, which are computed with selection too.
+        outcome = None if isinstance(sequence, ScoreSequence) else sequence.outcome
+        self.tree.insert(cache, outcome, sequence.prompt_tokens if is_asked else 0)
+        cache.close()
+        return sequence.as_prompt if self._reads_again and isinstance(sequence, AnswerSequence) else None
 
     def count_step(self, tokens: int, seconds: float) -> None:
         """Count what tokens of prompts took: it says what it costs to compute pages again."""
-        if tokens >= MEASURED_TOKENS:
-            self.token_s.count(seconds / tokens)
+        if self._disk is not None and tokens >= MEASURED_TOKENS:
+            self._disk.token_s.count(seconds / tokens)
 
     def disk_figures(self) -> dict[str, int]:
         """The figures of what is on disk, by their names in `EngineStats`."""
-        files = self._files
-        if files is None:
-            return {"kv_disk_pages": 0, "kv_disk_pages_written": 0, "kv_disk_tokens": 0}
-        return {"kv_disk_pages": files.size, "kv_disk_pages_written": files.written, "kv_disk_tokens": self.read_tokens}
+        files = None if self._disk is None else self._disk.files
+        return {
+            "kv_disk_pages": 0 if files is None else files.size,
+            "kv_disk_pages_written": 0 if files is None else files.written,
+            "kv_disk_tokens": self.read_tokens,
+        }
 
     def close(self, seconds: float) -> None:
         """Write what is kept to disk, what was used last first, as far as that takes no longer, and release it."""
-        if self._files is not None:
-            ends = time.monotonic() + seconds
-            self._files.close(seconds)
-            batch = list[Offered]()
-            for page in self._newest_first():
-                batch.append(page)
-                is_full = sum(one.values.nbytes for one in batch) >= self._files.most_nbytes
-                if time.monotonic() >= ends or (is_full and not self._files.write(batch)):
-                    batch.clear()
-                    break
-                if is_full:
-                    batch.clear()
-            if batch:
-                self._files.write(batch)
+        if self._disk is not None:
+            self._disk.close(seconds, self.tree.newest_first())
         self.tree.clear()
 
     def _begun(self, sequence: TokenSequence, reusable: int) -> KVCache:
         """A cache that begins with the longest prefix in memory of a sequence's first `reusable` tokens."""
         tokens, selected, salt = sequence.tokens[:reusable], sequence.selected[:reusable], sequence.origin.salt
-        stored = self.tree.longest(tokens, selected, salt)
+        stored = self.tree.longest(tokens, selected, salt, is_turn=sequence.rank is Rank.ASKED)
         cache = self._executor.new_cache(self.pool)
         cache.salt = salt
         cache.adopt(stored.runs, tokens[: stored.length], selected[: stored.length])
@@ -202,22 +288,29 @@ class PrefixStore:
 
     def _from_files(self, cache: KVCache, sequence: TokenSequence) -> KVCache | None:
         """A cache with more of a sequence's tokens than this one, read from disk; None where there is nothing more."""
-        if self._files is None or not self._pays:
+        if self._disk is None:
+            return None
+        if not self._disk.pays:
+            self._disk.read_s.value *= FORGIVEN
             return None
         reusable = sequence.num_reusable
-        names = self._names(sequence.tokens[:reusable], sequence.selected[:reusable], cache.salt)
+        keys = self.tree.keys(sequence.tokens[:reusable], sequence.selected[:reusable])
+        names = self._disk.names(keys, cache.salt)
         whole = cache.length // PAGE_POSITIONS * PAGE_POSITIONS
-        found = self._begun(sequence, whole) if whole < cache.length else cache.fork()
-        end = self._extent(found, names) if found.length % PAGE_POSITIONS == 0 else 0
-        if end > cache.length and self._fill(found, sequence, names, end):
-            return found
-        found.close()
+        for _ in range(TRIES):
+            found = self._begun(sequence, whole) if whole < cache.length else cache.fork()
+            end = self._extent(found, names) if found.length % PAGE_POSITIONS == 0 else 0
+            if end > cache.length and self._fill(found, sequence, names, end):
+                return found
+            found.close()
+            if end <= cache.length:
+                break
         return None
 
     def _extent(self, cache: KVCache, names: Sequence[Name]) -> int:
         """How many first positions there are, in the cache or on disk, all that each class of layers needs of them."""
-        assert self._files is not None
-        first, files, classes = cache.length // PAGE_POSITIONS, self._files, self.pool.classes
+        assert self._disk is not None
+        first, files, classes = cache.length // PAGE_POSITIONS, self._disk.files, self.pool.classes
         whole = [kind for kind, of in enumerate(classes) if not of.window]
         behind = range(first, len(names))
         last = next((n for n in behind if not all(files.has(names[n], kind) for kind in whole)), len(names))
@@ -233,7 +326,7 @@ class PrefixStore:
 
     def _fill(self, cache: KVCache, sequence: TokenSequence, names: Sequence[Name], end: int) -> bool:
         """Read what a cache lacks of a sequence's first positions; False where that cannot be had."""
-        assert self._files is not None
+        assert self._disk is not None
         first, last = cache.length // PAGE_POSITIONS, end // PAGE_POSITIONS
         counts = [last - max(first, of.first_page(end)) for of in self.pool.classes]
         self.tree.evict(self.pool.nbytes_of(counts))
@@ -243,67 +336,7 @@ class PrefixStore:
         except PagesExhausted:
             return False
         wanted = [Offered(names[place], kind, self.pool.values(page)) for kind, place, page in pages]
-        began = time.perf_counter()
-        if not self._files.read(wanted):
+        if not self._disk.fill(wanted):
             return False
-        self.read_s.count((time.perf_counter() - began) / sum(page.values.nbytes for page in wanted))
         self.read_tokens += new.stop - new.start
         return True
-
-    def _names(self, tokens: Sequence[int], selected: Sequence[bool], salt: str) -> list[Name]:
-        """The names of the full pages of a sequence."""
-        assert self._files is not None
-        keys = (key for key in self.tree.keys(tokens, selected) if len(key) == PAGE_POSITIONS)
-        return [*accumulate(keys, name_below, initial=self._files.root(salt))][1:]
-
-    def _name(self, node: Node) -> Name:
-        """The name of a node's pages."""
-        assert self._files is not None
-        above = list[Node]()
-        for one in node.ancestry():
-            if one.name:
-                break
-            above.append(one)
-        for one in reversed(above):
-            assert one.parent is not None
-            one.name = name_below(one.parent.name or self._files.root(one.parent.salt), one.key)
-        return node.name
-
-    @property
-    def _page_s(self) -> float:
-        """Seconds that computing a page of each class takes."""
-        return PAGE_POSITIONS * self.token_s.value
-
-    @property
-    def _pays(self) -> bool:
-        """Whether reading a page is quicker than computing it."""
-        return self.read_s.value * self.pool.page_nbytes < self._page_s
-
-    def _is_worth(self, node: Node) -> bool:
-        """Whether the pages of a node are worth writing."""
-        return node.is_whole and self._pays and not self.tree.is_over(node)
-
-    def _price_s(self, node: Node, kind: int) -> float:
-        """Seconds that it takes to have a page again: to read it where it is stored, else to compute it."""
-        if self._files is not None and self._pays and node.is_whole and self._files.has(self._name(node), kind):
-            return max(self.read_s.value * self.pool.page_nbytes, 1e-9)
-        return min(self._page_s, 1e9)
-
-    def _drop_to_disk(self, node: Node, kind: int, page: int) -> None:
-        """Offer a page that is dropped to the files."""
-        if self._files is not None and self._is_worth(node):
-            self._files.offer(Offered(self._name(node), kind, self.pool.values(page)))
-
-    def _newest_first(self) -> Iterator[Offered]:
-        """The pages that are not on disk yet: of the path that was used last first, from its beginning on."""
-        assert self._files is not None
-        leaves = [node for node in self.tree.nodes() if not node.children]
-        done = set[Node]()
-        for leaf in sorted(leaves, key=lambda node: -node.used_s):
-            for node in reversed([*leaf.ancestry()]):
-                if node in done or not self._is_worth(node):
-                    continue
-                done.add(node)
-                for kind, page in enumerate(node.pages):
-                    if page is not None and not self._files.has(self._name(node), kind):
-                        yield Offered(self._name(node), kind, self.pool.values(page))

@@ -14,9 +14,8 @@ from pi_runtime.errors import ContextError, PromptError, Setting, UsageError
 from pi_runtime.sequence.drafts import NO_DRAFT, Draft, ForcedText, PromptLookup
 from pi_runtime.sequence.head_draft import HeadDraft
 from pi_runtime.sequence.logprobs import TokenLogprobs, check_logprobs, token_logprobs
-from pi_runtime.sequence.sampler import Sampler
-from pi_runtime.sequence.sampling import Sampling
-from pi_runtime.sequence.sequence import Floats, Ints, TokenSequence
+from pi_runtime.sequence.sampling import Sampler, Sampling
+from pi_runtime.sequence.sequence import Floats, Ints, Rank, ReadSequence, TokenSequence
 from pi_runtime.sequence.settings import AnswerSettings
 from pi_runtime.sequence.stats import DraftFigures, Stats
 from pi_runtime.text.stop_strings import StopStrings
@@ -59,6 +58,8 @@ class AnswerSequence(TokenSequence):
         self._hidden = {token: name for name, token in special if token not in self._shown_tokens}
         self._stop = StopStrings(stop, self._hidden.values())
         self._end_ids = frozenset(end_ids)
+        self.may_go_on = True
+        """Whether its text may come back in a prompt: of several answers to one prompt that is one at most."""
         self._logprobs: list[TokenLogprobs] = []
         self._began = time.perf_counter()
         self._first_token_s = self._prefill_s = self._decode_s = 0.0
@@ -121,6 +122,15 @@ class AnswerSequence(TokenSequence):
     def seed(self) -> int | None:
         """The seed of its draws; None where it is greedy."""
         return None if self.sampling.temperature == 0 else self.sampling.seed
+
+    @property
+    def as_prompt(self) -> ReadSequence | None:
+        """What reads its tokens as a later prompt has them, dense; None where that gains nothing."""
+        if self.num_computed <= self.prompt_tokens or not self.may_go_on:
+            return None
+        again = ReadSequence(self.tokens[: self.max_positions], Rank.AGAIN)
+        again.origin, again.outcome = self.origin, self.outcome
+        return again
 
     @property
     def wants_states(self) -> bool:
@@ -241,7 +251,7 @@ class AnswerSequence(TokenSequence):
 
 
 def _check(prompt: Sequence[int], context: int, settings: AnswerSettings) -> None:
-    """Raise PiError for settings that are impossible, and for a prompt that is empty or leaves no room."""
+    """Raise PiError for settings that are impossible, and for a prompt that cannot be continued."""
     max_tokens, min_tokens = settings.get("max_tokens"), settings.get("min_tokens", 0)
     if max_tokens is not None and max_tokens < 1:
         raise UsageError(setting=Setting("max_tokens", max_tokens), expected="1 or more")
@@ -249,6 +259,11 @@ def _check(prompt: Sequence[int], context: int, settings: AnswerSettings) -> Non
         most = "0 or more" if max_tokens is None else (f"0 to {max_tokens}, which ", Setting("max_tokens"), " says")
         raise UsageError(setting=Setting("min_tokens", min_tokens), expected=most)
     check_logprobs("logprobs", settings.get("logprobs"))
+    check_prompt(prompt, context)
+
+
+def check_prompt(prompt: Sequence[int], context: int) -> None:
+    """Raise PromptError for a prompt that is empty, ContextError for one that leaves no room for an answer."""
     if not prompt:
         raise PromptError(
             "the prompt is empty, and the model has no begin-of-text token to start from",

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pi_runtime.engine.engine import Engine
 from pi_runtime.engine.events import CallBegan, End, Event, PromptLogprobs
 from pi_runtime.engine.model import Model
-from pi_runtime.engine.stream import Scores, Stream
+from pi_runtime.engine.stream import Reading, Scores, Stream
+from pi_runtime.server.admission import Client
 from pi_runtime.server.api.answer import EventReader, GatheredAnswer
 from pi_runtime.server.api.prompt import Prompt
-from pi_runtime.server.clients import Client
 from pi_runtime.server.errors import ApiError, failed
 from pi_runtime.server.metrics import Metrics
 from pi_runtime.server.settings import ServerSettings
@@ -29,8 +29,9 @@ class _AnswerInFlight(GatheredAnswer):
     reader: EventReader
     stream: Stream | None
     """None where nothing is generated."""
-    scores: Scores | None
-    """The log-probabilities of its prompt, which come first; None where they have been read, or are not wanted."""
+    awaited: Scores | Reading | None
+    """The log-probabilities of its prompt, which come first, or the prompt that is read ahead; None where there is
+    nothing of the kind to wait for."""
     num_tokens: int = 0
     num_chars: int = 0
     latest: float = 0.0
@@ -38,9 +39,9 @@ class _AnswerInFlight(GatheredAnswer):
     has_ended: bool = False
 
     @property
-    def sources(self) -> list[Stream | Scores]:
-        """Its stream and its scores, as far as they are still to be read."""
-        return [source for source in (self.scores, self.stream) if source is not None]
+    def sources(self) -> list[Stream | Scores | Reading]:
+        """Where the rest of it comes from, as far as it is still to be read."""
+        return [source for source in (self.awaited, self.stream) if source is not None]
 
     @property
     def pending(self) -> int:
@@ -62,15 +63,16 @@ class InFlight:
     ) -> None:
         """Hand the texts to the engine. Raises what the engine says of those that cannot be run."""
         self._metrics, self._limits, self._arrived = metrics, settings.limits, arrived
-        salt = settings.cache_salt(client.owner, prompt.cache_salt)
+        # Only requests of one key, and with the same `cache_salt`, share what is stored of prompts.
+        salt = f"{'' if settings.share_prefixes else client.owner}:{prompt.cache_salt or ''}"
         self._answers: list[_AnswerInFlight] = []
         for n, text in enumerate(prompt.texts):
             # What was begun before one of them is refused has no reference left, so it ends.
-            scores = _scores(engine, prompt, text, salt, client.name)
+            awaited = _awaited(engine, prompt, text, salt, client.name)
             for stream in _streams(engine, prompt, text, salt, client.name):
                 after, index = [] if stream is None else stream.prompt, len(self._answers)
                 reader = EventReader(prompt, engine.model.tokenizer, after=after)
-                answer = _AnswerInFlight(index=index, prompt=n, reader=reader, stream=stream, scores=scores)
+                answer = _AnswerInFlight(index=index, prompt=n, reader=reader, stream=stream, awaited=awaited)
                 self._answers.append(answer)
         self._error: ApiError | None = None
         self._news = asyncio.Event()
@@ -138,18 +140,22 @@ class InFlight:
     def _read(self, answer: _AnswerInFlight) -> Iterator[Event]:
         if self._error is not None or answer.has_ended:
             return
-        if answer.scores is not None:
-            if not answer.scores.done:
+        stats = None
+        if answer.awaited is not None:
+            if not answer.awaited.done:
                 return
             try:
-                yield PromptLogprobs(answer.scores.result())
+                if isinstance(answer.awaited, Scores):
+                    yield PromptLogprobs(answer.awaited.result())
+                else:
+                    stats = answer.awaited.result()
             except BaseException as error:
                 self.fail(failed(error))
                 return
-            answer.scores = None
+            answer.awaited = None
         if answer.stream is None:
             answer.has_ended = True
-            yield End("length")
+            yield End("length", stats=stats)
         else:
             yield from self._read_stream(answer, answer.stream)
 
@@ -191,8 +197,10 @@ class InFlight:
                 source.cancel()
 
 
-def _scores(engine: Engine, prompt: Prompt, text: Sequence[int], salt: str, client: str) -> Scores | None:
-    """What computes the log-probabilities of a text, where these are wanted."""
+def _awaited(engine: Engine, prompt: Prompt, text: Sequence[int], salt: str, client: str) -> Scores | Reading | None:
+    """What computes a text itself, where that is wanted: its log-probabilities, or what is kept of it."""
+    if prompt.goal == "reading":
+        return engine.read(text, cache_salt=salt, client=client)
     if prompt.logprobs is None:
         return None
     return engine.score(text, top=prompt.logprobs, cache_salt=salt, client=client)
@@ -200,7 +208,7 @@ def _scores(engine: Engine, prompt: Prompt, text: Sequence[int], salt: str, clie
 
 def _streams(engine: Engine, prompt: Prompt, text: Sequence[int], salt: str, client: str) -> Sequence[Stream | None]:
     """The engine's streams of the answers to a text."""
-    if not prompt.generates:
+    if prompt.goal != "answers":
         return [None] * prompt.count
     settings = prompt.settings.copy()
     if prompt.prediction and engine.drafts:

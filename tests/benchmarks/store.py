@@ -1,22 +1,27 @@
 """What the store of prefixes gains and costs.
 
-nox -s bench -- store [--parts evict,tools,restart] [--pages 100000] [--prompt 4000] [--layers 16] …
+nox -s bench -- store [--parts evict,tools,agents,restart] [--pages 100000] [--prompt 4000] [--layers 16] …
 
     evict    time in which a tree of `--pages` pages makes room for a step of 8 sequences
     tools    talks whose turns wait for tools (0.1 to 30 s) among others that people think over or leave: tokens that
              are computed again, and bytes × time, beside dropping what was used longest ago; by a clock of its own,
              with 25, 50 and 100 % of the memory that all of them take
+    agents   requests/s of an engine whose `--agents` requests each pause 3 to 28 times for a tool (÷ `--speed`, as a
+             small model is faster than a large one), with memory for `--budget` of the longest; beside the same load
+             where nothing is found again after a pause
     restart  time to the first token of a prompt of `--prompt` tokens that an engine before has computed, with the
              system's page cache dropped, beside computing it
 """
 
 import argparse
 import heapq
+import itertools
 import math
 import os
 import random
 import shutil
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,21 +29,29 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from support.bench_model import add_arguments, built, verdict
+from support.bench_model import VOCABULARY, add_arguments, built, opened, verdict
 from support.synthetic import small_decoder
 
-from pi_runtime import Engine, Sampling, load
+from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.engine.prefix_tree import Entry, Node, PrefixTree
-from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.kv_cache import KVCache, pages_of
 from pi_runtime.execution.pages import PAGE_POSITIONS, PagePool
 from pi_runtime.sequence.sequence import Outcome
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="evict,tools,restart")
-    for name, default in {"pages": 100_000, "prompt": 4000, "requests": 60, "seeds": 5}.items():
+    parser.add_argument("--parts", default="evict,tools,agents,restart")
+    for name, default in {
+        "pages": 100_000,
+        "prompt": 4000,
+        "requests": 60,
+        "seeds": 5,
+        "agents": 12,
+        "budget": 3,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--speed", type=float, default=20.0, help="pauses are so many times shorter")
     parser.add_argument("--folder", help="where `restart` keeps its pages; else a folder for temporary files")
     add_arguments(parser)
     return parser.parse_args()
@@ -190,9 +203,60 @@ def most_pages(seed: int, a: argparse.Namespace, share: float) -> int:
     return most
 
 
+def agents(a: argparse.Namespace) -> list[str]:
+    with opened(a) as model:
+        kept, dropped = (load_of_agents(model, a, drops=drops) for drops in (False, True))
+    return [verdict("agents, requests/s ÷ those with nothing kept at a pause", kept / dropped, at_least=1.5)]
+
+
+def load_of_agents(model: Model, a: argparse.Namespace, *, drops: bool) -> float:
+    """Requests per second."""
+    rng, longest = random.Random(2), 28 * 56 + 200
+    budget = a.budget * pages_of(longest) * model.executor.new_pool().page_nbytes
+    plans, at = [], 0.0
+    for _ in range(a.agents):
+        at += rng.expovariate(2 * a.speed)
+        waits = [math.exp(rng.uniform(math.log(0.1), math.log(30))) / a.speed for _ in range(rng.randint(3, 28))]
+        plans.append((at, some(rng, 200), [(wait, some(rng, 40)) for wait in waits]))
+    salts = itertools.count()
+    with Engine(model, kv_budget=budget, speculate="off") as engine:
+
+        def answer(tokens: list[int]) -> list[int]:
+            salt = str(next(salts)) if drops else ""
+            stream = engine.generate(tokens, max_tokens=16, sampling=Sampling(), cache_salt=salt)
+            stream.expect_back()
+            "".join(stream)
+            return [*tokens, *stream.token_ids]
+
+        def request(at: float, prompt: list[int], turns: list[tuple[float, list[int]]]) -> None:
+            time.sleep(at)
+            tokens = answer(prompt)
+            for wait, result in turns:
+                time.sleep(wait)
+                tokens = answer([*tokens, *result])
+
+        threads = [threading.Thread(target=request, args=plan) for plan in plans]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seconds, found = time.perf_counter() - began, engine.stats
+    kept = found.cached_tokens / found.prompt_tokens
+    print(
+        f"agents, {'nothing kept' if drops else 'least waste':12}: {a.agents} requests in {seconds:.1f} s, busy "
+        f"{found.busy_s:.1f} s; preemptions {found.preemptions}; of prompts {kept:.0%} were kept"
+    )
+    return float(a.agents / seconds)
+
+
+def some(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(300, VOCABULARY) for _ in range(count)]
+
+
 def restart(a: argparse.Namespace) -> list[str]:
     rng = random.Random(1)
-    prompt = [rng.randrange(300, 32000) for _ in range(a.prompt)]
+    prompt = some(rng, a.prompt)
     folder = Path(tempfile.mkdtemp(dir=a.folder))
     times, read = [], 0
     try:
@@ -228,7 +292,7 @@ def drop(folder: Path) -> None:
 
 def main() -> None:
     a = arguments()
-    parts = {"evict": evict, "tools": tools, "restart": restart}
+    parts = {"evict": evict, "tools": tools, "agents": agents, "restart": restart}
     print("\n".join(line for name in a.parts.split(",") for line in parts[name](a)))
 
 

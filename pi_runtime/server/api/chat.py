@@ -21,12 +21,10 @@ from pi_runtime.sequence.logprobs import TokenLogprobs
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.answer import GatheredAnswer, Lazily
 from pi_runtime.server.api.body import Body, Known, invalid, unsupported
-from pi_runtime.server.api.chat_prompt import chat_prompt, chat_text, text_of
-from pi_runtime.server.api.choices import ChoicesWriter, Chunk, Whole
 from pi_runtime.server.api.conversation import ConversationFields, Text, schema_of
-from pi_runtime.server.api.logprobs import ChatLogprobs, chat_logprob, chat_logprobs
-from pi_runtime.server.api.prompt import Prompt
-from pi_runtime.server.api.sampling import IgnoredFields, LengthFields, Most, StreamingFields, only_one
+from pi_runtime.server.api.openai_forms import ChatLogprobs, ChoicesWriter, Chunk, Whole, chat_logprob, chat_logprobs
+from pi_runtime.server.api.prompt import Prompt, chat_prompt, chat_text, text_of
+from pi_runtime.server.api.sampling import IgnoredFields, LengthFields, MostOrNone, StreamingFields, only_one
 from pi_runtime.server.api.served import Served
 
 
@@ -49,9 +47,11 @@ class ChatRequest(LengthFields, StreamingFields, ConversationFields, IgnoredFiel
         **unsupported("use tool_choice", "function_call", allowed=("none", "auto")),
     }
     model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
-    max_tokens: Most | None = Field(default=None, description="The same as `max_completion_tokens`.")
-    max_completion_tokens: Most | None = Field(
-        default=None, description="Most tokens of an answer, thoughts included; without it the context is the limit."
+    max_tokens: MostOrNone | None = Field(default=None, description="The same as `max_completion_tokens`.")
+    max_completion_tokens: MostOrNone | None = Field(
+        default=None,
+        description="Most tokens of an answer, thoughts included; without it the context is the limit. 0 reads the "
+        "prompt ahead: nothing is answered, and a later prompt that begins alike is read sooner.",
     )
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
@@ -150,9 +150,10 @@ def chat_request(body: ChatRequest, served: Served) -> Prompt:
         parallel=body.parallel_tool_calls is not False,
         schema=schema_of(body.response_format),
     )
+    most = served.most_tokens(body.most_tokens)
     settings = body.answer_settings(
         served,
-        max_tokens=served.most_tokens(body.most_tokens),
+        max_tokens=most or None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt=prompt,
     )
@@ -161,6 +162,7 @@ def chat_request(body: ChatRequest, served: Served) -> Prompt:
         count=count,
         settings=settings,
         streams=bool(body.stream),
+        goal="reading" if most == 0 else "answers",
         prediction=text_of(body.prediction.content) if body.prediction else "",
         cache_salt=body.cache_salt,
     )

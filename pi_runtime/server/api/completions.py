@@ -7,14 +7,19 @@ from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from pi_runtime.engine.events import End, Event, PromptLogprobs, TextDelta
-from pi_runtime.server.api.answer import GatheredAnswer
+from pi_runtime.server.api.answer import FINISH_REASONS, GatheredAnswer
 from pi_runtime.server.api.body import TOKENS, Known, invalid, unsupported
-from pi_runtime.server.api.choices import ChoicesWriter, Chunk, Whole
-from pi_runtime.server.api.logprobs import CompletionLogprobs, CompletionLogprobsWriter, joined
-from pi_runtime.server.api.prompt import Prompt
-from pi_runtime.server.api.sampling import LengthFields, StreamingFields, only_one
+from pi_runtime.server.api.openai_forms import (
+    ChoicesWriter,
+    Chunk,
+    CompletionLogprobs,
+    CompletionLogprobsWriter,
+    Whole,
+    joined,
+)
+from pi_runtime.server.api.prompt import Goal, Prompt
+from pi_runtime.server.api.sampling import LengthFields, MostOrNone, StreamingFields, only_one
 from pi_runtime.server.api.served import Served
-from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.text.tokenizer import TextStream, Tokenizer
 
 DEFAULT_TOKENS = 16
@@ -36,9 +41,10 @@ class CompletionRequest(LengthFields, StreamingFields):
     prompt: str | Ids | Texts | Lists | None = Field(
         description="Token ids are taken as they are; a text is framed as the model was trained."
     )
-    max_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+    max_tokens: MostOrNone | None = Field(
         default=None,
-        description=f"0 with `echo` answers with the prompt alone; −1: until the end; {DEFAULT_TOKENS} if left out.",
+        description="0 reads the prompt ahead, and with `echo` answers with it alone; −1: until the end; "
+        f"{DEFAULT_TOKENS} if left out.",
     )
     echo: bool | None = Field(default=None, description="The answer begins with the prompt.")
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = Field(
@@ -86,14 +92,16 @@ def completion_request(body: CompletionRequest, served: Served) -> Prompt:
     if body.best_of not in {None, count}:
         raise invalid("best_of", f"not supported: answers are not compared; only {count}, the value of n")
     most = served.most_tokens(body.most_tokens, DEFAULT_TOKENS)
-    generates = most != 0
-    ids = [served.tokens(prompt, place, beside=int(generates)) for place, prompt in prompts.items()]
+    goal: Goal = "answers" if most != 0 else "texts" if body.echo else "reading"
+    if goal == "reading" and len(prompts) > 1:
+        raise invalid("prompt", f"one prompt is read ahead at a time; found {len(prompts)}")
+    ids = [served.tokens(prompt, place, beside=int(goal != "texts")) for place, prompt in prompts.items()]
     return Prompt(
         texts=ids,
         count=count,
-        settings=body.answer_settings(served, max_tokens=most if generates else 1, logprobs=body.logprobs),
+        settings=body.answer_settings(served, max_tokens=most or None, logprobs=body.logprobs),
         streams=bool(body.stream),
-        generates=generates,
+        goal=goal,
         logprobs=body.logprobs if body.echo else None,
         cache_salt=body.cache_salt,
     )
@@ -109,7 +117,8 @@ class CompletionWriter(ChoicesWriter):
         super().__init__(body, prompt, served)
         self._echo = [""] * len(prompt.texts)
         if body.echo:
-            given, show = _prompts(body.prompt).values(), TextStream.begun if prompt.generates else Tokenizer.decode
+            show = Tokenizer.decode if prompt.goal == "texts" else TextStream.begun
+            given = _prompts(body.prompt).values()
             self._echo = [text if isinstance(text, str) else show(served.model.tokenizer, text) for text in given]
         self._prompt_logprobs: dict[int, CompletionLogprobs] = {}
         """Log-probabilities of prompts, by their places; all answers to one prompt show the same."""

@@ -20,6 +20,8 @@ Count = Annotated[int, Field(ge=1)]
 SALT_CHARS = 256
 """Characters of a salt: each stored beginning keeps its own."""
 Most = Annotated[int, Field(ge=1)] | Literal[-1]
+MostOrNone = Annotated[int, Field(ge=-1)]
+"""Most tokens of an answer; 0 reads the prompt ahead."""
 T = TypeVar("T", bound=float)
 
 
@@ -114,7 +116,7 @@ class SamplingFields(Body):
 class LengthFields(Body):
     """How long an answer may be, as llama.cpp spells it."""
 
-    n_predict: Most | None = Field(default=None, description="The same as `max_tokens`; −1: until the end.")
+    n_predict: MostOrNone | None = Field(default=None, description="The same as `max_tokens`; −1: until the end.")
 
 
 def only_one(**given: T | None) -> T | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.requests import alone, found_by, random_requests, together
+from support.requests import alone, found_by, random_requests, settle, together
 from support.scripted import saying, scripted_artifact
 
 from pi_runtime import Engine, Model, Sampling, load
@@ -140,6 +140,7 @@ WAYS: dict[str, Callable[[Engine, str], object]] = {
         "".join(s) for s in engine.generate_many(PROMPT, 2, max_tokens=1, cache_salt=salt)
     ],
     "scores": lambda engine, salt: engine.score(PROMPT, first=60, cache_salt=salt).result(),
+    "readings": lambda engine, salt: engine.read(PROMPT, cache_salt=salt).result(),
 }
 
 
@@ -154,7 +155,7 @@ def test_only_requests_with_the_same_salt_share_what_is_kept(
             """Tokens that one request had to run."""
             steps.clear()
             WAYS[way](engine, salt)
-            wait_until(lambda: not engine.stats.running)
+            settle(engine)
             return sum(len(sequence.tokens) for step in steps for sequence in step)
 
         alone = ran(way, "one")
@@ -179,12 +180,18 @@ def test_equal_prompts_at_once_are_computed_once(random_path: Path, monkeypatch:
         assert engine.stats.cached_tokens > 0.9 * 3 * 64
 
 
-@pytest.mark.parametrize(("mode", "held"), [("dense", 22), ("predicted", 20)])
-def test_an_answer_serves_as_prompt_only_where_that_is_the_same(random_path: Path, mode: str, held: int) -> None:
-    """With selection its keys and values are others than those of a prompt."""
+@pytest.mark.parametrize(
+    ("mode", "reads", "held"), [("dense", False, 22), ("predicted", False, 20), ("predicted", True, 22)]
+)
+def test_an_answer_serves_as_prompt_only_where_that_is_the_same(
+    random_path: Path, mode: str, reads: bool, held: int
+) -> None:
+    """With selection its keys and values are others than those of a prompt, as which it is read again."""
     with load(random_path, mode=mode, device="cpu") as model, Engine(model) as engine:
+        engine._store._reads_again = reads
         first = engine.generate(range(1, 21), max_tokens=3)
         "".join(first)
+        settle(engine)
         talk = [*range(1, 21), *first.token_ids, 5]
         second = engine.generate(talk, max_tokens=9)
         assert found_by(second) == found_by(model.generate(talk, max_tokens=9))
@@ -357,7 +364,7 @@ def test_the_memory_of_a_closed_engine_does_not_wait_for_the_collector(model: Mo
     try:
         with Engine(model) as engine:
             "".join(engine.generate("x", max_tokens=3))
-        kept = weakref.ref(engine._memory)
+        kept = weakref.ref(engine._store)
         del engine
         assert kept() is None
     finally:

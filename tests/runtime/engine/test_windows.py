@@ -143,7 +143,7 @@ def test_pages_that_left_a_window_serve_other_sequences(tmp_path: Path) -> None:
         with Engine(model, slots=2, kv_budget=budget) as engine:
             streams = [engine.generate(prompt, max_tokens=20) for prompt in prompts]
             assert [found_by(stream) for stream in streams] == wanted
-            pool = engine._memory.pool
+            pool = engine._store.pool
             assert engine.stats.preemptions == 0
             assert sum(array.nbytes for array in pool._arrays if array is not None) <= budget
             with pytest.raises(UsageError, match="keys and values of 1023 positions take"), load(path) as other:
