@@ -278,4 +278,6 @@ def _holds(checkpoint: Checkpoint, name: str, fmt: str) -> bool:
     """Whether a format holds an array bit for bit."""
     if FORMATS[fmt].quantised:
         return checkpoint.keeps(name, fmt)
-    return fmt == "f32" or all(checkpoint.source.dtype(tensor) == fmt for tensor in checkpoint.tensor_names(name))
+    return FORMATS[fmt].number == "float32" or all(
+        checkpoint.source.dtype(tensor) == fmt for tensor in checkpoint.tensor_names(name)
+    )

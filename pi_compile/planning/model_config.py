@@ -11,11 +11,12 @@ from pi_compile.checkpoint.part_formats import AUTO, KEEP
 from pi_compile.errors import CheckpointError, ProfileError, nearest
 from pi_compile.files import bundled_folder, parse_toml
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.errors import Setting, UsageError
 
 _CONFIG = "config.json"
-_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_DTYPES = {f.number: f.name for f in FORMATS.values() if f.number}
 
 
 @dataclass(frozen=True, kw_only=True)

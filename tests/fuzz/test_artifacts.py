@@ -10,7 +10,8 @@ from support.fuzz.watched import watched
 from support.paths import GOLDEN
 from support.synthetic import random_artifact, small_decoder
 
-from pi_runtime.artifact import Artifact, verify
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.verification import verify
 from pi_runtime.errors import ArtifactError, DoesNotFitError, PromptError
 from pi_runtime.execution.plan_choice import choose_plan
 from pi_runtime.text.tokenizer import Tokenizer

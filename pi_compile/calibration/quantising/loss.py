@@ -89,7 +89,7 @@ def packed_values(
         fmt = specs[name].format
         if quantised is not None and name in quantised:
             return dequantise(FORMATS[fmt], *quantised[name], source.shape[-1])
-        return source if fmt == "f32" else np.concatenate(list(checkpoint.as_stored(name, fmt)))
+        return source if FORMATS[fmt].number == "float32" else np.concatenate(list(checkpoint.as_stored(name, fmt)))
 
     return values
 

@@ -45,6 +45,11 @@ _FLOATS = (np.dtype("<f2"), BF16, np.dtype("<f4"))
 Tensors = Mapping[str, Array]
 
 
+def _of_bits(bits: int, offset: str = "") -> tuple[str, ...]:
+    """The block formats of such integers."""
+    return tuple(f.name for f in FORMATS.values() if (f.block_bits, f.offset) == (bits, offset))
+
+
 @dataclass(frozen=True, eq=False)
 class QuantisedMatrix:
     """A matrix [N, K] of which some rows are read at a time, as float32."""
@@ -75,8 +80,8 @@ class QuantisedMatrix:
 
     @property
     def grids(self) -> tuple[str, ...]:
-        """q4z where scales are binary16 numbers by their type."""
-        return ("q4z",) if self._in_blocks and self.scale_NG.dtype == np.float16 else ()
+        """The format with zeros, where scales are binary16 numbers by their type."""
+        return _of_bits(self.bits, "zero") if self._in_blocks and self.scale_NG.dtype == np.float16 else ()
 
     @property
     def _in_blocks(self) -> bool:
@@ -85,8 +90,8 @@ class QuantisedMatrix:
         return self.bits == 4 and len(group_BJ) > 0 and bool((group_BJ == group_BJ[:, :1]).all())
 
     def on_grid(self, fmt: Format, rows: Index, /) -> tuple[Array, Array] | None:
-        """Integers of 4 bits, scales and zeros for blocks of 32, if each lies in one group and q4z or q4 holds them."""
-        if fmt.name not in ("q4", "q4z") or not self._in_blocks:
+        """Integers of 4 bits, scales and zeros for blocks of 32, if each lies in one group and a format holds them."""
+        if fmt.bits != self.bits or fmt.offset == "minimum" or not self._in_blocks:
             return None
         group_B = self.group_K[::BLOCK]
         scale_RB = as_float32(self.scale_NG[rows])[:, group_B]
@@ -165,8 +170,9 @@ class TernaryMatrix:
 
     @property
     def grids(self) -> tuple[str, ...]:
-        """q4, the smallest with these integers, where binary16 has the scale."""
-        return ("q4",) if np.float32(np.float16(self.scale)) == self.scale and self.shape[1] % BLOCK == 0 else ()
+        """The smallest with these integers, where binary16 has the scale."""
+        kept = np.float32(np.float16(self.scale)) == self.scale and self.shape[1] % BLOCK == 0
+        return _of_bits(4) if kept else ()
 
     def on_grid(self, fmt: Format, rows: Index, /) -> tuple[Array, Array] | None:
         """Integers, and the scale for each block."""

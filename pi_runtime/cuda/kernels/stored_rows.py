@@ -28,7 +28,7 @@ import triton.language as tl
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.cuda.kernels.matrix import VALUES_PER_ELEMENT, WORDS_PER_GROUP
 
-_Q4 = tl.constexpr(FORMATS["q4"].code)
+_RAISED = {fmt.code: fmt.block_bits == 4 and not fmt.offset for fmt in FORMATS.values()}
 _WORDS_PER_GROUP = {FORMATS[name].code: words for name, words in WORDS_PER_GROUP.items()}
 _UPPER_BITS = {fmt.code: max(fmt.block_bits - 4, 0) if fmt.block_bits < 8 else 0 for fmt in FORMATS.values()}
 _ZEROS = {fmt.code: fmt.zero for fmt in FORMATS.values()}
@@ -42,6 +42,12 @@ _PART = tl.constexpr(2.0**-16)
 def in_blocks(fmt):
     """Whether a format's values are integers in blocks that share a scale."""
     return fmt in _WORDS_PER_GROUP
+
+
+@triton.constexpr_function
+def is_raised(fmt):
+    """Whether two nibbles are made numbers at once, which are raised by a constant, as in q4."""
+    return _RAISED[fmt]
 
 
 @triton.constexpr_function
@@ -213,7 +219,7 @@ def add_words(m, w_RW, upper_RW, h_RW, added_RW, nibble_mask, h_sum_RW, sums_RW)
     by, and the others lack the minima, until `added_words` makes up for it.
     """
     s0_RW, s1_RW, s2_RW, s3_RW, s4_RW, s5_RW, s6_RW, s7_RW = sums_RW
-    if m.fmt == _Q4:
+    if is_raised(m.fmt):
         h_sum_RW += h_RW
         s0_RW, s2_RW = _add_pair(s0_RW, s2_RW, h_RW, w_RW, 0, nibble_mask)
         s1_RW, s3_RW = _add_pair(s1_RW, s3_RW, h_RW, w_RW, 8, nibble_mask)
@@ -246,7 +252,7 @@ def _pair_sums(low, high, h):
 def added_words(m, h_sum_RW, sums_RW):
     """The sums of `add_words`, less what q4's numbers are raised by, and with the minima of others."""
     s0_RW, s1_RW, s2_RW, s3_RW, s4_RW, s5_RW, s6_RW, s7_RW = sums_RW
-    if m.fmt == _Q4:
+    if is_raised(m.fmt):
         s2_RW, s0_RW = _pair_sums(s0_RW, s2_RW, h_sum_RW)
         s3_RW, s1_RW = _pair_sums(s1_RW, s3_RW, h_sum_RW)
         s6_RW, s4_RW = _pair_sums(s4_RW, s6_RW, h_sum_RW)
@@ -301,7 +307,7 @@ def word_dots(m, row_R, mask_R, x, R: tl.constexpr, W: tl.constexpr):
         scale_RW = word_scales(m, row_R, word_W, mask_RW)
         first_Q = word_column(m, start + 4 * tl.arange(0, W // 4))
         x0_W, x1_W, x2_W, x3_W = _runs(x, first_Q, limit, W)
-        if m.fmt == _Q4:
+        if is_raised(m.fmt):
             x4_W, x5_W, x6_W, x7_W = _runs(x, first_Q + 16, limit, W)
             beyond_W = (x2_W + x3_W) + (x6_W + x7_W)
             sum_RW = -(((x0_W + x1_W) + (x4_W + x5_W)) * _OWN + beyond_W * _BEYOND)[None, :]
@@ -322,7 +328,6 @@ def word_dots(m, row_R, mask_R, x, R: tl.constexpr, W: tl.constexpr):
     return tl.sum(sums_RW, 1)
 
 
-_Q8 = tl.constexpr(FORMATS["q8"].code)
 _VALUES_PER_ELEMENT = {FORMATS[name].code: values for name, values in VALUES_PER_ELEMENT.items()}
 
 
@@ -393,10 +398,10 @@ def _nibble_place(byte, columns, UPPER: tl.constexpr):
 def element_column(m, element, VALUE: tl.constexpr):
     """The column of value VALUE of a stored element of a row, in any format."""
     column = element
-    if m.fmt == _Q8:
-        column = _column_at(element, m.columns)
     if values_per_element(m.fmt) == 2:
         column = _column_at(_nibble_place(element, m.columns, VALUE == 1), m.columns)
+    elif in_blocks(m.fmt):
+        column = _column_at(element, m.columns)
     return column
 
 

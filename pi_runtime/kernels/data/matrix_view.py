@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.int8]
 
-F32, F16, BF16 = (FORMATS[name].code for name in ("f32", "f16", "bf16"))
+F32, F16 = (FORMATS[name].code for name in ("f32", "f16"))
 _WEIGHTS = [FORMATS[name] for name in WEIGHT_FORMATS]
 _WITH_OFFSETS = tuple(f.code for f in _WEIGHTS if f.offset)
 _QUANTISED = tuple(f.code for f in _WEIGHTS if f.quantised)

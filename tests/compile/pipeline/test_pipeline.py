@@ -30,8 +30,8 @@ from pi_compile.pipeline import stages
 from pi_compile.pipeline.pipeline import Pipeline
 from pi_compile.pipeline.store import code_digest, sources_of
 from pi_runtime import console, load
-from pi_runtime.artifact import verify
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.verification import verify
 from pi_runtime.errors import DoesNotFitError
 
 

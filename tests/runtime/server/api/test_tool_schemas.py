@@ -11,7 +11,7 @@ from support.grammars import takes
 
 from pi_runtime import Engine
 from pi_runtime.errors import UsageError
-from pi_runtime.server.api import chat_prompt
+from pi_runtime.server.api import prompt as prompts
 from pi_runtime.server.api.served import Served
 from pi_runtime.text.grammar import Grammar
 from pi_runtime.text.grammar_check import LIMITS, check_grammar
@@ -115,16 +115,16 @@ def test_hard_schemas_of_a_request_have_little_time_together(toolless: Chat, mon
                 known.add(grammar)
         raise UsageError("too complex")
 
-    monkeypatch.setattr(chat_prompt, "check_grammar", check)
-    monkeypatch.setattr(chat_prompt, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(prompts, "check_grammar", check)
+    monkeypatch.setattr(prompts, "time", SimpleNamespace(monotonic=lambda: now[0]))
     tools = [{"name": f"f{n}", "parameters": {"properties": {f"hard{n}": {"type": "string"}}}} for n in range(3)]
     wanted = body(CHAT, DAY)
     wanted["tools"] += [{"type": "function", "function": tool} for tool in tools]
     took: list[float] = []
     for _ in range(4):
         began = now[0]
-        prompt, _ = asking.read(CHAT, wanted, toolless[0])
-        assert "day" in prompt.settings["grammar"].source
+        found, _ = asking.read(CHAT, wanted, toolless[0])
+        assert "day" in found.settings["grammar"].source
         took.append(now[0] - began)
     assert took == [11.0, 6.0, 5.0, 0.0]
 
