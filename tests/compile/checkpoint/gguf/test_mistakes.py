@@ -18,6 +18,7 @@ from gguf import GGUFReader
 from hypothesis import given
 from hypothesis import strategies as st
 from support.gguf_files import rounded_checkpoint, write_gguf
+from support.refused_checkpoints import refusal
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import CheckpointError
@@ -44,13 +45,6 @@ def whole(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     path = tmp_path_factory.mktemp("header") / "model.gguf"
     write_gguf(folders["mixtral"], path, "f16")
     return path.read_bytes(), int(GGUFReader(path).data_offset)
-
-
-def refusal(path: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(path)
-    assert caught.value.exit_code == 3
-    return str(caught.value)
 
 
 def refusal_of(folder: Path, path: Path, **changes: Any) -> str:
