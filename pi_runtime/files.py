@@ -142,8 +142,8 @@ def hold(mark: Path) -> None:
 def unused(mark: Path) -> Iterator[bool]:
     """Whether no process holds `mark`; none begins to while this lasts."""
     try:
-        fd = os.open(mark, os.O_RDWR)
-    except OSError:  # nobody ever held it, or it is another's
+        fd = os.open(mark, os.O_RDWR | os.O_CREAT, 0o666)  # one that nobody ever held, somebody may begin to
+    except OSError:  # it is another's
         yield True
         return
     try:

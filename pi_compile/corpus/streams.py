@@ -7,6 +7,7 @@ filled one after the other, what is held out first, and each without the text th
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Self
 
@@ -81,14 +82,7 @@ def read_streams(
                 found=getattr(spec, name),
                 remedy=f"raise {name}, or lower [profile] window",
             )
-    noticed: set[str] = set()
-
-    def once(line: str) -> None:
-        if line not in noticed:
-            noticed.add(line)
-            notice(line)
-
-    return _Reading(spec, folder, tokenizer, window, once).streams()
+    return _Reading(spec, folder, tokenizer, window, cache(notice)).streams()  # a line is told once
 
 
 @dataclass(frozen=True)

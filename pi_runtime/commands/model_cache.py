@@ -74,10 +74,12 @@ def artifact_of(model: Path, limit: int | None) -> Path:
     key = hashlib.sha256(os.fsencode("\0".join([version("pi-toolchain"), *parts]))).hexdigest()[:16]
     name = re.sub(r"[^\w.-]", "-", name_of(model))
     target = _folder() / f"{name}-{key}.pi"
-    with suppress(OSError):  # a cache that may only be read
-        hold(_mark(target))
     try:
-        if not target.exists():
+        while True:  # one that was removed before it was held is packed again
+            with suppress(OSError):  # a cache that may only be read
+                hold(_mark(target))
+            if target.exists():
+                break
             with locked(target, lambda: console.say(f"{model}: another process is packing it; waiting for that one")):
                 if not target.exists():  # the process that was waited for has made it
                     _pack(model, target)

@@ -27,10 +27,14 @@ from pi_runtime.execution.executor import Executor
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PAGE_POSITIONS, PagePool, PagesExhausted
 from pi_runtime.sequence.answer import AnswerSequence
-from pi_runtime.sequence.sequence import Rank, TokenSequence
+from pi_runtime.sequence.sequence import Rank, ScoreSequence, TokenSequence
 
 MEASURED_TOKENS = 8
 """Least tokens of a step that says what a token of a prompt takes."""
+FORGIVEN = 0.9
+"""What remains, at each prompt, of a time to read that does not pay: it is tried again after a while."""
+TRIES = 4
+"""How often a prompt is looked for on disk, where files are gone or damaged."""
 LEAST_S, MOST_S = 1e-9, 1e9
 """Bounds of what a page costs, as long as nothing is measured."""
 
@@ -231,7 +235,9 @@ class PrefixStore:
         if cache is None:
             return None
         is_asked = sequence.rank is Rank.ASKED
-        self.tree.insert(cache, sequence.outcome, sequence.prompt_tokens if is_asked else 0)
+        # Of scores nothing is over: later ones find their tokens, which are computed with selection too.
+        outcome = None if isinstance(sequence, ScoreSequence) else sequence.outcome
+        self.tree.insert(cache, outcome, sequence.prompt_tokens if is_asked else 0)
         cache.close()
         return sequence.as_prompt if self._reads_again and isinstance(sequence, AnswerSequence) else None
 
@@ -282,17 +288,23 @@ class PrefixStore:
 
     def _from_files(self, cache: KVCache, sequence: TokenSequence) -> KVCache | None:
         """A cache with more of a sequence's tokens than this one, read from disk; None where there is nothing more."""
-        if self._disk is None or not self._disk.pays:
+        if self._disk is None:
+            return None
+        if not self._disk.pays:
+            self._disk.read_s.value *= FORGIVEN
             return None
         reusable = sequence.num_reusable
         keys = self.tree.keys(sequence.tokens[:reusable], sequence.selected[:reusable])
         names = self._disk.names(keys, cache.salt)
         whole = cache.length // PAGE_POSITIONS * PAGE_POSITIONS
-        found = self._begun(sequence, whole) if whole < cache.length else cache.fork()
-        end = self._extent(found, names) if found.length % PAGE_POSITIONS == 0 else 0
-        if end > cache.length and self._fill(found, sequence, names, end):
-            return found
-        found.close()
+        for _ in range(TRIES):
+            found = self._begun(sequence, whole) if whole < cache.length else cache.fork()
+            end = self._extent(found, names) if found.length % PAGE_POSITIONS == 0 else 0
+            if end > cache.length and self._fill(found, sequence, names, end):
+                return found
+            found.close()
+            if end <= cache.length:
+                break
         return None
 
     def _extent(self, cache: KVCache, names: Sequence[Name]) -> int:

@@ -75,7 +75,7 @@ def check(path: Path, case: str, lie: Lie) -> None:
 
 @pytest.mark.timeout(0)
 def test_lies_are_refused_or_harmless(forgers: list[Forger], cases: Cases, tmp_path: Path) -> None:
-    for case, rng in cases(SHORT, least=10_000):
+    for case, rng in cases(SHORT):
         lie = rng.choice(forgers).lie(rng)
         try:
             check(tmp_path / "a.pi", case, lie)

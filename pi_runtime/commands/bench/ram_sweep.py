@@ -15,8 +15,7 @@ from pi_runtime.engine.model import Model
 from pi_runtime.errors import Setting, UsageError
 from pi_runtime.execution.disk import DiskExecutor
 from pi_runtime.execution.executor import DiskStats
-from pi_runtime.sequence.sampler import Sampler
-from pi_runtime.sequence.sampling import Sampling
+from pi_runtime.sequence.sampling import Sampler, Sampling
 
 BUDGETS = 6
 LEAD, MOST_TOKENS = 8, 64

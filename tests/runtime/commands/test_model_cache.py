@@ -18,6 +18,7 @@ from pi_runtime import Engine, console, load
 from pi_runtime.commands import model_cache
 from pi_runtime.commands.model_cache import app, artifact_of
 from pi_runtime.errors import UsageError
+from pi_runtime.files import hold, unused
 
 PI_RUN = [sys.executable, "-m", "pi_runtime"]
 ASK = ("-p", "once", "-n", "2", "--temperature", "0")
@@ -307,6 +308,44 @@ def test_a_limit_removes_nothing_that_another_process_uses(cache: Path, tmp_path
     assert len(entries(cache)) == 2
     model_cache._keep_within(1, cache / "other.pi")  # nobody uses them any more
     assert entries(cache) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="without locks")
+def test_what_is_being_removed_is_not_begun_to_be_used(tmp_path: Path) -> None:
+    mark = tmp_path / ".a.pi.used"
+    with unused(mark) as free:
+        assert free
+        other = threading.Thread(target=hold, args=(mark,))
+        other.start()
+        other.join(0.5)
+        assert other.is_alive()
+        mark.unlink()
+    other.join()
+    with unused(mark) as free:
+        assert not free
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="without locks")
+@pytest.mark.parametrize("gone", ["mark", "entry", "both"])
+def test_what_others_remove_meanwhile(gone: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that fails removes its mark, `pi-run rm` the entry too: it is packed again, and held."""
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    packed = []
+
+    def pack(_: Path, target: Path) -> None:
+        packed.append(shutil.copy(GOLDEN, target))
+        if len(packed) == 1:
+            if gone != "entry":
+                model_cache._mark(target).unlink()
+            if gone != "mark":
+                target.unlink()
+
+    monkeypatch.setattr(model_cache, "_pack", pack)
+    path = artifact_of(tmp_path / "a.gguf", None)
+    assert len(packed) == (1 if gone == "mark" else 2)
+    assert entries(cache) == [path.name]
+    model_cache._keep_within(1, cache / "other.pi")
+    assert path.exists()
 
 
 def test_what_a_killed_packer_left_is_removed(three: list[Path]) -> None:

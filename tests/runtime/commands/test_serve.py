@@ -30,6 +30,8 @@ FLAGS = {
     "--host",
     "--install-completion",
     "--kv-budget",
+    "--kv-disk",
+    "--kv-disk-budget",
     "--log-format",
     "--log-requests",
     "--cache-limit",

@@ -6,18 +6,18 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.paths import SUPPORT
-from support.requests import alone, assert_same, follow_ups, found_by, random_requests, together
+from support.requests import alone, assert_same, follow_ups, found_by, random_requests, settle, together
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
-from pi_runtime import Engine, Model, load
+from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.artifact.layer_classes import sequence_nbytes
 from pi_runtime.artifact.schema import Layer, Text
 from pi_runtime.engine import page_files
@@ -69,11 +69,6 @@ def page_nbytes(model: Model) -> int:
 def smallest(model: Model) -> int:
     """Bytes of what one sequence needs at most."""
     return sequence_nbytes(model.executor.new_pool().classes, CONTEXT, model.executor.block_tokens)
-
-
-def settle(engine: Engine) -> None:
-    while engine.stats.running or engine.stats.waiting:
-        time.sleep(0.001)
 
 
 def fresh(path: Path) -> list[str]:
@@ -132,6 +127,20 @@ def test_a_prompt_is_found_again_after_a_restart(tmp_path: Path) -> None:
     assert read == [(0, 0), (128, 128)]
     files = [*(tmp_path / "pages").iterdir()]
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in files if file.suffix == ".pages")
+
+
+def test_several_answers_to_a_prompt_from_disk(tmp_path: Path) -> None:
+    prompt, drawn = [n % 200 for n in range(150)], Sampling(temperature=1.0, seed=3)
+    with load(artifact(tmp_path / "a.pi"), mode="predicted") as model:
+        wanted = [
+            found_by(model.generate(prompt, max_tokens=5, sampling=replace(drawn, number=number)))
+            for number in range(3)
+        ]
+        for n in range(2):
+            with Engine(model, slots=2, kv_budget=smallest(model), kv_disk=tmp_path / "pages") as engine:
+                streams = engine.generate_many(prompt, 3, max_tokens=5, sampling=drawn)
+                assert [found_by(stream) for stream in streams] == wanted
+                assert engine.stats.kv_disk_tokens == 128 * n
 
 
 def test_what_is_evicted_is_read_again(tmp_path: Path) -> None:
@@ -233,6 +242,49 @@ def test_a_file_that_is_removed_meanwhile_is_computed_again_in_silence(tmp_path:
             "".join(engine.generate([3] * 100, max_tokens=3))
             assert engine.stats.kv_disk_tokens == 0
     assert said == []
+
+
+def test_of_a_prompt_whose_end_is_gone_the_beginning_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_files, "FILE_NBYTES", 1)  # a file for each page
+    path, folder, prompt = artifact(tmp_path / "a.pi"), tmp_path / "pages", [n % 200 for n in range(150)]
+    read = []
+    for _ in range(2):
+        with load(path, mode="dense") as model, Engine(model, kv_disk=folder) as engine:
+            if read:
+                newest = max(folder.glob("*.pages"), key=lambda file: file.stat().st_mtime_ns)
+                newest.unlink()
+            answer = engine.generate(prompt, max_tokens=3)
+            assert found_by(answer) == found_by(model.generate(prompt, max_tokens=3))
+            read.append(engine.stats.kv_disk_tokens)
+    assert read == [0, 96]
+
+
+def test_a_disk_that_is_slower_than_computing_is_left_alone_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    with load(artifact(tmp_path / "a.pi"), mode="dense") as model:
+        with Engine(model, kv_disk=tmp_path / "pages") as engine:
+            "".join(engine.generate([7] * 100, max_tokens=2))
+        with Engine(model, kv_disk=tmp_path / "pages") as engine:
+            disk = engine._store._disk
+            assert disk is not None
+            disk.token_s.value, disk.read_s.value = 1e-9, 1.0
+            monkeypatch.setattr(disk.token_s, "count", lambda _: None)
+            "".join(engine.generate([7] * 100, max_tokens=1))
+            assert engine.stats.kv_disk_tokens == 0
+            assert (disk.pays, disk.read_s.value) == (False, 0.9)
+
+
+def test_scorings_pages_serve_later_ones(tmp_path: Path) -> None:
+    """They are computed with selection, as those of answers, which no prompt finds again."""
+    with load(artifact(tmp_path / "a.pi"), mode="predicted") as model, Engine(model) as engine:
+        engine.score([7] * 100).result()
+        settle(engine)
+        assert not any(engine._store.tree._is_over(node) for node in engine._store.tree.nodes())
+        "".join(engine.generate([9] * 40, max_tokens=60, min_tokens=60))
+        settle(engine)
+        assert any(engine._store.tree._is_over(node) for node in engine._store.tree.nodes())
 
 
 def test_servers_share_a_folder_and_its_budget(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""Every benchmark can be imported, and the engine that most of them ask measures what a run computes."""
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+from support.synthetic import random_artifact, small_decoder
+
+from pi_runtime.artifact.schema import Layer
+
+pytest.importorskip("torch")
+pytest.importorskip("gguf")
+pytest.importorskip("httpx")
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The paths that `nox -s bench` sets."""
+    monkeypatch.syspath_prepend(str(ROOT / "recipes" / "demo"))
+    monkeypatch.syspath_prepend(str(HERE))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in HERE.glob("[!_t]*.py")))
+def test_a_benchmark_is_there(name: str) -> None:
+    found = import_module(name)
+    assert callable(found.main)
+    assert found.__doc__
+
+
+def test_the_engine_measures_what_a_run_computes(tmp_path: Path) -> None:
+    from side_by_side import ours
+
+    layers = (Layer(rung="predicted", rank=3), Layer(rung="gate"))
+    path = random_artifact(tmp_path / "a.pi", small_decoder(), ranks=[3, None], layers=layers, scale=3.0)
+    ours.open_model("a", str(path), "auto", 64)
+    assert len(ours.decode("a", 8, 2)["seconds"]) == 2
+    assert ours.changed_by_company("a", 3, 8) == 0
+    one, three = ours.shares("a", [1, 3], 8, 2)
+    assert one["own"] == pytest.approx(one["union"])
+    assert 0 < one["own"] < three["union"] < 1
+
+
+def test_the_bench_of_a_gpu_runs_on_the_interpreter(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, str(HERE / "gpu.py"), "--device", "cpu", "--tiny", "--json", str(tmp_path / "rows.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {row["what"] for row in rows} >= {"ours", "ours, gate", "ours, dense", "layers, sparse", "layers, dense"}
+    assert all(row["decode"] > 0 for row in rows[1:])
