@@ -78,7 +78,8 @@ class Served:
     def is_idle(self) -> bool:
         """Whether nothing runs, waits, or is being prepared, and every page that is used is only kept."""
         stats = self.engine.stats
-        return stats.running == stats.waiting == self.service.open_requests == self.service.admission.answers == 0
+        is_quiet = stats.running == stats.waiting == stats.reading_ahead == 0
+        return is_quiet and self.service.open_requests == self.service.admission.answers == 0
 
 
 def events(response: httpx.Response) -> Iterator[Any]:

@@ -208,6 +208,17 @@ def test_the_commands_of_the_page_work(talker: Served) -> None:
     exec(compile(code, "server.md", "exec"), {})  # noqa: S102
 
 
+def test_a_prompt_is_read_ahead(talker: Served) -> None:
+    """By the `curl` line that says so, and it is there for what is typed next."""
+    found = next(found for found in re.findall(r"-d '(.*?)'", PAGE) if '"max_tokens": 0' in found)
+    body, headers = json.loads(found) | {"model": talker.name}, {"Authorization": "Bearer k"}
+    assert talker.post("/v1/chat/completions", body, headers=headers).json()["usage"]["completion_tokens"] == 0
+    body["messages"][0]["content"] += "ers."
+    answer = talker.post("/v1/chat/completions", body | {"max_tokens": 2}, headers=headers).json()
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] < 30
+
+
 def container_lines(keyword: str) -> list[str]:
     text = (EXAMPLES / "Containerfile").read_text("utf-8").replace("\\\n", " ")
     return [line.removeprefix(f"{keyword} ") for line in text.splitlines() if line.startswith(f"{keyword} ")]

@@ -105,10 +105,10 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
         CHATS,
         {"max_tokens": 0, "messages": [{"role": "user", "content": 600 * "x"}]},
         "messages",
-        "at most 511 tokens fit",
+        "at most 511",
     ),
     (COMPLETIONS, {"max_tokens": 0, "prompt": ["a", "b"]}, "prompt", "one prompt is read ahead at a time; found 2"),
-    (COMPLETIONS, {"max_tokens": 0, "prompt": 512 * "x"}, "prompt", "at most 511 tokens fit"),
+    (COMPLETIONS, {"max_tokens": 0, "prompt": 512 * "x"}, "prompt", "at most 511"),
     (COMPLETIONS, {"max_tokens": 0, "n_predict": 2}, "max_tokens", "give one"),
 ]
 
