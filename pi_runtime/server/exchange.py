@@ -5,7 +5,7 @@ import codecs
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -201,17 +201,11 @@ class Exchange:
         """Let a thread call a function that may take long. Raises ApiError for any error, and for too long a time."""
         return await self.service.preparation.run(self.client.name, partial(function, *args, **kwargs))
 
-    def typed(self, defaults: Mapping[str, Any] | None = None) -> Any:
-        """The typed body. Raises ApiError 400; it may take long.
-
-        `defaults` are fields that hold where the body does not say otherwise.
-        """
+    def typed(self) -> Any:
+        """The typed body. Raises ApiError 400; it may take long."""
         policy = self.service.settings.unknown_fields
         unknown: list[str] | None = None if policy == "refuse" else []
-        value = parsed(self.body, self.service.settings.limits)
-        if defaults and isinstance(value, dict):
-            value = {**defaults, **value}
-        found = self.route.body.of(value, unknown)
+        found = self.route.body.of(parsed(self.body, self.service.settings.limits), unknown)
         if policy == "warn" and unknown:
             self.scope["unknown_fields"] = ",".join(map(plain, unknown))
         return found

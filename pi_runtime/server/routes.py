@@ -217,36 +217,15 @@ def _described(path: str, summary: str, describe: Callable[..., Any]) -> Route:
 MOST_PARTS = 8
 """Parts of a path that are looked at: ours have fewer."""
 OWN_ROUTES = (
-    Route(
-        "GET",
-        "/",
-        "A page to chat on, for who asks for HTML.",
-        root,
-        media=HTML,
-        plain_media=TEXT,
-        needs_key=False,
-    ),
-    Route(
-        "GET",
-        "/health",
-        "Whether requests are taken.",
-        health,
-        answer=Health,
-        errors=(503,),
-        needs_key=False,
-    ),
+    Route("GET", "/", "A page to chat on, for who asks for HTML.", root, media=HTML, plain_media=TEXT, needs_key=False),
+    Route("GET", "/health", "Whether requests are taken.", health, answer=Health, errors=(503,), needs_key=False),
     Route("GET", "/metrics", "Figures in Prometheus' form.", metrics, media=TEXT),
     Route("GET", "/slots", "What runs.", slots, errors=(503,)),
     Route("GET", "/props", "What the server is.", props, errors=(503,)),
     Route("GET", "/openapi.json", "This document.", openapi),
     _described("/v1/models", "The one model.", plain.list_models),
     Route(
-        "GET",
-        "/v1/models/{name:path}",
-        "The model by its name.",
-        model,
-        answer=plain.ModelObject,
-        errors=(404, 503),
+        "GET", "/v1/models/{name:path}", "The model by its name.", model, answer=plain.ModelObject, errors=(404, 503)
     ),
     _generated("/v1/chat/completions", "The assistant's next message.", chat.chat_request, chat.ChatWriter),
     _generated(
@@ -274,10 +253,7 @@ OWN_ROUTES = (
     _computed("/apply-template", "The prompt of a chat.", plain.apply_template, 404),
     _generated("/api/chat", "Ollama's chat.", ollama.ollama_chat_request, ollama.OllamaChatWriter),
     _generated(
-        "/api/generate",
-        "Ollama's answer to a prompt.",
-        ollama.ollama_generate_request,
-        ollama.OllamaGenerateWriter,
+        "/api/generate", "Ollama's answer to a prompt.", ollama.ollama_generate_request, ollama.OllamaGenerateWriter
     ),
     _described("/api/tags", "Ollama's list of models.", ollama.tags),
     _described("/api/ps", "Ollama's list of loaded models.", ollama.running),

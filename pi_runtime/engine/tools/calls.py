@@ -61,9 +61,9 @@ def new_id() -> str:
 class Call:
     """One call as it is read. One that is JSON is followed here: its members in any order, others among them."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "") -> None:
         self.scanner = JsonScanner()
-        self.name = ""
+        self.name = name
         self.arguments: list[str] = []
         """Arguments that were not shown yet."""
         self.in_arguments = self.has_begun = self.is_broken = False

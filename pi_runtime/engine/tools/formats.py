@@ -3,8 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Self
 
-from pi_runtime.engine.tools.harmony import CHANNEL, MARKERS, MESSAGE, START
 from pi_runtime.text.quotation import parts_of
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+"""Harmony's markers (see `harmony`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pi_runtime.engine.tools.formats import Pairs, ReasoningFormat, ToolFormat
-from pi_runtime.engine.tools.harmony import CONSTRAIN, MESSAGE
+from pi_runtime.engine.tools.formats import CONSTRAIN, MESSAGE, Pairs, ReasoningFormat, ToolFormat
 from pi_runtime.engine.tools.pairs import text_schema
 from pi_runtime.errors import Setting, UsageError
 from pi_runtime.text.grammar import with_white_space

@@ -12,6 +12,7 @@ from support.paths import ROOT
 from support.serving import serving, wait_until
 from support.synthetic import random_artifact, small_decoder
 
+from pi_runtime import load
 from pi_runtime.artifact.schema import Text
 
 MOST = 50
@@ -44,6 +45,8 @@ def test_a_warm_chat_runs_code_in_few_files(tmp_path: Path) -> None:
     files = {"chat_template.jinja": TEMPLATE}
     path = random_artifact(tmp_path / "random.pi", small_decoder(context_length=192), text=text, files=files)
     body = {"model": "random", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "stream": True}
+    with load(path) as model:
+        model.warm_up()  # compiling kernels would take long while it is traced
     found, wanted = set[str](), threading.Event()
     with traced(found, wanted), serving(path) as served:
         assert served.post("/v1/chat/completions", body).status_code == 200
