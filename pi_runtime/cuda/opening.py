@@ -14,8 +14,8 @@ from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.memory.devices import Cuda, Device
 from pi_runtime.cuda.memory.pinned_staging import STAGING_NBYTES
 from pi_runtime.errors import DoesNotFitError, Setting
-from pi_runtime.execution.cold_side import ColdSide
 from pi_runtime.execution.plan_choice import Allocation, choose_plan
+from pi_runtime.execution.rows import MemoryRows
 from pi_runtime.kernels.codegen.threads import SPIN_BESIDE_GPU, start_threads
 
 
@@ -44,7 +44,7 @@ def open_on_gpu(
 ) -> CudaExecutor:
     """Make an executor on GPU `index` within the budget, or within what the card has free if that is less.
 
-    With a budget of RAM the CPU's part is kept within it, and rows come from disk (see `cold_side`).
+    With a budget of RAM the CPU's part is kept within it, and rows come from disk (see `ram_budget`).
     Raises DoesNotFitError if no stored plan fits, or if the GPU tier lacks what the model does.
     """
     check_features(artifact.manifest)
@@ -52,15 +52,15 @@ def open_on_gpu(
     device: Device = Cuda(index)
     free = device.free_bytes()
     allocation = choose_plan(artifact, context, free if vram_budget is None else vram_budget, free)
-    cold = None
+    rows = None
     if ram_budget is not None:
         allocation = replace(allocation, streamed=0)
-        cold = cold_side(artifact, mode, threads, allocation, ram_budget, kv_budget)
+        rows = cold_rows(artifact, mode, threads, allocation, ram_budget, kv_budget)
     try:
-        executor = CudaExecutor(artifact, mode, threads, allocation, device, progress, cold=cold)
+        executor = CudaExecutor(artifact, mode, threads, allocation, device, progress, rows=rows)
     except BaseException as error:
-        if cold is not None:
-            cold.close()
+        if rows is not None:
+            rows.host.close()
         _clear_frames(error)
         with contextlib.suppress(RuntimeError):
             device.limit(None)
@@ -70,15 +70,18 @@ def open_on_gpu(
     return executor
 
 
-def cold_side(
+def cold_rows(
     artifact: Artifact, mode: str, threads: int, taken: Allocation, ram_budget: int, kv_budget: int | None
-) -> ColdSide:
+) -> MemoryRows:
     """The CPU's part of a run on a GPU within a budget of RAM, of which the GPU's buffers there are a part.
 
     Raises DoesNotFitError naming the smallest budget that fits.
     """
+    from pi_runtime.execution.ram_budget import rows_within  # noqa: PLC0415  few runs need it
+
     own = host_bytes(artifact.manifest.decoder, taken.context, taken.batch_tokens, taken.block_tokens)
-    return ColdSide(artifact, mode, threads, taken, ram_budget, kv_budget, own + STAGING_NBYTES)
+    beside = own + STAGING_NBYTES
+    return rows_within(artifact, mode, taken.context, threads, "auto", ram_budget, kv_budget, taken, beside)
 
 
 def _clear_frames(error: BaseException | None) -> None:

@@ -55,16 +55,18 @@ class ResidentArrays:
         held = zip(ends[::2], ends[1::2], strict=True)
         return [(low * row_nbytes, (high - low) * row_nbytes) for low, high in held if low < high]
 
-    def is_divided(self, name: str) -> bool:
-        """Whether some rows of an array are here, and others a GPU's."""
-        return name in self._away and name in self._places
+    def places(self, name: str) -> list[tuple[int, int]] | None:
+        """Of each expert where its rows of an array would begin, and 0, where some rows are here and others a GPU's.
 
-    def expert_address(self, name: str, expert: int) -> int:
-        """Where an expert's rows of an array would begin: those behind its cut are at their places from there.
-
-        0 where no row from there on is here.
+        Those behind the expert's cut are at their places from there. 0 where no row from there on is here.
         """
-        begin, before = self._entry(name).nbytes // self.manifest.decoder.n_experts * expert, 0
+        if name not in self._away or name not in self._places:
+            return None
+        experts = self.manifest.decoder.n_experts
+        return [(self._expert_address(name, self._entry(name).nbytes // experts * n), 0) for n in range(experts)]
+
+    def _expert_address(self, name: str, begin: int) -> int:
+        before = 0
         for offset, nbytes in self._ranges[name]:
             if offset + nbytes > begin:
                 return self._address(name) + before + begin - offset

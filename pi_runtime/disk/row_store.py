@@ -71,6 +71,16 @@ class RowStore:
         """Whether all rows of a layer stay in memory."""
         return all(arena.whole_L[layer] for arena in self.arenas.values())
 
+    def places(self, layer: int, name: str) -> list[tuple[int, int]] | None:
+        """Of each expert of a layer where its rows of an array are, and the address of their slots: 0 where all of them
+        are in memory, in order. None for an array that is not one of rows."""
+        if (arena := self.arenas.get(name.removeprefix("ffn/"))) is None:
+            return None
+        first_X = range(0, len(arena.rows_L[layer].slot_N), self._d_ff)
+        if arena.whole_L[layer]:
+            return [(arena.address_of(layer, first), 0) for first in first_X]
+        return [(arena.address, arena.rows_L[layer].slot_N[first:].ctypes.data) for first in first_X]
+
     def ranges(self, requests: Iterable[Request], keep: bool) -> Iterator[RowRange]:
         """Cut requests into ranges, in their order; a range's rows are in memory until the next one is taken.
 

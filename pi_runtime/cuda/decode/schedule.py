@@ -11,6 +11,8 @@ on the GPU and whose neurons are on both sides the calls are:
     graph      fetches the CPU's sum, adds both, and goes on with the next layer
 
 A layer wholly on the residual's side adds to the open graph, or is calls on the CPU, and hands over nothing.
+
+Shape letters: L layers, D model width.
 """
 
 from collections.abc import Sequence
@@ -20,9 +22,9 @@ from functools import partial
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.cuda.decode.device_ops import DeviceOps
 from pi_runtime.cuda.decode.host_ops import HostOps
-from pi_runtime.cuda.decode.selection_stats import SelectionStats
 from pi_runtime.cuda.decode.selectors import picks
 from pi_runtime.cuda.memory.devices import Device, Event, Op
+from pi_runtime.execution.executor import Floats
 from pi_runtime.execution.plan_layout import CPU, GPU
 from pi_runtime.execution.schedule import Side, schedule_of
 
@@ -71,9 +73,9 @@ class CallRecorder:
 
 
 def build_schedule(
-    plan: Plan, device_ops: DeviceOps, host_ops: HostOps, device: Device, stats: SelectionStats | None = None
+    plan: Plan, device_ops: DeviceOps, host_ops: HostOps, device: Device, inputs: "FfnInputs | None" = None
 ) -> Sequence[Call]:
-    """The calls of tokens that are decoded together; `stats` keeps the inputs of FFNs.
+    """The calls of tokens that are decoded together; `inputs` keeps the FFNs' of the first one.
 
     Everything runs once on the way. Use it within `device.stream()`.
     """
@@ -85,15 +87,39 @@ def build_schedule(
     for operation in schedule_of(plan):
         s.layer = operation.layer
         operation.run(sides)
-        if stats is not None and operation.name == "attention":
+        if inputs is not None and operation.name == "attention":
             if operation.side == GPU:
-                s.gpu(partial(stats.keep_device_input, s.layer))
+                s.gpu(partial(inputs.keep_on_device, s.layer))
             else:
-                s.call("cpu", partial(stats.keep_host_input, s.layer))
+                s.call("cpu", partial(inputs.keep_on_host, s.layer))
     if uses_gpu:
         s.gpu(device_ops.send_rows)
         s.wait(s.record())
     return tuple(s.calls)
+
+
+class FfnInputs:
+    """The inputs (L, D) of a decoded token's FFNs, in pinned memory. Make it within `device.stream()`."""
+
+    def __init__(self, device_ops: DeviceOps, host_ops: HostOps, device: Device) -> None:
+        d = device_ops.decoder
+        self._device_ops, self._host_ops = device_ops, host_ops
+        dtype = device_ops.workspace.x_MD.dtype
+        self._input_LD = device.pinned(d.n_layers * d.d_model, dtype).view(d.n_layers, d.d_model)
+
+    @property
+    def of_last(self) -> Floats:
+        """Those of the token that ran last."""
+        found: Floats = self._input_LD.numpy()
+        return found
+
+    def keep_on_device(self, layer: int) -> None:
+        """Keep that of a layer whose attention is on the GPU."""
+        self._input_LD[layer].copy_(self._device_ops.workspace.handover.x_MD[0], non_blocking=True)
+
+    def keep_on_host(self, layer: int) -> None:
+        """Keep that of a layer whose attention is on the CPU."""
+        self._input_LD[layer].numpy()[:] = self._host_ops.host.workspace.normed_TD[0]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pi_runtime.disk.behind_cuts import plan_behind_cuts
 from pi_runtime.disk.ram_plan import fixed_bytes, plan_for, sequence_kv_bytes
 from pi_runtime.errors import DoesNotFitError
 from pi_runtime.execution.plan_choice import choose_plan
-from pi_runtime.execution.tiers import own_kv_bytes, ram_fixed_bytes
+from pi_runtime.execution.ram_budget import own_kv_bytes, ram_fixed_bytes
 
 CONTEXT = 64
 DISK = Disk(name="d", sizes_kib=[4, 64], depths=[1, 16], read_mb_per_s=[[40.0, 200.0], [400.0, 1000.0]])

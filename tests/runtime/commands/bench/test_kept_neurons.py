@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.steps import examined
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import load
@@ -50,8 +51,10 @@ def test_as_many_are_listed_as_a_run_counts(shape: str, fmt: str, tmp_path: Path
         for first in ([n * 3 % 257 for n in tokens], tokens):  # the second token looks back at the first
             forks = [cache.fork() for cache in caches]
             found_LTN = listed(path, first, forks)
-            counted = model.executor.step(steps(caches, first, logits="all", count=True))
-            wanted_TL = [result.counts_L3[:, 2].tolist() for result in counted if result.counts_L3 is not None]
+            wanted_TL = [
+                examined(model.executor, path, model.mode, [token], cache)[1][:, 2].tolist()
+                for token, cache in zip(first, caches, strict=True)
+            ]
             assert found_LTN.sum(2).T.tolist() == wanted_TL
             assert [fork.tokens for fork in forks] == [cache.tokens for cache in caches]
 

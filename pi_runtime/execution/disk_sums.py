@@ -1,102 +1,94 @@
-"""The operations of a step with FFN rows from disk: an FFN in parts, while the rows of the next part come.
+"""Sums of FFNs in parts, while the rows of the next part come.
 
-    attention → names of neurons → rows that are missing → the FFN in parts
+    names of neurons → rows that are missing → the FFN in parts
 
-The kernels are those of a run in memory, and sums have the same order. A layer whose rows are all in memory is computed
-in one call, as in a run in memory.
+The kernels are those of a run in memory, and sums have the same order. Of a long piece of a prompt each row is read
+once:
+
+    for each layer, expert and range of chunks:  the rows of the next range are read, all tokens take this one
 
 Shape letters: T tokens, D model width, L layers, N tokens that take one expert, I neurons, C chunks, F neurons of one
 expert.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, groupby, product
 
 import numpy as np
 
 from pi_runtime.artifact.footprint import BLOCK_TOKENS, CHUNKS, FEW_TOKENS, padded_width
-from pi_runtime.artifact.rows import ROW_ARRAYS, TWO_PHASES_FROM
-from pi_runtime.disk.row_store import REGIONS, Request, RowStore
-from pi_runtime.execution.cpu import CpuModel
-from pi_runtime.execution.cpu_ops import CpuOps, token_blocks
+from pi_runtime.artifact.rows import ROW_ARRAYS
+from pi_runtime.disk.row_store import REGIONS, Request, RowRange, RowStore
 from pi_runtime.execution.disk_ahead import ReadAhead
-from pi_runtime.execution.executor import Floats, Ints, SequenceStep
+from pi_runtime.execution.executor import Floats, Ints
+from pi_runtime.execution.host import CpuModel, token_blocks
+from pi_runtime.execution.rows import FfnTokens, Piece
 from pi_runtime.kernels.codegen import progress
 from pi_runtime.kernels.ffn import steps
-from pi_runtime.kernels.ffn.experts import Taken, tokens_by_expert
+from pi_runtime.kernels.ffn.experts import Taken, tokens_by_expert, tokens_of
 from pi_runtime.kernels.ffn.memory import Batch, every_token, whole_batch
 from pi_runtime.kernels.split_ffn import NeuronLists, name_listed
 
 
-class DiskOps(CpuOps):
-    """The tokens of a step, at most `BLOCK_TOKENS`. Rows before a cut are somebody else's, and always there."""
+class RowSums:
+    """Sums of rows of a store. Rows before a cut are somebody else's, and always there."""
 
-    def __init__(self, model: CpuModel, rows: RowStore) -> None:
-        super().__init__(model)
-        d = model.manifest.decoder
-        self._rows, self.ahead = rows, ReadAhead(model, rows)
-        self.whole_L = np.array([rows.is_whole(layer) for layer in range(d.n_layers)])
-        """Layers whose rows all stay in memory."""
+    def __init__(self, host: CpuModel, store: RowStore, ahead: ReadAhead, block_tokens: int) -> None:
+        d = host.manifest.decoder
+        self.host, self._rows, self._ahead = host, store, ahead
         self._all_F = np.arange(d.d_ff)
         self._named_F, self._fire_F = np.empty(d.d_ff + 1, np.int64), np.empty(d.d_ff + 1, np.int64)
-        self._carried_TD = np.zeros((BLOCK_TOKENS, padded_width(d.d_model)), np.float32)
-        self._whole_L = self.whole_L.tolist()
-        self._spared_L = np.zeros(d.n_layers)
-        """Share of the named neurons that did not fire lately."""
-        self._rest_share = rows.arenas["rest"].nbytes / sum(arena.nbytes for arena in rows.arenas.values())
-        self._two_phases_L = list(rows.plan.two_phases_L)
-        """Whether a layer's `rest` is read only when it is known what fires: on the gate rung, or where that saves."""
+        self._carried_TD = np.ones((max(BLOCK_TOKENS, block_tokens), padded_width(d.d_model)), np.float32)
+        """Sums to which rows are still to be added."""
 
-    def take(self, sequences: Sequence[SequenceStep]) -> None:
-        """Go on with the next tokens of some sequences."""
-        super().take(sequences)
+    def take(self, tokens: FfnTokens) -> None:
+        """Go on with these tokens."""
+        self.x_TD, self.input_TD, self.select_T = tokens
         self._all_select = bool(self.select_T.all())
-        few = len(self.x_TD) <= FEW_TOKENS
-        self._reads_ahead = few and not self.ahead.is_exact and self.ahead.way.second and bool(self.select_T.any())
 
-    def take_few(self, x_TD: Floats, input_TD: Floats) -> None:
-        """Go on with a few tokens that select; who gives them has run all before their FFN."""
-        self.x_TD, self.input_TD, self.select_T = x_TD, input_TD, np.ones(len(x_TD), np.int64)
-        self.count_all, self._all_select, self._reads_ahead = False, True, False
+    def begin_piece(self) -> None:
+        """Begin to read the rows of all layers, one after the other."""
+        layers, experts = len(self.host.table_LX), self.host.cfg.experts
+        requests = (self._whole(*which) for which in product(range(layers), range(experts)))
+        self._layers = groupby(self._rows.ranges(requests, keep=False), lambda part: part.request.layer)
 
-    def learn(self, tokens: int, seconds: float) -> None:
-        """Learn from a step with a few tokens, which took so long, how to run the next ones."""
-        read_L, kept_L = self.model.workspace.counts_LT3[:, :tokens, 1:].sum(1).T
-        self._spared_L += 0.1 * (1 - kept_L / np.maximum(read_L, 1) - self._spared_L)
-        saves_L = self._spared_L * self._rest_share >= TWO_PHASES_FROM
-        self._two_phases_L = (saves_L | self._rows.plan.two_phases_L).tolist()
-        self.ahead.way.count(seconds / tokens)
-        self._rows.whole.heat.age()
+    def _whole(self, layer: int, expert: int) -> Request:
+        """All rows of an expert that are not a GPU's."""
+        row_F = self._all_F[self._rows.plan.cut(layer, expert) :]
+        return Request(layer, expert, [(name, row_F) for name in ROW_ARRAYS])
 
-    def attention(self, layer: int) -> None:
-        """x ← x + attention(x); rows of experts that are known before it come meanwhile."""
-        few = len(self.x_TD) <= FEW_TOKENS and not self.count_all
-        if self.ahead.is_exact and few and self.ahead.can_L[layer] and self.select_T.any():
-            self._read_ahead(layer)
-        super().attention(layer)
+    def add_piece(self, layer: int, piece: Piece, blocks: Sequence[slice]) -> None:
+        """x ← x + the FFN of a piece, every neuron of it, by the ranges of its chunks."""
+        found, ranges = next(self._layers)
+        assert found == layer
+        for part in ranges:
+            for rows in blocks:
+                self._add_to_block(part, piece, rows)
 
-    def _read_ahead(self, layer: int) -> None:
-        arrays = ROW_ARRAYS[:1] if self._two_phases_L[layer] else ROW_ARRAYS
-        self.ahead.read(layer, arrays, self.x_TD, self.select_T)
-
-    def ffn(self, layer: int) -> None:
-        """x ← x + the FFN: `CpuOps.ffn` in parts, where rows may be missing."""
-        if self._whole_L[layer]:
-            super().ffn(layer)
+    def _add_to_block(self, part: RowRange, piece: Piece, rows: slice) -> None:
+        """Add the sums of a range of an expert's chunks to a block of a piece."""
+        f, w_X, expert = self.host.ffn, self.host.table_LX[part.request.layer], part.request.expert
+        token_N, weight_N = tokens_of(piece.expert_TK[rows], piece.route_weight_TK[rows], expert)
+        if len(token_N) == 0:
             return
-        m, ws, tokens = self.model, self.model.workspace, len(self.x_TD)
-        w_X, taken = m.table_LX[layer], tokens_by_expert(ws.expert_TK[:tokens], ws.route_weight_TK, m.cfg.experts)
-        few, by_expert = tokens <= FEW_TOKENS and not self.count_all, self._rows.plan.by_expert_L[layer]
+        batch = whole_batch(f, w_X, expert, token_N, np.zeros_like(token_N), weight_N)
+        steps.prepare(f, w_X[expert], piece.input_TD[rows])
+        steps.name_neurons(f, batch, self._named_F)
+        steps.add_chunks(f, batch, part.begin, part.end, self._carried_TD[rows], piece.x_TD[rows])
+        progress.advance()
+
+    def add(self, layer: int) -> bool:
+        """x ← x + the FFN of the tokens; False, and nothing is done, where all rows that it needs are there."""
+        h, ws, tokens = self.host, self.host.workspace, len(self.x_TD)
+        w_X, taken = h.table_LX[layer], tokens_by_expert(ws.expert_TK[:tokens], ws.route_weight_TK, h.cfg.experts)
+        few, by_expert = tokens <= FEW_TOKENS, self._rows.plan.by_expert_L[layer]
         if few and by_expert and self._rows.holds(layer, np.array([expert for expert, _, _ in taken])):
-            if self._reads_ahead and self.ahead.can_L[layer + 1]:
-                self._read_ahead(layer + 1)
-            super().ffn(layer)
-            self._rows.end_layer(layer)
-            return
+            self._ahead.next(layer)
+            return False
         tally_T3 = ws.counts_LT3[layer, :tokens]
-        steps.prepare(m.ffn, m.table_LX[layer, 0], self.input_TD)
+        steps.prepare(h.ffn, w_X[0], self.input_TD)
         tally_T3[:] = 0
-        batches = {e: whole_batch(m.ffn, w_X, e, token_N, self.select_T[token_N], w_N) for e, token_N, w_N in taken}
+        batches = {e: whole_batch(h.ffn, w_X, e, token_N, self.select_T[token_N], w_N) for e, token_N, w_N in taken}
         if by_expert:
             self._whole_experts(layer, batches, few, tally_T3)
         elif few:
@@ -104,12 +96,8 @@ class DiskOps(CpuOps):
         else:
             for batch in batches.values():
                 self._expert_of_many(layer, batch)
-                steps.add_counts(m.ffn, batch, tally_T3)
-        self._rows.end_layer(layer)
-
-    def end_layer(self, layer: int) -> None:
-        """Let go of rows that were read for a layer ahead of its turn."""
-        self._rows.end_layer(layer)
+                steps.add_counts(h.ffn, batch, tally_T3)
+        return True
 
     def sum_few(
         self, layer: int, input_TD: Floats, batches: Sequence[Batch], tally_T3: Ints, y_TD: Floats,
@@ -120,7 +108,7 @@ class DiskOps(CpuOps):
         `listed`: what was selected elsewhere, where the layer's rung selects.
         """
         y_TD[:], tally_T3[:] = 0, 0
-        steps.prepare(self.model.ffn, self.model.table_LX[layer, 0], input_TD)
+        steps.prepare(self.host.ffn, self.host.table_LX[layer, 0], input_TD)
         self._add_few(layer, batches, tally_T3, y_TD, listed)
 
     def _add_few(
@@ -128,21 +116,19 @@ class DiskOps(CpuOps):
     ) -> None:
         for batch in batches:
             self._expert_of_few(layer, batch, y_TD, listed, is_last=batch is batches[-1])
-            steps.add_counts(self.model.ffn, batch, tally_T3)
+            steps.add_counts(self.host.ffn, batch, tally_T3)
 
-    def add_dense(
-        self, layer: int, taken: Sequence[Taken], input_TD: Floats, carried_TD: Floats, y_TD: Floats,
-        tally_T3: Ints | None = None,
-    ) -> None:  # fmt: skip
+    def add_dense(self, layer: int, taken: Sequence[Taken], input_TD: Floats, y_TD: Floats) -> None:
         """y ← y + all neurons behind the cuts of some experts, in blocks of the tokens that take them.
 
-        Each row is read once. `tally_T3` ← tally + what fires, for at most `BLOCK_TOKENS` tokens. `carried_TD` is room
-        for sums.
+        Each row is read once.
         """
-        f, w_X, d_ff = self.model.ffn, self.model.table_LX[layer], self.model.cfg.d_ff
+        f, w_X, d_ff = self.host.ffn, self.host.table_LX[layer], self.host.cfg.d_ff
         cut_of = {expert: self._rows.plan.cut(layer, expert) for expert, _, _ in taken}
         tokens_of = {expert: (token_N, weight_N) for expert, token_N, weight_N in taken}
-        requests = [Request(layer, e, [(name, self._all_F[cut:]) for name in ROW_ARRAYS]) for e, cut in cut_of.items()]
+        requests = [self._whole(layer, expert) for expert in cut_of]
+        most = max(len(token_N) for token_N, _ in tokens_of.values())
+        carried_TD = np.empty((most, padded_width(self.host.cfg.d_model)), np.float32)
         for part in self._rows.ranges(requests, keep=False):
             expert, (token_N, weight_N) = part.request.expert, tokens_of[part.request.expert]
             for block in token_blocks(len(token_N)):
@@ -151,14 +137,10 @@ class DiskOps(CpuOps):
                 batch = every_token(w_X, expert, cut_of[expert], d_ff, len(some_N), select=False)
                 steps.prepare(f, w_X[expert], x_ND)
                 steps.name_neurons(f, batch, self._named_F)
-                count = tally_T3 is not None
-                steps.add_chunks(f, batch, count, part.begin, part.end, carried_TD[block], y_ND)
+                steps.add_chunks(f, batch, part.begin, part.end, carried_TD[block], y_ND)
                 if part.end == CHUNKS:
                     y_TD[some_N] += weight_N[block, None] * y_ND
-                if part.end == CHUNKS and tally_T3 is not None:
-                    steps.add_counts(f, batch, tally_T3)
             progress.advance()
-        self._rows.end_layer(layer)
 
     def _whole_experts(self, layer: int, batches: Mapping[int, Batch], few: bool, tally_T3: Ints) -> None:
         """x ← x + the FFNs of experts all of whose rows are needed: the next ones come while one is computed."""
@@ -167,12 +149,12 @@ class DiskOps(CpuOps):
         if arriving is not None:
             self._as_they_come(layer, batches, arriving, tally_T3)
             return
-        f, needs = self.model.ffn, [(name, self._all_F) for name in ROW_ARRAYS]
+        f, needs = self.host.ffn, [(name, self._all_F) for name in ROW_ARRAYS]
         requests = [Request(layer, expert, needs) for expert in batches]
-        ahead = requests[-REGIONS:][0] if few and self._reads_ahead and self.ahead.can_L[layer + 1] else None
+        last = requests[-REGIONS:][0]
         for part in self._rows.ranges(requests, bool(self.select_T.any())):
-            if part.request is ahead and part.begin == 0:  # the last rows of this layer are asked for
-                self._read_ahead(layer + 1)
+            if part.request is last and part.begin == 0:  # the last rows of this layer are asked for
+                self._ahead.next(layer)
             e = batches[part.request.expert]
             if part.begin == 0:
                 steps.name_neurons(f, e, self._named_F)
@@ -180,7 +162,7 @@ class DiskOps(CpuOps):
                 steps.list_chunks(f, e, part.begin, part.end)
                 steps.sum_chunks(f, e, part.begin, part.end)
             else:
-                steps.add_chunks(f, e, self.count_all, part.begin, part.end, self._carried_TD, self.x_TD)
+                steps.add_chunks(f, e, part.begin, part.end, self._carried_TD, self.x_TD)
             if part.end == CHUNKS:
                 if few:
                     steps.merge(f, e, self.x_TD)
@@ -193,9 +175,8 @@ class DiskOps(CpuOps):
 
         Their sums wait, so that they are added in the order of the experts.
         """
-        if self._reads_ahead and self.ahead.can_L[layer + 1]:
-            self._read_ahead(layer + 1)
-        f, d_model = self.model.ffn, self.x_TD.shape[1]
+        self._ahead.next(layer)
+        f, d_model = self.host.ffn, self.x_TD.shape[1]
         sum_X1D = self._carried_TD.reshape(-1)[: len(batches) * d_model].reshape(-1, 1, d_model)
         sum_X1D.fill(-0.0)  # which changes no number that is added to it
         sums = dict(zip(batches, sum_X1D, strict=True))
@@ -212,10 +193,10 @@ class DiskOps(CpuOps):
     def _named(self, layer: int, e: Batch, listed: NeuronLists | None = None) -> Ints:
         """The neurons that the tokens of a batch may need from here."""
         if listed is None:
-            count = steps.name_neurons(self.model.ffn, e, self._named_F)
+            count = steps.name_neurons(self.host.ffn, e, self._named_F)
         else:
-            count = name_listed(self.model.ffn, e, listed, self._named_F)
-        named_I = self._all_F if self.count_all or count == self.model.cfg.d_ff else self._named_F[:count]
+            count = name_listed(self.host.ffn, e, listed, self._named_F)
+        named_I = self._all_F if count == self.host.cfg.d_ff else self._named_F[:count]
         return self._behind_cut(layer, e, named_I)
 
     def _behind_cut(self, layer: int, e: Batch, neuron_I: Ints) -> Ints:
@@ -228,13 +209,13 @@ class DiskOps(CpuOps):
         named_I = self._named(layer, e)
         request = Request(layer, e.expert, [(name, named_I) for name in ROW_ARRAYS])
         for part in self._rows.ranges([request], keep=bool(e.select_N.any())):
-            steps.add_chunks(self.model.ffn, e, self.count_all, part.begin, part.end, self._carried_TD, self.x_TD)
+            steps.add_chunks(self.host.ffn, e, part.begin, part.end, self._carried_TD, self.x_TD)
 
     def _expert_of_few(self, layer: int, e: Batch, y_TD: Floats, listed: NeuronLists | None, is_last: bool) -> None:
         """y ← y + one expert's FFN for its tokens: what fires is listed while rows of `rest` still come."""
-        f, named_I, keep = self.model.ffn, self._named(layer, e, listed), self._all_select or bool(e.select_N.any())
+        f, named_I, keep = self.host.ffn, self._named(layer, e, listed), self._all_select or bool(e.select_N.any())
         requests = [Request(layer, e.expert, [("first", named_I)])]
-        if self._two_phases_L[layer]:
+        if self._ahead.two_phases.by_layer[layer]:
             for part in self._rows.ranges(requests, keep):
                 steps.list_chunks(f, e, part.begin, part.end)
             fire_I = self._behind_cut(layer, e, self._fire_F[: steps.firing(f, e, self._fire_F)])
@@ -242,9 +223,8 @@ class DiskOps(CpuOps):
         else:
             requests.append(Request(layer, e.expert, [("rest", named_I)]))
         ranges = self._rows.ranges(requests, keep)
-        if is_last and self._reads_ahead and self.ahead.can_L[layer + 1]:
-            # Behind this layer's rows, so that the disk has work while these are waited for.
-            self._read_ahead(layer + 1)
+        if is_last:  # behind this layer's rows, so that the disk has work while these are waited for
+            self._ahead.next(layer)
         for part in ranges:
             if part.request.has("first"):
                 steps.list_chunks(f, e, part.begin, part.end)
