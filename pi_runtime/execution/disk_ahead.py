@@ -12,7 +12,8 @@ import numpy as np
 
 from pi_runtime.artifact.footprint import FEW_TOKENS
 from pi_runtime.artifact.rows import ROW_ARRAYS, TWO_PHASES_FROM
-from pi_runtime.disk.row_store import Request, RowStore
+from pi_runtime.disk.row_slots import Request
+from pi_runtime.disk.row_store import RowStore
 from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.execution.host import CpuModel
 from pi_runtime.execution.rows import FfnTokens
@@ -113,8 +114,8 @@ class ReadAhead:
         x_TD, _, select_T = tokens
         taken = self._taken(layer, x_TD)
         if self._rows.plan.by_expert_L[layer]:
-            expert_X = np.array([expert for expert, _, _ in taken][: self._rows.experts_ahead], np.int64)
-            self._rows.read_experts_ahead(layer, expert_X)
+            expert_X = np.array([expert for expert, _, _ in taken][: self._rows.experts.room], np.int64)
+            self._rows.experts.read_ahead(layer, expert_X)
             return
         arrays = ROW_ARRAYS[:1] if self.two_phases.by_layer[layer] else ROW_ARRAYS
         row_I = self._named(layer, taken, select_T)

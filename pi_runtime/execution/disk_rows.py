@@ -65,7 +65,7 @@ class DiskRows(MemoryRows):
         counts_LT2 = self.host.workspace.counts_LT3[:, :tokens, 1:]
         if not self.are_in_memory:
             self.ahead.learn(counts_LT2, seconds / tokens)
-            self.store.whole.heat.age()
+            self.store.experts.heat.age()
         there = int(counts_LT2[self.whole_L].sum())
         self.disk += replace(found, tokens=tokens, seconds=seconds, hits=found.hits + there)
 

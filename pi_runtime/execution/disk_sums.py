@@ -18,7 +18,8 @@ import numpy as np
 
 from pi_runtime.artifact.footprint import BLOCK_TOKENS, CHUNKS, FEW_TOKENS, padded_width
 from pi_runtime.artifact.rows import ROW_ARRAYS
-from pi_runtime.disk.row_store import REGIONS, Request, RowRange, RowStore
+from pi_runtime.disk.row_slots import REGIONS, Request, RowRange
+from pi_runtime.disk.row_store import RowStore
 from pi_runtime.execution.disk_ahead import ReadAhead
 from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.execution.host import CpuModel, token_blocks
@@ -82,7 +83,7 @@ class RowSums:
         h, ws, tokens = self.host, self.host.workspace, len(self.x_TD)
         w_X, taken = h.table_LX[layer], tokens_by_expert(ws.expert_TK[:tokens], ws.route_weight_TK, h.cfg.experts)
         few, by_expert = tokens <= FEW_TOKENS, self._rows.plan.by_expert_L[layer]
-        if few and by_expert and self._rows.holds(layer, np.array([expert for expert, _, _ in taken])):
+        if few and by_expert and self._rows.experts.holds(layer, np.array([expert for expert, _, _ in taken])):
             self._ahead.next(layer)
             return False
         tally_T3 = ws.counts_LT3[layer, :tokens]
@@ -145,7 +146,7 @@ class RowSums:
     def _whole_experts(self, layer: int, batches: Mapping[int, Batch], few: bool, tally_T3: Ints) -> None:
         """x ← x + the FFNs of experts all of whose rows are needed: the next ones come while one is computed."""
         one = few and len(self.x_TD) == 1 and len(batches) <= BLOCK_TOKENS
-        arriving = self._rows.arriving(layer, np.array(list(batches))) if one else None
+        arriving = self._rows.experts.arriving(layer, np.array(list(batches))) if one else None
         if arriving is not None:
             self._as_they_come(layer, batches, arriving, tally_T3)
             return

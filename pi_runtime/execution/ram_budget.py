@@ -15,7 +15,6 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import EMBEDDING_ARRAYS, PROMPT_TOKENS, read_nbytes
 from pi_runtime.artifact.schema import Manifest, Plan
 from pi_runtime.disk.arena import ResidentArrays
-from pi_runtime.disk.behind_cuts import plan_behind_cuts
 from pi_runtime.disk.ram_plan import RamPlan, batch_rows, fixed_bytes, plan_for, resident_nbytes, sequence_kv_bytes
 from pi_runtime.disk.reader import Reader
 from pi_runtime.disk.row_store import RowStore
@@ -43,11 +42,9 @@ def rows_within(
     else:
         kv, more_kv = own_kv_bytes(m, taken, cache) if kv_budget is None else kv_budget, taken.cache
     fixed = fixed_bytes(m, context, cache, kv) if taken is None else ram_fixed_bytes(m, taken, cache, kv)
-    if taken is None:
-        plan = plan_for(artifact, mode, budget, fixed)
-    else:
-        away = None if beside is None else _away(m, taken.plan)
-        plan = plan_behind_cuts(artifact, mode, budget, fixed + (beside or 0), taken.plan, away)
+    gpu = None if taken is None else taken.plan
+    away = None if gpu is None or beside is None else _away(m, gpu)
+    plan = plan_for(artifact, mode, budget, fixed + (beside or 0), gpu, away)
     reader = Reader(artifact.path, batch_rows(plan.staged), piece=read_nbytes(m.decoder))
     try:
         return divided_rows(artifact, mode, context, threads, cache, plan, reader, kv + more_kv)

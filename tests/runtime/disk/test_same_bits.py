@@ -12,7 +12,7 @@ from support.synthetic import FACTS, random_artifact, small_decoder
 from pi_runtime import Model, load
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.schema import Text
-from pi_runtime.disk.row_store import RowStore
+from pi_runtime.disk.whole_experts import ExpertStore
 from pi_runtime.execution import disk_ahead, disk_sums
 from pi_runtime.execution.disk_rows import DiskRows
 from pi_runtime.execution.executor import SequenceStep
@@ -120,10 +120,10 @@ def test_experts_that_are_there_are_computed_while_others_come(tmp_path: Path, m
     with load(path, mode="dense", device="cpu") as model:
         cache = model.new_cache()
         expected = [model.decode(token, cache) for token in PROMPT[:20]]
-    arriving, orders = RowStore.arriving, list[tuple[list[int], list[int]]]()
+    arriving, orders = ExpertStore.arriving, list[tuple[list[int], list[int]]]()
 
-    def spied(self: RowStore, layer: int, expert_X: np.ndarray) -> Iterator[list[int]] | None:
-        there = expert_X[self.whole.are_there(layer, expert_X)].tolist()
+    def spied(self: ExpertStore, layer: int, expert_X: np.ndarray) -> Iterator[list[int]] | None:
+        there = expert_X[self.are_there(layer, expert_X)].tolist()
         groups = arriving(self, layer, expert_X)
         if groups is None:
             return None
@@ -131,7 +131,7 @@ def test_experts_that_are_there_are_computed_while_others_come(tmp_path: Path, m
         orders.append((there, [expert for group in found for expert in group]))
         return iter(found)
 
-    monkeypatch.setattr(RowStore, "arriving", spied)
+    monkeypatch.setattr(ExpertStore, "arriving", spied)
     monkeypatch.setattr(disk_ahead.FasterWay, "second", False)
     with from_disk(path, 0.4, "dense") as model:
         cache = model.new_cache()
