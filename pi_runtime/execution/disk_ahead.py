@@ -87,6 +87,7 @@ class ReadAhead:
         ]
         """Layers with rows to be read, and an FFN that reads a norm of the residual, or a router before it."""
         self.can_L.append(False)  # behind the last one
+        self.take(None)
 
     def learn(self, counts_LT2: Ints, seconds: float) -> None:
         """Learn from what a few tokens read and kept, and from the seconds that each took."""
@@ -95,10 +96,9 @@ class ReadAhead:
 
     def take(self, tokens: FfnTokens | None) -> None:
         """Go on with these tokens, few or many; None: nothing is read for them."""
-        self._tokens = None
-        if tokens is not None and len(tokens.x_TD) <= FEW_TOKENS and tokens.select_T.any():
-            self._tokens = tokens
-        self._by_residual = self._tokens is not None and not self.is_exact and self.way.second
+        few = tokens is not None and len(tokens.x_TD) <= FEW_TOKENS and tokens.select_T.any()
+        self._tokens = tokens if few else None
+        self._by_residual = bool(few) and not self.is_exact and self.way.second
 
     def before_attention(self, layer: int) -> None:
         """Begin to read the rows of experts that are known exactly, before attention."""

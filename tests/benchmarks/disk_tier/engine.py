@@ -17,7 +17,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.disk.ram_plan import Slots, fixed_bytes, sequence_kv_bytes, useful_budgets
 from pi_runtime.disk.row_store import REGIONS, Request, RowRange, RowStore
 from pi_runtime.engine import loading as model_module
-from pi_runtime.execution import disk_ahead, disk_sums, ops, rows
+from pi_runtime.execution import disk_ahead, disk_rows, ops, rows
 from pi_runtime.execution.devices import resident_bytes
 from pi_runtime.kernels.ffn import steps
 
@@ -43,7 +43,7 @@ def _timed(function: Any) -> Any:
 def _time_steps() -> None:
     """Add up the seconds of all compiled steps of a run from disk."""
     timed = {name: _timed(step) for name, step in vars(steps).items() if hasattr(step, "signatures")}
-    for module in (disk_sums, disk_ahead):
+    for module in (disk_rows, disk_ahead):
         module.steps = SimpleNamespace(**timed)  # type: ignore[attr-defined]
     for name in ("embed", "attention", "after_ffn", "head"):
         setattr(ops, name, _timed(getattr(ops, name)))
@@ -168,7 +168,7 @@ def trace(tokens: list[int], named: str, fired: str) -> dict[str, Any]:
 def routes(tokens: list[int]) -> dict[str, Any]:
     """Decode tokens one by one: the experts of each, layer by layer, and those that each layer's router would have
     taken before its turn, where it is asked."""
-    steps_of = disk_sums.tokens_by_expert, disk_ahead.tokens_by_expert
+    steps_of = disk_rows.tokens_by_expert, disk_ahead.tokens_by_expert
     taken, ahead = list[list[int]](), list[list[int]]()
 
     def spied(function: Any, into: list[list[int]]) -> Any:
@@ -178,12 +178,12 @@ def routes(tokens: list[int]) -> dict[str, Any]:
 
         return spy
 
-    disk_sums.tokens_by_expert, disk_ahead.tokens_by_expert = (
+    disk_rows.tokens_by_expert, disk_ahead.tokens_by_expert = (
         spied(function, into) for function, into in zip(steps_of, (taken, ahead), strict=True)
     )
     disk_ahead.FasterWay.second = True  # type: ignore[method-assign, assignment]
     decode(tokens, 0)
-    disk_sums.tokens_by_expert, disk_ahead.tokens_by_expert = steps_of
+    disk_rows.tokens_by_expert, disk_ahead.tokens_by_expert = steps_of
     return {"taken": taken, "ahead": ahead}
 
 

@@ -13,7 +13,7 @@ from pi_runtime import Model, load
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.schema import Text
 from pi_runtime.disk.whole_experts import ExpertStore
-from pi_runtime.execution import disk_ahead, disk_sums
+from pi_runtime.execution import disk_ahead, disk_rows
 from pi_runtime.execution.disk_rows import DiskRows
 from pi_runtime.execution.executor import SequenceStep
 
@@ -147,7 +147,7 @@ def test_a_router_before_attention_names_what_is_read_and_nothing_else_is(
     # Rows and experts fill whole sectors and pages, so bytes that are read are those of rows.
     shape = {"d_model": 256, "d_ff": 200, "n_experts": 8, "experts_per_token": 2, "router_early": True}
     path = artifact(tmp_path, "f16", **shape, tied_head=True)
-    before_attention, grouped = DiskRows.before_attention, disk_sums.tokens_by_expert
+    before_attention, grouped = DiskRows.before_attention, disk_rows.tokens_by_expert
     before, during, routed = list[np.ndarray](), list[np.ndarray](), list[list[int]]()
 
     def held(layer: int) -> np.ndarray:
@@ -166,7 +166,7 @@ def test_a_router_before_attention_names_what_is_read_and_nothing_else_is(
     with from_disk(path, 0.6, "dense") as model:
         cache, read = model.new_cache(), bytes_read(model)
         monkeypatch.setattr(DiskRows, "before_attention", spied_before)
-        monkeypatch.setattr(disk_sums, "tokens_by_expert", spied_grouping)
+        monkeypatch.setattr(disk_rows, "tokens_by_expert", spied_grouping)
         for token in PROMPT[:12]:
             model.decode(token, cache)
         read = bytes_read(model) - read
