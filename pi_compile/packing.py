@@ -17,13 +17,13 @@ from pi_compile.errors import ProfileError
 from pi_compile.files import file_digest
 from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights, Stored
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import FORMATS, Format
+from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS, Format
 from pi_runtime.artifact.guess_head import PREFIX
 from pi_runtime.artifact.layout import manifest_specs, place_arrays
 from pi_runtime.artifact.quantisation import RoundingError, dequantise
 from pi_runtime.artifact.rungs import exact_rung
 from pi_runtime.artifact.schema import ArrayEntry, Layer, Manifest, Plan, RowPlan
-from pi_runtime.artifact.sizes import PARTS, ArraySpec, is_scales
+from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs, is_scales
 from pi_runtime.artifact.writer import ArtifactWriter
 
 Array = npt.NDArray[Any]
@@ -252,3 +252,32 @@ def _provenance(
     results = {"profile": profile, "trained": predictor_set}
     digests = {name: result.digest() for name, result in results.items() if result is not None}
     return {"pi_toolchain": version("pi-toolchain"), "checkpoint": made_from, **digests}
+
+
+def specs_of(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, ArraySpec]:
+    """The arrays of an artifact without predictors, whose parts and matrices have these formats."""
+    d = checkpoint.decoder
+    return array_specs(d, formats, [None] * d.n_layers, False, checkpoint.layout)
+
+
+def rounded_parts(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, list[str]]:
+    """The parts of which something is rounded, in the order of an artifact, with the formats of all their matrices."""
+    found: dict[str, set[str]] = {}
+    rounded = set()
+    for name, spec in specs_of(checkpoint, formats).items():
+        # Routers are always f32.
+        if len(spec.shape) > 1 and spec.format in WEIGHT_FORMATS and not name.endswith("/router"):
+            part = str(part_of(name))
+            found.setdefault(part, set()).add(spec.format)
+            if not _holds(checkpoint, name, spec.format):
+                rounded.add(part)
+    return {part: sorted(found[part]) for part in checkpoint.formats() if part in rounded}
+
+
+def _holds(checkpoint: Checkpoint, name: str, fmt: str) -> bool:
+    """Whether a format holds an array bit for bit."""
+    if FORMATS[fmt].quantised:
+        return checkpoint.keeps(name, fmt)
+    return FORMATS[fmt].number == "float32" or all(
+        checkpoint.source.dtype(tensor) == fmt for tensor in checkpoint.tensor_names(name)
+    )

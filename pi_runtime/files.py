@@ -21,6 +21,11 @@ from typing import Any, Self
 if sys.platform != "win32":
     import fcntl
 
+TEXT = (".txt", ".md", ".raw")
+"""Endings of files of text."""
+CHARACTERS = 16
+"""Characters of text that are read for each token wanted, where there is more: about four times as many as it has."""
+
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 _HIDDEN = re.compile(r"\.(.+)\.\d+-\d+\.tmp", re.DOTALL)
@@ -83,6 +88,12 @@ class Replacement:
         self.discard()
 
 
+def shown_files(folder: Path) -> list[Path]:
+    """The files below a folder, sorted; not hidden ones, such as a file on its way, nor what is in hidden folders."""
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+
+
 @contextmanager
 def locked(target: Path, waits: Callable[[], None]) -> Iterator[None]:
     """Keep other processes of this machine from making `target` at the same time; `waits` is called where one does.
@@ -131,8 +142,8 @@ def hold(mark: Path) -> None:
 def unused(mark: Path) -> Iterator[bool]:
     """Whether no process holds `mark`; none begins to while this lasts."""
     try:
-        fd = os.open(mark, os.O_RDWR)
-    except OSError:  # nobody ever held it, or it is another's
+        fd = os.open(mark, os.O_RDWR | os.O_CREAT, 0o666)  # one that nobody ever held, somebody may begin to
+    except OSError:  # it is another's
         yield True
         return
     try:

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pi_compile.cli.rendering import sparsify_text
-from pi_compile.cli.training_bar import training_bar
+from pi_compile.cli.sparsifying import training_bar
 from pi_compile.sparsification.data import open_mixture
 from pi_compile.sparsification.model import open_base, packing_of
 from pi_compile.sparsification.recipe import SparsifyRecipe, default_sparsify_recipe

@@ -77,7 +77,7 @@ FFN_PASSES, STATE_PASSES = 6, 20
 def memory_bytes(d: Decoder, spec: ProfileSpec) -> int:
     """Memory of one worker: weights and activations."""
     resident = min(spec.layers_at_once or d.n_layers, d.n_layers)
-    window = min(spec.window, d.context_length)
+    window = d.within_context(spec.window)
     layer, rows = layer_parameters(d, d.n_experts), spec.batch * window
     weights = resident * layer + d.vocab_size * d.d_model
     states = spec.shard * window * d.d_model if resident < d.n_layers else 0
@@ -87,16 +87,17 @@ def memory_bytes(d: Decoder, spec: ProfileSpec) -> int:
 
 def estimate(d: Decoder, tokens: int, spec: ProfileSpec) -> Estimate:
     """Time by short measurements on the device, disk for hidden states, memory of one worker."""
-    rows = spec.batch * spec.window
+    window = d.within_context(spec.window)
+    rows = spec.batch * window
     with computing_with(spec.threads):
         # Fewer rows are slower than those of a batch.
         products = flops_per_s(min(rows, 1024), d.d_model, min(d.d_ff, 4096), spec.device)
         values = values_per_s(spec.device)
-    attention = 2 * spec.window * d.n_heads * d.head_dim  # half of the positions, on the average, for scores and sums
+    attention = 2 * window * d.n_heads * d.head_dim  # half of the positions, on the average, for scores and sums
     layer = 2 * (layer_parameters(d, d.experts_per_token) + attention)
     passes = FFN_PASSES * d.neurons + STATE_PASSES * d.d_model
     # A shard's states are removed when those after the next layers are there.
-    spilled = tokens + spec.shard * spec.window if (spec.layers_at_once or d.n_layers) < d.n_layers else 0
+    spilled = tokens + spec.shard * window if (spec.layers_at_once or d.n_layers) < d.n_layers else 0
     return Estimate(
         seconds=d.n_layers * tokens * (layer / products + passes / values),
         disk_bytes=spilled * d.d_model * 4,
@@ -109,7 +110,7 @@ def sampled_density(checkpoint: Checkpoint, tokens: Tokens, spec: ProfileSpec, s
 
     About `SAMPLE_S` are taken; at least one window, and at most `SAMPLE_WINDOWS`.
     """
-    window = min(spec.window, checkpoint.decoder.context_length)
+    window = checkpoint.decoder.within_context(spec.window)
     windows = min(max(1, int(len(tokens) * SAMPLE_S / seconds / window)), SAMPLE_WINDOWS)
     sample = tokens[: windows * window]
     with work_folder(None) as work:
@@ -136,7 +137,7 @@ def profile(
     one window, CheckpointError for weights that are not finite.
     """
     d = checkpoint.decoder
-    window = min(spec.window, d.context_length)
+    window = d.within_context(spec.window)
     ids_NT = td.windows(tokens, window)
     run = _Profiling(checkpoint, ids_NT, spec, work.path, ResidentLayers(checkpoint, spec.device))
     shards = {run.shard(group, n) for group in run.groups for n in run.shards}

@@ -384,4 +384,4 @@ def _rows_per_block(row_shape: Sequence[int]) -> int:
 
 def _wider(array: str, target: Format) -> str:
     """The remedy for values that a format does not hold."""
-    return f'in the recipe: [pack] {part_of(array)} = "{"f32" if target.name == "bf16" else "bf16"}"'
+    return f'in the recipe: [pack] {part_of(array)} = "{"f32" if target.number == "bfloat16" else "bf16"}"'

@@ -12,6 +12,51 @@ from typing import Any
 from pi_compile.errors import CheckpointError
 from pi_runtime.errors import Setting, Text, UsageError
 
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_GGUF_SUFFIX = ".gguf"
+MAGICS = MAGIC, POWERINFER_MAGIC = b"GGUF", b"PWRI"
+"""The first bytes, of llama.cpp's files and of PowerInfer's."""
+_VERSION_BYTES = 4
+"""Bytes of the version behind them, a small number."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the object in a JSON file. Raises CheckpointError if the file cannot be read or holds something else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON", found=error, remedy=remedy_for(path)) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: not a JSON object", found=type(value).__name__)
+    return value
+
+
+def remedy_for(path: Path) -> str:
+    """What to do about a file of a checkpoint that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    except OSError:
+        pointer = False
+    if pointer:
+        return "this is a Git LFS pointer, not the file: run `git lfs pull` in the checkpoint's folder"
+    return "the file is damaged or was not fetched whole: fetch it again"
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins like a GGUF file, or is at least named like one, so that its faults are looked for."""
+    if not path.is_file():
+        return False
+    if path.suffix == _GGUF_SUFFIX:
+        return True
+    try:
+        with path.open("rb") as file:
+            head = file.read(len(MAGIC) + _VERSION_BYTES)
+    except OSError:  # a folder may have other files that are not for everybody
+        return False
+    return head.startswith(MAGICS) and 0 in head[len(MAGIC) :]  # a text may begin with the same letters
+
+
 _HARMLESS_KEYS = """
     _name_or_path architectures auto_map dtype model_type name_or_path torch_dtype transformers_version
     unsloth_version unsloth_fixed tokenizer_class prefix model_max_length max_sequence_length
@@ -192,12 +237,13 @@ def _open_keys(config: Config, read: Collection[str], neutral: Mapping[str, tupl
         for key, value in sorted(config.fields.items())
         if key not in read
         and key not in HARMLESS
-        and not _is_neutral(value, allowed.get(key, ()))
+        and not is_neutral(value, allowed.get(key, ()))
         and not _without_effect(config, key)
     ]
 
 
-def _is_neutral(value: object, allowed: tuple[Any, ...]) -> bool:
+def is_neutral(value: object, allowed: tuple[Any, ...]) -> bool:
+    """Whether a value is one of those without effect; null is one more, except where true is one."""
     if value is None:
         return None in allowed or not any(v is True for v in allowed)
     return any(value == v and isinstance(value, bool) is isinstance(v, bool) for v in allowed)
@@ -244,7 +290,7 @@ def _way_out(keys: list[str], in_recipe: bool) -> Text:
 def _neutral_text(allowed: Mapping[str, tuple[Any, ...]], key: str) -> str:
     if key == "sliding_window":
         return "sliding_window no shorter than max_position_embeddings"
-    values = allowed[key] if None in allowed[key] or not _is_neutral(None, allowed[key]) else (*allowed[key], None)
+    values = allowed[key] if None in allowed[key] or not is_neutral(None, allowed[key]) else (*allowed[key], None)
     return f"{key} = {' or '.join(map(repr, values))}"
 
 

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pi_compile.checkpoint.config import Config
+from pi_compile.checkpoint.config import Config, read_json
 from pi_compile.checkpoint.families.rope import rotary
 from pi_compile.checkpoint.folder import CONFIG_FILE
-from pi_compile.checkpoint.json_file import read_json
 from pi_compile.checkpoint.tensors import FolderTensors
 from pi_compile.errors import CheckpointError
 from pi_compile.files import file_digest, json_digest

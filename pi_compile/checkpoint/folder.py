@@ -9,7 +9,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from pi_compile.checkpoint.gguf_magic import is_gguf
+from pi_compile.checkpoint.config import is_gguf
 from pi_compile.errors import CheckpointError
 from pi_runtime.console import size
 

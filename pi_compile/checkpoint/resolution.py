@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pi_compile.checkpoint.config import Config, check_keys, ignored_notices
+from pi_compile.checkpoint.config import Config, check_keys, ignored_notices, read_json
 from pi_compile.checkpoint.families.adapter import Adapter, SourceTensor
 from pi_compile.checkpoint.families.registry import find_adapter
 from pi_compile.checkpoint.folder import CONFIG_FILE
@@ -15,7 +15,6 @@ from pi_compile.checkpoint.gguf.architectures import apply_rope_divisors, gguf_a
 from pi_compile.checkpoint.gguf.config import gguf_config
 from pi_compile.checkpoint.gguf.file import GgufFile, open_gguf
 from pi_compile.checkpoint.gguf.tensors import GgufTensors
-from pi_compile.checkpoint.json_file import read_json
 from pi_compile.checkpoint.quantised.scheme import KEY, Scheme, read_scheme
 from pi_compile.checkpoint.quantised.tensors import QuantisedTensors
 from pi_compile.checkpoint.tensors import FORMATS, FolderTensors, RowReader, TensorSource

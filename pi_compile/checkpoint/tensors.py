@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
+from pi_compile.checkpoint.config import read_json, remedy_for
 from pi_compile.checkpoint.folder import ADAPTER_FILE, CONFIG_FILE, PICKLES, SAFETENSORS, WEIGHTS
-from pi_compile.checkpoint.json_file import read_json, remedy_for
 from pi_compile.errors import CheckpointError
+from pi_runtime.artifact import formats
 from pi_runtime.artifact.formats import Format
 
 Array = npt.NDArray[Any]
@@ -27,7 +28,7 @@ Values = npt.NDArray[np.float32]
 Index = slice | npt.NDArray[np.int64]
 BF16 = np.dtype([("bfloat16", "<u2")])
 """A bfloat16, which NumPy lacks, by its bits: a type of its own, so that nobody takes it for an integer."""
-FORMATS = {np.dtype("<f4"): "f32", np.dtype("<f2"): "f16", BF16: "bf16"}
+FORMATS = {BF16 if f.number == "bfloat16" else f.stored: f.name for f in formats.FORMATS.values() if f.number}
 """Type of stored floats → the number format that keeps them."""
 _TYPES = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BOOL": "?"} | {
     f"{letter}{8 * nbytes}": f"<{letter.lower()}{nbytes}" for letter in "IU" for nbytes in (1, 2, 4, 8)

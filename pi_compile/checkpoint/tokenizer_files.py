@@ -4,7 +4,7 @@ The reference is what transformers does with the checkpoint. The checkpoint's ow
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,10 @@ import tokenizers
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from pi_compile.checkpoint.end_tokens import named_ends
+from pi_compile.checkpoint.config import read_json
 from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE
 from pi_compile.checkpoint.gguf.file import GgufFile
 from pi_compile.checkpoint.gguf.tokenizer import gguf_tokenizer, split_notices
-from pi_compile.checkpoint.json_file import read_json
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.schema import Text
 from pi_runtime.errors import PiError
@@ -235,3 +234,29 @@ def _sampling_defaults(fields: Mapping[str, Any], folder: Path) -> dict[str, Any
                 found=repr(value),
             )
     return defaults
+
+
+_ENDS_OF_TEXT = """
+    <|eot_id|> <|eom_id|> <|im_end|> <|end|> <|return|> <|call|> <|calls|> <|flush|> <end_of_turn> <|endoftext|>
+    <|end_of_text|> </s> <EOT> _<EOT> [EOT] [EOS] <end_of_utterance> <eos> <turn|> <|tool_response> [e~[
+    <\uff5cend\u2581of\u2581sentence\uff5c>
+"""
+_ENDS_OF_FILES = """
+    <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
+"""
+"""Between files of which one is filled in, and behind the last."""
+_NO_END_BESIDE = (
+    ("<|end|>", {"<|return|>", "<|call|>"}),
+    ("<|end|>", {"<|flush|>", "<|call|>"}),
+    ("<|end|>", {"<|flush|>", "<|calls|>"}),
+    ("</s>", {"<|tool_response>"}),
+    ("</s>", {"<|plamo:eos|>"}),
+)
+"""A token that is no end where all these are: gpt-oss ends a message by `<|end|>`, and Gemma 4 nothing by `</s>`."""
+
+
+def named_ends(control: Collection[str]) -> set[str]:
+    """Those of the control tokens that end a text."""
+    found = set(control)
+    no_ends = {token for token, others in _NO_END_BESIDE if others <= found}
+    return found & {*_ENDS_OF_TEXT.split(), *_ENDS_OF_FILES.split()} - no_ends

@@ -1,14 +1,18 @@
-"""The commands `plan` and `report`: what can be said of a placement before there is an artifact."""
+"""The commands `plan` and `report`: what can be said of a placement before there is an artifact.
 
+`plan` prints one machine at several budgets, or several machines in one table.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from pi_compile.cli.options import Debug, Json, PlanOptions
-from pi_compile.cli.plan_text import comparison_text, plan_text
 from pi_compile.cli.rendering import emit
 from pi_runtime import console
+from pi_runtime.console import facts, size, table, text_of
 
 
 @console.takes(PlanOptions)
@@ -49,3 +53,138 @@ def report(
     emit({"report": str(output), "bytes": len(page.encode()), "answer": answer}, as_json, lambda _: answer)
     if not as_json:
         console.say(f"{output}: written")
+
+
+_BAR = 30
+"""Characters of the longest bar."""
+
+
+def plan_text(found: Mapping[str, Any]) -> str:
+    """A plan as text: the model, the placement at the budget, and a row for each budget around it."""
+    main = next(budget for budget in found["budgets"] if budget["percent"] == 0)
+    gpu, ram = main["gpu_bytes_by_part"], main["ram_bytes_by_part"]
+    parts = [{"part": part, "GPU": size(gpu[part]), "RAM": size(ram[part])} for part in ram]
+    parts += [{"part": "all", "GPU": size(sum(gpu.values())), "RAM": size(sum(ram.values()))}]
+    ladder = [table(_ram_rows(found["ram_budgets"]), left=["curve"])] if found["ram_budgets"] else []
+    return text_of(
+        facts([("answer", _answer(found, main)), *_planned_lines(found)]),
+        table(parts),
+        facts(_placed_lines(found, main)),
+        table(_budget_rows(found)),
+        *ladder,
+    )
+
+
+def _answer(found: Mapping[str, Any], main: Mapping[str, Any]) -> str:
+    """Whether it runs within the budget, how fast, and what more memory would give."""
+    room = f"{size(main['vram_bytes'])} of GPU memory and " if main["vram_bytes"] else ""
+    rate, more = main["decode_tokens_per_s"], found["more_ram"]
+    gain = more["decode_tokens_per_s"] / rate - 1
+    further = size(more["ram_bytes"] - main["ram_bytes"])
+    would = f"give {more['decode_tokens_per_s']:.1f} (+{gain:.0%})" if gain >= 0.005 else "change nothing"
+    runs = f"it runs within {room}{size(main['ram_bytes'])} of RAM, at {rate:.1f} tokens/s"
+    return f"{runs}; {further} more RAM would {would}"
+
+
+def _in_words(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
+
+
+def _planned_lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    formats = sorted(set(found["formats"].values()))
+    count, active = (_in_words(found[key]) for key in ("parameters", "active_parameters"))
+    yield "model", f"{found['model']}, {count} parameters in {', '.join(formats)}"
+    if found["experts"] > 1:
+        yield "", f"{active} of them are active for a token"
+    yield "machine", f"{found['machine']}; context {found['context']:,}"
+    yield "", found["machine_source"]
+    of_experts = " of its experts" if found["experts"] > 1 else ""
+    if found["density"] < 1:
+        yield "activation", f"{found['density']:.1%} of the neurons{of_experts} fire for a token"
+        yield "", found["activation"]
+    else:
+        yield "activation", found["activation"]
+    rank, how = found["predictor_rank"], "at most, as trained" if found["trained"] else "by rule"
+    yield "ffn", found["rung"] + ("" if rank is None else f", predictors of rank {rank} {how}")
+
+
+def _placed_lines(found: Mapping[str, Any], main: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    shares = [cut / found["neurons"] for cut in main["cuts"]]
+    if any(shares):
+        many = f"{min(shares):.0%} to {max(shares):.0%} of a layer's neurons"
+        yield "on the GPU", f"{many}, {main['activations_on_gpu']:.0%} of activations"
+        if found["experts"] > 1:
+            of_expert = [cut * found["experts"] / found["neurons"] for cut in main["expert_cuts"]]
+            yield "", f"{min(of_expert):.0%} to {max(of_expert):.0%} of an expert's"
+    if "hit_rate" in main:
+        yield (
+            "rows in RAM",
+            f"{main['pinned_share']:.0%} pinned, a cache for {main['cached_share']:.0%}, the rest on disk",
+        )
+        yield "", f"{main['hit_rate']:.1%} of those that a token needs; it reads {size(main['read_bytes'])}"
+    if found["gpu_lacks"]:
+        yield "GPU", f"none: the GPU tier does not compute what this model does ({', '.join(found['gpu_lacks'])})"
+    if found["disk"] is None:
+        yield "disk", "none in the machine profile: all is planned in memory (pi-compile machine measures a disk)"
+    yield "a token takes", ", ".join(f"{part} {ms:.1f} ms" for part, ms in main["milliseconds"].items())
+
+
+def _budget_rows(found: Mapping[str, Any]) -> list[dict[str, str]]:
+    """A row for each budget, with speeds in tokens/s; where the model does not fit, the reason."""
+    rows = []
+    for budget in found["budgets"]:
+        row = {"budget": f"{budget['percent']:{'+' if budget['percent'] else ''}} %"}
+        row |= {"GPU": size(budget["vram_bytes"]), "RAM": size(budget["ram_bytes"])}
+        for rule in ("decode", "prefill", "layer_split"):
+            row[rule] = _rate(budget, rule)
+        rows.append({**row, "tokens/s": "" if budget["fits"] else budget["why"]})
+    return rows
+
+
+def _rate(budget: Mapping[str, Any], rule: str) -> str:
+    """Tokens/s by a rule, where the model fits by it."""
+    rate = budget.get(f"{rule}_tokens_per_s")
+    return "–" if rate is None else f"{rate:.1f}"
+
+
+def _ram_rows(budgets: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """A row for each budget of RAM on the CPU alone, with speeds in tokens/s and bars as long as these."""
+    fastest = max(budget["decode_tokens_per_s"] for budget in budgets)
+    return [
+        {
+            "RAM, CPU alone": size(budget["ram_bytes"]),
+            "pinned": f"{budget['pinned_share']:.0%}",
+            "cached": f"{budget['cached_share']:.0%}",
+            "found in RAM": f"{budget['hit_rate']:.1%}",
+            "read a token": size(budget["read_bytes"]),
+            "decode": f"{budget['decode_tokens_per_s']:.2f}",
+            "curve": "█" * max(1, round(_BAR * budget["decode_tokens_per_s"] / fastest)),
+        }
+        for budget in budgets
+    ]
+
+
+def comparison_text(found: Mapping[str, Any]) -> str:
+    """Plans for several machines as text: the model, and a row for each machine."""
+    one = next(plan for plan in found["machines"] if plan["fits"])
+    about = {title: text for title, text in _planned_lines(one) if title != "machine"}
+    return text_of(
+        facts([*about.items(), ("context", f"{one['context']:,} positions")]),
+        table([_machine_row(plan) for plan in found["machines"]]),
+    )
+
+
+def _machine_row(found: Mapping[str, Any]) -> dict[str, str]:
+    """A machine's budget and what is predicted within it; where the model does not fit, the reason."""
+    main = found if not found["fits"] else next(budget for budget in found["budgets"] if budget["percent"] == 0)
+    row = {"machine": found["machine"], "GPU": size(main["vram_bytes"]), "RAM": size(main["ram_bytes"])}
+    shares = ("activations_on_gpu", "hit_rate")
+    row |= dict(zip(("activations on the GPU", "found in RAM"), (_share(main, key) for key in shares), strict=True))
+    for rule in ("decode", "prefill", "layer_split"):
+        row[rule] = _rate(main, rule)
+    return {**row, "tokens/s": "" if main["fits"] else main["why"]}
+
+
+def _share(main: Mapping[str, Any], key: str) -> str:
+    """A share that holds where the model fits; all rows are found in RAM where none is on disk."""
+    return f"{main.get(key, 1.0):.1%}" if main["fits"] else "–"

@@ -1,10 +1,13 @@
-"""The command `sparsify`: one run, or a run that goes on."""
+"""The command `sparsify`: one run, or a run that goes on, with its bar or its lines on stderr."""
 
 import os
-from collections.abc import Mapping
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -43,17 +46,17 @@ class SparsifyOptions:
 def sparsify(options: SparsifyOptions, as_json: Json = False, debug: Debug = False) -> None:
     """Train a dense model until most of its neurons are silent."""
     _check(options)
-    from pi_compile.cli.training_bar import training_bar
-    from pi_compile.sparsification import hub
+    from pi_compile.cli.sparsifying import training_bar
+    from pi_compile.sparsification import export
 
     leads = int(os.environ.get("RANK", "0")) == 0
     if options.push and leads:
-        hub.check_login(options.push)
+        export.check_login(options.push)
     with training_bar() as watch:
         record = _trained(options, watch)
     if leads:
         if options.push:
-            console.say(f"{hub.push(options.output, options.push)}: uploaded")
+            console.say(f"{export.push(options.output, options.push)}: uploaded")
         emit(record, as_json, sparsify_text)
 
 
@@ -72,3 +75,53 @@ def _trained(options: SparsifyOptions, watch: Any) -> Mapping[str, Any]:
         return resume(options.resume, options.steps, *how)
     assert options.recipe is not None
     return sparsify(options.recipe, *how)
+
+
+if TYPE_CHECKING:
+    from pi_compile.sparsification.training import Point, StepReport, Watch
+
+
+@contextmanager
+def training_bar() -> "Iterator[Watch]":
+    """A watch that shows loss, perplexity on the tune text, sparsity, tokens a second and the time left."""
+    from pi_compile.sparsification.training import Watch
+
+    if not sys.stderr.isatty():
+        yield Watch(point=lambda point: console.say(point_line(point)), notice=console.say)
+        return
+    from rich import progress as bars
+    from rich.console import Console
+
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TextColumn("{task.fields[numbers]}"),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True)) as bar:
+        shown: dict[str, object] = {"arm": None, "task": None, "perplexity": ""}
+
+        def step(report: "StepReport") -> None:
+            if shown["arm"] != report.arm:
+                shown.update(
+                    arm=report.arm, task=bar.add_task(report.arm, total=report.steps, numbers=""), perplexity=""
+                )
+            numbers = f"loss {report.loss:.3f}, {report.sparsity:.1%} zero, {report.tokens_per_s:,.0f} tokens/s"
+            bar.update(shown["task"], completed=report.step, numbers=f"{numbers}{shown['perplexity']}")  # type: ignore[arg-type]
+
+        def point(found: "Point") -> None:
+            shown["perplexity"] = f"; perplexity {found.perplexity:.2f}"
+            bar.console.print(point_line(found), highlight=False)
+
+        yield Watch(step, point, lambda line: bar.console.print(line, highlight=False))
+
+
+def point_line(point: "Point") -> str:
+    """An evaluation as a line: perplexity, and the sparsity of each layer."""
+    layers = point.sparsity_by_layer
+    words = f"step {point.step:,}: loss {point.loss:.3f}, perplexity on the tune text {point.perplexity:.3f}"
+    if not layers:
+        return words
+    each = " ".join(f"{100 * sparsity:.0f}" for sparsity in layers)
+    return f"{words}, {statistics.fmean(layers):.1%} zero (by layer, %: {each}), {point.dead:.1%} never fired"

@@ -17,12 +17,11 @@ import numpy as np
 
 from pi_compile.corpus import python_docs
 from pi_compile.errors import CorpusError
+from pi_runtime.files import TEXT, shown_files
 
 PASSAGE = 4096
 """Characters of a passage."""
-CHARACTERS = 16
-"""Characters that are read for each token wanted, where there is more text."""
-READERS = {".txt": "text", ".md": "text", ".raw": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+READERS = dict.fromkeys(TEXT, "text") | {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 PYTHON, HUB = "python", "hub:"
 
 Notice = Callable[[str], None]
@@ -136,12 +135,6 @@ def _matches(source: str, folder: Path) -> list[Path]:
         return [folder / source]
     # `Path.glob` takes no absolute pattern.
     return sorted(folder / p for p in glob.glob(source, root_dir=folder, recursive=True))  # noqa: PTH207
-
-
-def shown_files(folder: Path) -> list[Path]:
-    """The files below a folder, without hidden ones and what is in hidden folders."""
-    found = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return [path for path in found if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
 
 
 def _reader(file: Path) -> str | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pi_compile.machine import Cpu, Gpu, Machine, Rates, to_units
-from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
+from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.schema import SIDES
 
 ATTENTION_LAUNCHES, PREDICTOR_LAUNCHES, FFN_LAUNCHES = 3, 2, 2
@@ -91,7 +91,6 @@ def _processor(name: str, section: Cpu | Gpu) -> Processor:
 
 
 def _in_bytes(rates: Rates) -> dict[str, int]:
-    """The rates; a block format without one has that of q4, whose rows take about as long to unpack."""
+    """The rates; a format without one has that of another, whose rows take about as long to unpack."""
     found = {str(fmt): to_units(rate, 10**9) for fmt, rate in rates.items()}
-    like_q4 = [name for name in WEIGHT_FORMATS if FORMATS[name].quantised and "q4" in found]
-    return dict.fromkeys(like_q4, found.get("q4", 0)) | found
+    return {f.name: found[f.timed_as] for f in FORMATS.values() if f.timed_as in found} | found

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,23 +19,65 @@ import numpy.typing as npt
 
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.errors import CorpusError
-from pi_compile.evaluation.intervals import Interval, increase_interval
-from pi_compile.evaluation.load_options import ON_CPU, LoadOptions, device_of
 from pi_compile.evaluation.reference import check_origin, reference_logits
-from pi_compile.evaluation.window_scores import Examine, Run, Score, Windows, score_windows
-from pi_runtime import Model
+from pi_compile.evaluation.window_scores import Examine, Interval, Run, Score, Windows, increase_interval, score_windows
+from pi_runtime import Model, load
 from pi_runtime.artifact.inspection import other_bytes
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest
+from pi_runtime.console import size
 from pi_runtime.errors import Setting, read_error
+from pi_runtime.files import CHARACTERS, TEXT, shown_files
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Options of `pi_runtime.load`; on the CPU by default."""
+
+    device: str = "cpu"
+    vram_budget: int | None = None
+    """Bytes of GPU memory; None for what is free."""
+    context: int | None = None
+    """Positions of the cache; None for what the caller needs."""
+    cache_format: str = "auto"
+    """How keys and values are held."""
+    threads: int | None = None
+    tell: Callable[[str], object] = lambda _line: None
+    """Is called with a line that names the placement in use, or says why the GPU is not used."""
+
+    def open(self, artifact: Path, mode: str, context: int | None = None) -> Model:
+        """Open the artifact; `context` is used if the options have none. Raises what `load` does."""
+        opened = load(
+            artifact,
+            mode=mode,
+            context=context if self.context is None else self.context,
+            threads=self.threads,
+            device=self.device,
+            vram_budget=self.vram_budget,
+            cache_format=self.cache_format,
+        )
+        if opened.notice is not None:
+            self.tell(opened.notice)
+        if opened.plan is not None:
+            self.tell(f"{opened.device}: by the placement for {size(opened.plan.vram_bytes)} of GPU memory")
+        return opened
+
+    def open_on_cpu(self, artifact: Path) -> Model:
+        """Open the artifact to read its manifest, tokenizer and context; the GPU is not used."""
+        return load(artifact, context=self.context, threads=self.threads, device="cpu")
+
+
+ON_CPU = LoadOptions()
+
+
+def device_of(opened: Model) -> dict[str, object]:
+    """The device that a model runs on, and the budget that its placement was solved for."""
+    return {"device": opened.device, "vram_bytes": None if opened.plan is None else opened.plan.vram_bytes}
+
 
 Progress = Callable[[int, int], None]
 TIMED, TIMED_SECONDS, LEAST_TIMED = 256, 10.0, 8
 """Tokens decoded one by one to time them; fewer where that takes more than so many seconds, but at least so many."""
-SUFFIXES = (".txt", ".md", ".raw")
-"""Endings of texts in a folder."""
-CHARACTERS = 16
-"""Characters that are read for each token wanted."""
 
 
 def evaluate(
@@ -150,28 +192,22 @@ def same_as(m: Manifest) -> dict[str, str]:
     return {} if m.decoder.sparse else {"gate": "dense"}
 
 
-def _shown_files(folder: Path) -> list[Path]:
-    """The texts below a folder, without hidden ones and what is in hidden folders."""
-    found = (file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES)
-    return [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
-
-
 def _windows(model: Model, texts: Sequence[Path | str], tokens: int, window: int) -> Windows:
     window = min(window, model.context)
     ids: list[int] = []
     for path in map(Path, texts):
-        files = _shown_files(path) if path.is_dir() else [path]
+        files = [f for f in shown_files(path) if f.suffix.lower() in TEXT] if path.is_dir() else [path]
         if not files:
             raise CorpusError(
                 "no text in this folder",
                 setting=Setting("text", path),
-                expected=f"files ending in {', '.join(SUFFIXES)}",
+                expected=f"files ending in {', '.join(TEXT)}",
             )
         for file in files:
             if len(ids) >= tokens:
                 break
             try:
-                with file.open(encoding="utf-8") as stream:
+                with file.open(encoding="utf-8-sig") as stream:
                     ids += model.tokenizer.encode(stream.read(CHARACTERS * (tokens - len(ids))), prefix=False)
             except (OSError, UnicodeDecodeError) as error:
                 raise read_error(

@@ -4,17 +4,22 @@ import datetime
 import os
 import platform
 import shutil
+import tempfile
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from pi_compile.machine.disk_probe import probe_disk
+import numpy as np
+
 from pi_compile.machine.doctor import installed_ram, usable_cores
-from pi_compile.machine.gpu_probe import probe
 from pi_compile.machine.profile import Cpu, Disk, Gpu, Link, Machine, Rates
 from pi_runtime import console
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.rows import WORKERS
+from pi_runtime.disk.reader import Reader, page_aligned
 from pi_runtime.errors import DoesNotFitError, Setting, UsageError
 from pi_runtime.execution.devices import processor_name
 from pi_runtime.kernels.benchmarks import (
@@ -32,7 +37,7 @@ from pi_runtime.kernels.benchmarks import (
 )
 
 BYTES = 1 << 30
-"""Most bytes of the data that rates are measured on."""
+"""Most bytes of the data that rates are measured on, and those of a copy to a GPU."""
 DISK_BYTES, LEAST_DISK_BYTES = 1 << 30, 1 << 27
 """Most and fewest bytes of the file that a disk's rates are measured on."""
 
@@ -156,3 +161,139 @@ def _gpu() -> tuple[Gpu | None, Link | None, str]:
             remedy="free the GPU: end what else uses it",
         ) from None
     return gpu, link, f" {how}"
+
+
+SIZES_KIB = (4, 8, 16, 32, 64, 256)
+DEPTHS = (1, WORKERS, 4 * WORKERS)
+"""One read alone, whose time is the device's latency; as many as a run has under way; and more, to see the ceiling."""
+SECONDS = 0.25
+"""Least time of one measurement."""
+_WRITTEN = 1 << 22
+
+
+def probe_disk(folder: Path, nbytes: int, seconds: float = SECONDS) -> Disk | None:
+    """Rates of the disk that a folder is on; None where its file system refuses reads past the page cache.
+
+    A file of `nbytes`, in whole blocks of 4 MiB, is written there and removed again.
+    """
+    nbytes -= nbytes % _WRITTEN
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".pi-disk-") as file:
+        block = np.random.default_rng(0).bytes(_WRITTEN)  # a device may compress what is alike
+        for _ in range(nbytes // _WRITTEN):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        path = Path(file.name)
+        rates = []
+        for depth in DEPTHS:
+            reader = Reader(path, _batch(depth), workers=depth, gap=0)
+            try:
+                if not reader.direct:
+                    return None
+                align = reader.align
+                rates.append([_rate(reader, nbytes, kib << 10, reader.rows, seconds) for kib in SIZES_KIB])
+            finally:
+                reader.close()
+    return Disk(
+        name=str(folder.resolve()),
+        sizes_kib=list(SIZES_KIB),
+        depths=list(DEPTHS),
+        read_mb_per_s=[[float(f"{rate / 1e6:.4g}") for rate in row] for row in rates],
+        align_bytes=align,
+    )
+
+
+def _batch(depth: int) -> int:
+    """Reads of one batch: so many that its beginning and end count little."""
+    return 1 if depth == 1 else 8 * depth
+
+
+def _rate(reader: Reader, file_nbytes: int, size: int, count: int, seconds: float) -> float:
+    """Bytes a second at this size of a read."""
+    memory = page_aligned(count * size)
+    reader.hold(memory)
+    # Every second place, so that no two reads are neighbours, which the reader would merge.
+    places, rng = file_nbytes // size // 2, np.random.default_rng(size)
+    count = min(count, places)
+    slot_I = np.arange(count)
+    target = int(memory.ctypes.data)
+
+    def read() -> None:
+        row_I = 2 * np.sort(rng.choice(places, count, replace=False))
+        reader.add_rows(0, row_I, slot_I, 0, size, target)
+        reader.submit(0)
+        reader.wait(0)
+
+    read()  # compiles, or loads, what it calls
+    before, began, passed = reader.bytes_read, time.perf_counter(), 0.0
+    while not passed or passed < seconds:
+        read()
+        passed = time.perf_counter() - began
+    return (reader.bytes_read - before) / passed
+
+
+RESIDUAL = 4096
+"""Floats that a layer hands over."""
+LAUNCHES = 1000
+"""Operations that are launched in a row."""
+WIDTH = 4096
+"""Rows and columns of the matrices whose product is timed."""
+
+
+def probe(torch: Any) -> tuple[Gpu, Link, str]:
+    """Rates of torch's first GPU and of its link, and how they were measured.
+
+    A copy in GPU memory counts twice, as read and as written. The link is timed with pinned memory in both directions;
+    its rate is that of the slower one.
+    """
+    on_device, on_host = torch.ones(BYTES // 4, device="cuda"), torch.ones(BYTES // 4).pin_memory()
+    target = torch.empty_like(on_device)
+    device_rate = 2 * BYTES / _seconds(torch, lambda: target.copy_(on_device))
+    upload_rate = BYTES / _seconds(torch, lambda: on_device.copy_(on_host, non_blocking=True))
+    download_rate = BYTES / _seconds(torch, lambda: on_host.copy_(on_device, non_blocking=True))
+    residual, host_residual = torch.zeros(RESIDUAL, device="cuda"), torch.zeros(RESIDUAL).pin_memory()
+
+    def launches() -> None:
+        for _ in range(LAUNCHES):
+            residual.add_(1)
+
+    def handover() -> None:
+        host_residual.copy_(residual, non_blocking=True)
+        torch.cuda.synchronize()
+        residual.copy_(host_residual, non_blocking=True)
+
+    matrix = torch.ones(WIDTH, WIDTH, device="cuda", dtype=torch.float16)
+    product = torch.empty_like(matrix)
+
+    properties = torch.cuda.get_device_properties(0)
+    gpu = Gpu(
+        name=properties.name,
+        vram_gib=round(properties.total_memory / 2**30, 1),
+        bandwidth_gb_per_s=round(device_rate / 1e9, 1),
+        launch_us=round(_seconds(torch, launches) / LAUNCHES * 1e6, 2),
+        products_gflop_per_s=round(
+            2 * WIDTH**3 / _seconds(torch, lambda: torch.mm(matrix, matrix, out=product)) / 1e9, 1
+        ),
+    )
+    link = Link(
+        pcie_gb_per_s=round(min(upload_rate, download_rate) / 1e9, 2),
+        sync_us=round(_seconds(torch, handover) * 1e6, 1),
+    )
+    how = (
+        f"GPU: copies of 1 GiB by torch {torch.__version__}, from pinned memory {upload_rate / 1e9:.1f} and to it "
+        f"{download_rate / 1e9:.1f} GB/s, {LAUNCHES} additions in a row, {4 * RESIDUAL} bytes to the host and back, "
+        f"a product of float16 matrices of {WIDTH} by {WIDTH}"
+    )
+    return gpu, link, how
+
+
+def _seconds(torch: Any, work: Callable[[], object], repeats: int = 10) -> float:
+    """The shortest wall time of some runs; the device is idle before and after each."""
+    best = float("inf")
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return best

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from pi_compile.errors import ProfileError, nearest, shown
 from pi_compile.files import bundled_folder, parse_toml
-from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.errors import Setting
 
 VERSION: Final = 2
@@ -44,8 +44,8 @@ else:
 Rates = dict[FormatName, Positive]
 """10⁹ stored bytes a second by number format, for formats that are read more slowly than the memory delivers. A block
 format that is not listed has the rate of q4, if that is."""
-_NEEDED = ("f32", "f16", "bf16", "q8", "q4")
-"""Formats of which `gather_gb_per_s` needs a rate; the others have that of q4."""
+_NEEDED = [name for name in WEIGHT_FORMATS if not FORMATS[name].timed_as]
+"""Formats of which `gather_gb_per_s` needs a rate; the others have that of one of these."""
 
 
 class _Processor(_Section):

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.files import file_digest, write_text
-from pi_compile.packing import PackSpec, pack, part_formats
-from pi_compile.pipeline.init_recipe import proposed_recipe
-from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint, with_own_head
-from pi_compile.pipeline.rounded import rounded_parts
+from pi_compile.packing import PackSpec, pack, part_formats, rounded_parts
+from pi_compile.pipeline.recipe_checkpoint import proposed_recipe, recipe_checkpoint, with_own_head
 from pi_compile.pipeline.store import Store
 from pi_compile.pipeline.summary import pack_report
 from pi_compile.recipe import Recipe, default_recipe, read_recipe
@@ -78,32 +76,76 @@ class PackRecord:
                 older.unlink(missing_ok=True)
 
 
-def pack_plain(
-    recipe_path: Path,
-    output: Path,
-    *,
-    layout: str | None = None,
-    progress: Callable[..., AbstractContextManager[Progress]],
-    notice: Callable[[str], None],
-) -> dict[str, Any]:
-    """Write an artifact without profile and predictors, and report on it. It is quick to make.
+@dataclass(frozen=True)
+class PlainPacking:
+    """An artifact of a recipe without profile and predictors, which is quick to make."""
 
-    FFNs of a model that is not sparse are stored as whole matrices, of which nothing can be skipped, unless a `layout`
-    is named (see `sizes.LAYOUTS`).
-    """
+    checkpoint: Checkpoint
+    recipe: Recipe
+    folder: Path
+    """What the recipe's paths begin at."""
+    progress: Callable[..., AbstractContextManager[Progress]]
+    notice: Callable[[str], None]
+
+    def write(self, output: Path, layout: str | None) -> dict[str, Any]:
+        """Write the artifact in a layout, and report on it.
+
+        FFNs of a model that is not sparse are stored as whole matrices, of which nothing can be skipped, unless a
+        `layout` is named (see `sizes.LAYOUTS`).
+        """
+        d, recipe = self.checkpoint.decoder, self.recipe
+        checkpoint = self.checkpoint.in_layout(layout or (BY_NEURON if d.sparse or d.n_experts > 1 else WHOLE))
+        spec = PackSpec(formats=self._divided(checkpoint) if recipe.bits.tokens else recipe.pack.model_dump())
+        loss = self._rounding_loss(checkpoint, spec)
+        with self.progress("packing") as bar:
+            result = pack(checkpoint, spec, output, recipe=recipe.model_dump(), progress=bar)
+        for line in (*checkpoint.notices, *result.notices):
+            self.notice(line)
+        if recipe.quantise.tokens:
+            self.notice("without profiling weights are rounded to nearest: [quantise] has no effect")
+        return pack_report(result) | loss
+
+    # Below is what alone needs torch.
+
+    def _divided(self, checkpoint: Checkpoint) -> Mapping[str, str]:
+        """The formats among which the recipe's budget of bits is divided."""
+        from pi_compile.pipeline.division import divide  # noqa: PLC0415
+
+        tokens = self._corpus(self.recipe.bits.tokens).fit
+        with self.progress("dividing the bits", "steps") as bar:
+            return divide(checkpoint, tokens, **divide_settings(self.recipe), progress=bar).formats
+
+    def _rounding_loss(self, checkpoint: Checkpoint, spec: PackSpec) -> dict[str, Any]:
+        """What rounding costs. The extra `pack` alone does without, where no part goes below 8 bits."""
+        parts = rounded_parts(checkpoint, part_formats(checkpoint, spec))
+        if not parts or self.recipe.quality.rounding_increase == 0:
+            return {}
+        names = sorted({name for names in parts.values() for name in names})
+        if find_spec("torch") is None and all(FORMATS[name].bits >= 8 for name in names):
+            remedy = "pip install 'pi-toolchain[compile]'"
+            self.notice(f"what rounding to {', '.join(names)} costs is not measured, for that needs torch: {remedy}")
+            return {}
+        from pi_compile.pipeline.rounding_check import RoundingCheck  # noqa: PLC0415
+
+        check = RoundingCheck(checkpoint, self.recipe, spec.formats, self.notice, self.progress)
+        return check.report(lambda: self._corpus().report, None)
+
+    def _corpus(self, fit_tokens: int = 0) -> "Streams":
+        from pi_compile.pipeline import stages  # noqa: PLC0415
+
+        window = self.recipe.profile.window
+        amounts = {"fit_tokens": max(fit_tokens, window), "tune_tokens": max(64, window)}
+        settings = self.recipe.corpus.model_dump() | amounts
+        return stages.read_corpus(self.checkpoint, **settings, window=window, folder=self.folder, notice=self.notice)
+
+
+def pack_plain(recipe_path: Path, output: Path, *, layout: str | None = None, **shown: Any) -> dict[str, Any]:
+    """Write the artifact of a recipe so; `shown` are `progress` and `notice`."""
     recipe, folder = read_recipe(recipe_path), recipe_path.resolve().parent
-    checkpoint = _in_layout(recipe_checkpoint(recipe, folder), layout)
-    return _packed(checkpoint, recipe, folder, output, progress, notice)
+    return PlainPacking(recipe_checkpoint(recipe, folder), recipe, folder, **shown).write(output, layout)
 
 
-def pack_model(
-    model: str,
-    output: Path,
-    *,
-    layout: str | None = None,
-    progress: Callable[..., AbstractContextManager[Progress]],
-    notice: Callable[[str], None],
-) -> dict[str, Any]:
+def pack_model(model: str, output: Path, *, layout: str | None = None, **shown: Any) -> dict[str, Any]:
     """The same of a model without a recipe, with what `init` proposes. The artifact names it as it is called.
 
     Raises UsageError where its name is no text.
@@ -112,90 +154,10 @@ def pack_model(
     text = os.fsencode(full).decode("utf-8", "replace")
     if text != full:
         raise UsageError(f"{text}: its name is no UTF-8, which manifests and tokenizers need", remedy="rename it")
-    checkpoint = _in_layout(open_checkpoint(model), layout)
+    checkpoint = open_checkpoint(model)
     name = checkpoint.location.name if checkpoint.revision is None else model
     recipe = proposed_recipe(checkpoint, name, default_recipe, lambda _: None)  # no recipe to change is there
-    return _packed(with_own_head(checkpoint, recipe), recipe, checkpoint.folder, output, progress, notice)
-
-
-def _in_layout(checkpoint: Checkpoint, layout: str | None) -> Checkpoint:
-    """The checkpoint in a layout, or in the one that fits it best where none is named."""
-    whole = not checkpoint.decoder.sparse and checkpoint.decoder.n_experts == 1
-    return checkpoint.in_layout(layout or (WHOLE if whole else BY_NEURON))
-
-
-def _packed(
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    folder: Path,
-    output: Path,
-    progress: Callable[..., AbstractContextManager[Progress]],
-    notice: Callable[[str], None],
-) -> dict[str, Any]:
-    divides = bool(recipe.bits.tokens)
-    spec = PackSpec(
-        formats=_divided(checkpoint, recipe, folder, progress, notice) if divides else recipe.pack.model_dump()
-    )
-    loss = _rounding_loss(checkpoint, recipe, folder, spec.formats, progress, notice)
-    with progress("packing") as bar:
-        result = pack(checkpoint, spec, output, recipe=recipe.model_dump(), progress=bar)
-    for line in (*checkpoint.notices, *result.notices):
-        notice(line)
-    if recipe.quantise.tokens:
-        notice("without profiling weights are rounded to nearest: [quantise] has no effect")
-    return pack_report(result) | loss
-
-
-# Below is what alone needs torch.
-
-
-def _divided(
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    folder: Path,
-    progress: Callable[..., AbstractContextManager[Progress]],
-    notice: Callable[[str], None],
-) -> Mapping[str, str]:
-    """The formats among which the recipe's budget of bits is divided."""
-    from pi_compile.pipeline.division import divide  # noqa: PLC0415
-
-    tokens = _corpus(checkpoint, recipe, folder, notice, recipe.bits.tokens).fit
-    with progress("dividing the bits", "steps") as bar:
-        return divide(checkpoint, tokens, **divide_settings(recipe), progress=bar).formats
-
-
-def _rounding_loss(
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    folder: Path,
-    formats: Mapping[str, str],
-    progress: Callable[..., AbstractContextManager[Progress]],
-    notice: Callable[[str], None],
-) -> dict[str, Any]:
-    """What rounding costs. The extra `pack` alone does without, where no part goes below 8 bits."""
-    parts = rounded_parts(checkpoint, part_formats(checkpoint, PackSpec(formats=formats)))
-    if not parts or recipe.quality.rounding_increase == 0:
-        return {}
-    names = sorted({name for names in parts.values() for name in names})
-    if find_spec("torch") is None and all(FORMATS[name].bits >= 8 for name in names):
-        remedy = "pip install 'pi-toolchain[compile]'"
-        notice(f"what rounding to {', '.join(names)} costs is not measured, for that needs torch: {remedy}")
-        return {}
-    from pi_compile.pipeline.rounding_check import RoundingCheck  # noqa: PLC0415
-
-    check = RoundingCheck(checkpoint, recipe, formats, notice, progress)
-    return check.report(lambda: _corpus(checkpoint, recipe, folder, notice).report, None)
-
-
-def _corpus(
-    checkpoint: Checkpoint, recipe: Recipe, folder: Path, notice: Callable[[str], None], fit_tokens: int = 0
-) -> "Streams":
-    from pi_compile.pipeline import stages  # noqa: PLC0415
-
-    window = recipe.profile.window
-    amounts = {"fit_tokens": max(fit_tokens, window), "tune_tokens": max(64, window)}
-    settings = recipe.corpus.model_dump() | amounts
-    return stages.read_corpus(checkpoint, **settings, window=window, folder=folder, notice=notice)
+    return PlainPacking(with_own_head(checkpoint, recipe), recipe, checkpoint.folder, **shown).write(output, layout)
 
 
 def divide_settings(recipe: Recipe) -> dict[str, Any]:

@@ -14,33 +14,37 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from pi_compile.calibration import profiling, quantising
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.eagle3 import PublishedHead, read_head
 from pi_compile.checkpoint.tokenizer_files import TOKENIZER
 from pi_compile.corpus import Streams, source_files
+from pi_compile.errors import ProfileError
 from pi_compile.files import file_digest
 from pi_compile.machine import Machine, find_machine
 from pi_compile.pipeline import stages
-from pi_compile.pipeline.packed import PackRecord
+from pi_compile.pipeline.division import divide
+from pi_compile.pipeline.packed import PackRecord, divide_settings
 from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
 from pi_compile.pipeline.rounding_check import RoundingCheck
 from pi_compile.pipeline.store import WORKERS, Store, code_digest, key_of, token_digest
-from pi_compile.pipeline.stored_stages import StoredStages
 from pi_compile.pipeline.summary import pack_report
-from pi_compile.pipeline.worker_memory import train_settings, worker_memory
 from pi_compile.placement import SECONDS, Placement
 from pi_compile.planning import profile_of_dense
 from pi_compile.recipe import OWN_HEAD, Recipe, read_recipe
-from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights
-from pi_compile.results.built import store_folder
-from pi_compile.training import TrainSpec
+from pi_compile.results import ActivationProfile, Division, PredictorSet, QuantisedWeights
+from pi_compile.results.predictor_set import store_folder
+from pi_compile.training import TrainingWork, TrainSpec
 from pi_compile.training.candidates import searches_for
 from pi_compile.workers import HEARTBEAT, LONE, Rank, Worker, WorkFolder
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.rungs import DENSE
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.console import Progress
+
+Result = TypeVar("Result", Streams, ActivationProfile, PredictorSet, Division, QuantisedWeights)
 
 
 @dataclass
@@ -70,10 +74,6 @@ class Pipeline:
         return Store(store_folder(self.recipe_path), self.worker)
 
     @cached_property
-    def _stages(self) -> StoredStages:
-        return StoredStages(self.store, self.worker, self.notice, self.progress, self.ran)
-
-    @cached_property
     def worker(self) -> Worker:
         """This process among those that work on the recipe."""
         folder = store_folder(self.recipe_path) / WORKERS
@@ -93,6 +93,36 @@ class Pipeline:
             python=sys.version_info[:3],
             code=code_digest("pi_compile.pipeline.pipeline"),
         )
+
+    def _shown(self, title: str, unit: str, stage: Callable[..., Result], key: str) -> Callable[[WorkFolder], Result]:
+        """A stage that shows its progress, and records the key of its inputs."""
+
+        def make(work: WorkFolder) -> Result:
+            with self.progress(title, unit) as bar:
+
+                def progress(done: int, total: int) -> None:
+                    bar(done, total)
+                    self.worker.progress(done, total)
+
+                return stage(scratch=work, inputs=key, notice=self.notice, progress=progress)
+
+        return make
+
+    def _stored(
+        self, name: str, key: str, kind: type[Result], make: Callable[[WorkFolder], Result], *, alone: bool = False
+    ) -> Result:
+        """The stored result of a stage; made and stored where there is none."""
+        result, made = self.store.result(
+            name,
+            key,
+            make=make,
+            save=lambda result, path: result.save(path),
+            load=lambda path: _fresh(kind.load(path), key, path),
+            alone=alone,
+        )
+        if made:
+            self.ran.append(name)
+        return result
 
     @cached_property
     def _text_digests(self) -> list[tuple[str, str]]:
@@ -131,7 +161,7 @@ class Pipeline:
         def make(_work: WorkFolder) -> Streams:
             return stages.read_corpus(self.checkpoint, folder=self.folder, **settings, notice=self.notice)
 
-        return self._stages.get("corpus", key, Streams, make, alone=True)
+        return self._stored("corpus", key, Streams, make, alone=True)
 
     @cached_property
     def profile(self) -> ActivationProfile:
@@ -145,9 +175,7 @@ class Pipeline:
             code=code_digest("pi_compile.calibration.profiling"),
         )
         counting = partial(stages.profile, self.checkpoint, fit, **settings, device=self.device)
-        return self._stages.get(
-            "profile", key, ActivationProfile, self._stages.shown("profiling", "shards", counting, key)
-        )
+        return self._stored("profile", key, ActivationProfile, self._shown("profiling", "shards", counting, key))
 
     @cached_property
     def trained(self) -> PredictorSet:
@@ -170,7 +198,7 @@ class Pipeline:
             tokens=tokens,
             device=self.device,
         )
-        return self._stages.get("train", key, PredictorSet, self._stages.shown("training", "steps", training, key))
+        return self._stored("train", key, PredictorSet, self._shown("training", "steps", training, key))
 
     @property
     def _train_spec(self) -> TrainSpec:
@@ -179,7 +207,19 @@ class Pipeline:
     @cached_property
     def formats(self) -> Mapping[str, str]:
         """Number formats: of each part as the recipe says, or of each matrix where it has a budget of bits."""
-        return self._stages.formats(self.checkpoint, self.recipe, lambda: self.streams.fit)
+        recipe = self.recipe
+        if not recipe.bits.tokens:
+            return recipe.pack.model_dump()
+        settings, tokens = divide_settings(recipe), self.streams.fit[: recipe.bits.tokens]
+        digest, code = self.checkpoint.digest(), code_digest("pi_compile.pipeline.division")
+        key = key_of(checkpoint=digest, text=token_digest(tokens), settings=settings, code=code)
+
+        def make(_work: WorkFolder) -> Division:
+            with self.progress("dividing the bits", "steps") as bar:
+                return divide(self.checkpoint, tokens, **settings, inputs=key, progress=bar)
+
+        found = self._stored("divide", key, Division, make, alone=True)
+        return {**found.formats, "predictor": recipe.pack.predictor}
 
     @cached_property
     def quantised(self) -> QuantisedWeights | None:
@@ -196,8 +236,8 @@ class Pipeline:
             code=code_digest("pi_compile.calibration.quantising.stage"),
         )
         rounding = partial(stages.quantise, self.checkpoint, tokens, **settings, formats=formats, device=self.device)
-        shown = self._stages.shown("quantising", "steps", rounding, key)
-        return self._stages.get("quantise", key, QuantisedWeights, shown)
+        shown = self._shown("quantising", "steps", rounding, key)
+        return self._stored("quantise", key, QuantisedWeights, shown)
 
     @cached_property
     def guess(self) -> PublishedHead | None:
@@ -299,3 +339,42 @@ class Pipeline:
 
         self.ran.append("pack")
         return record.made_by(write, self.worker)
+
+
+def train_settings(recipe: Recipe) -> dict[str, Any]:
+    """Keywords of `stages.train_spec` that a recipe has."""
+    return {
+        **recipe.train.model_dump(exclude={"tokens"}),
+        "perplexity_increase": recipe.quality.perplexity_increase,
+        "window": recipe.profile.window,
+        "threads": recipe.profile.threads,
+        "formats": recipe.pack.model_dump(),
+    }
+
+
+def worker_memory(recipe: Recipe, d: Decoder, spec: TrainSpec) -> int:
+    """About the memory of one worker in the stage that takes most."""
+    profile, corpus = recipe.profile, recipe.corpus
+    counting = profiling.ProfileSpec(
+        window=profile.window, batch=profile.batch, layers_at_once=profile.layers_at_once or None
+    )
+    tokens = (recipe.train.tokens, corpus.tune_tokens, corpus.report_tokens)
+    rounding = quantising.QuantiseSpec(window=profile.window, batch=profile.batch, formats={})
+    return max(
+        profiling.memory_bytes(d, counting),
+        quantising.memory_bytes(d, rounding) if recipe.quantise.tokens else 0,
+        TrainingWork.of(d, spec, 0.3, *tokens).memory_bytes,
+    )
+
+
+def _fresh(result: Result, key: str, path: Path) -> Result:
+    """The stored result, checked to be made from the current inputs: somebody may have copied it."""
+    found = key if isinstance(result, Streams) else result.inputs
+    if found != key:
+        raise ProfileError(
+            f"{path}: stale, or of another model",
+            expected=f"made from inputs {key[:16]}…",
+            found=f"{found[:16]}…",
+            remedy="delete it, and it is made again",
+        )
+    return result

@@ -17,9 +17,8 @@ from pi_compile.calibration import quantising
 from pi_compile.calibration.quantising import RoundingLoss, coarse
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.errors import CheckpointError
-from pi_compile.packing import PackSpec, part_formats
+from pi_compile.packing import PackSpec, part_formats, rounded_parts, specs_of
 from pi_compile.pipeline.division import divide
-from pi_compile.pipeline.rounded import rounded_parts, specs_of
 from pi_compile.recipe import Recipe
 from pi_compile.results import QuantisedWeights
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS

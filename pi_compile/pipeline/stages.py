@@ -73,7 +73,7 @@ def read_corpus(
     spec = CorpusSpec(text=tuple(map(str, text)), report=tuple(map(str, report)), field=field, **amounts)
     tokenizer = tokenizers.Tokenizer.from_buffer(checkpoint.text_files.files[TOKENIZER])
     tokenizer.no_truncation()
-    return read_streams(spec, folder or Path(), tokenizer, min(window, checkpoint.decoder.context_length), notice)
+    return read_streams(spec, folder or Path(), tokenizer, checkpoint.decoder.within_context(window), notice)
 
 
 def profile(

@@ -6,7 +6,7 @@ from typing import Any
 
 from pi_compile.pipeline.store import WORKERS
 from pi_compile.recipe import read_recipe
-from pi_compile.results.built import store_folder
+from pi_compile.results.predictor_set import store_folder
 from pi_compile.workers import HEARTBEAT, PATIENCE, failures_in, silence, workers_in
 
 STAGES = ("corpus", "profile", "train", "divide", "quantise", "pack")

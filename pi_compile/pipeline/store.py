@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 import pi_runtime
+from pi_compile import files
 from pi_compile.checkpoint.families import registry
-from pi_compile.files import shared
 from pi_compile.workers import StageDoneError, Worker, WorkFolder
 
 Result = TypeVar("Result")
@@ -150,7 +150,7 @@ class Store:
         that has no tasks is made by one worker `alone`.
         """
         path = self.folder / f"{stage}-{key[:16]}{suffix}"
-        if shared.exists(path) or self._link(path):
+        if files.exists(path) or self._link(path):
             self.clear(stage, key)  # a kill after saving left it
             return load(path), False
 
@@ -160,7 +160,7 @@ class Store:
 
         self.share(stage, key, work, path.exists)
         for older in self._of_other_keys(path):
-            shared.remove(older)
+            files.remove(older)
         return load(path), True
 
     def _link(self, path: Path) -> bool:
@@ -168,7 +168,7 @@ class Store:
 
         It becomes this recipe's too. Where the file system has no links, it is made again.
         """
-        for other in shared.names_in(self.folder.parent):
+        for other in files.names_in(self.folder.parent):
             with suppress(OSError):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 os.link(self.folder.parent / other / path.name, path)
@@ -180,7 +180,7 @@ class Store:
         folder = self.folder / f"{stage}-{key[:16]}.work"
         for other in self._of_other_keys(folder):  # no longer of use, and may be large
             shutil.rmtree(other, ignore_errors=True)
-        shared.tried_again(folder.mkdir)(parents=True, exist_ok=True)
+        files.tried_again(folder.mkdir)(parents=True, exist_ok=True)
         self.worker.at(stage=stage)
         self.worker.call_help()
         try:
@@ -202,5 +202,5 @@ class Store:
         if self.worker.strangers():
             return []
         begins = path.name.partition("-")[0] + "-"
-        names = (name for name in shared.names_in(self.folder) if name.startswith(begins))
+        names = (name for name in files.names_in(self.folder) if name.startswith(begins))
         return [self.folder / name for name in names if name.endswith(path.suffix) and name != path.name]

@@ -9,11 +9,11 @@ from pi_compile.planning.forecast import (
     compare,
     on_usable_machine,
     plan,
+    prefill_tokens_per_s,
     problem_of,
     profile_of_dense,
     published_profile,
     ram_budgets,
 )
 from pi_compile.planning.model_config import PlannedModel, find_planned
-from pi_compile.planning.prefill_time import prefill_tokens_per_s
-from pi_compile.results.built import built_activations
+from pi_compile.results.predictor_set import built_activations

@@ -1,27 +1,40 @@
-"""Plan: how a machine would run a model, from the model's config alone. No weights, no torch."""
+"""Plan: how a machine would run a model, from the model's config alone. No weights, no torch.
+
+A prompt is read dense, in blocks of tokens, each part on the processor that holds it. For a block of T tokens a part
+takes the longer of reading its weights once and computing with them,
+
+    max( bytes ÷ rate ,  2 T · weights ÷ operations a second )
+
+and the two sides of an FFN overlap as in decoding. A processor without a rate of operations is taken to be bound by
+memory. Rows on disk are read once for a block, in large reads, while others are computed; such a run has larger blocks
+where its budget has room for them. Hand-overs carry T residuals. The head is left out, because it is computed for the
+last token only. Keys and values are left out, because they are few.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pi_compile.cost_model import GPU, PICO, Workload
+from pi_compile.cost_model import CPU, GPU, PICO, RowChoice, Workload, interconnect_of
 from pi_compile.errors import ProfileError
-from pi_compile.machine import Machine
-from pi_compile.placement import Placement, Problem, all_cpu, place, ram_ladder
+from pi_compile.machine import Machine, to_units
+from pi_compile.placement import Assignment, Placement, Problem, all_cpu, place, ram_ladder
+from pi_compile.placement.three_tiers import ThreeTiers
 from pi_compile.planning.activation_curves import TOKENS, curve_counts, find_curve
 from pi_compile.planning.baselines import Baselines
 from pi_compile.planning.model_config import PlannedModel
-from pi_compile.planning.prefill_time import prefill_tokens_per_s
 from pi_compile.results import ActivationProfile, Counts
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.features import lacking_on_gpu
+from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.rows import PROCESS_NBYTES
 from pi_runtime.artifact.rungs import RUNGS
-from pi_runtime.artifact.sizes import active_parameters, parameters
+from pi_runtime.artifact.sizes import active_parameters, array_specs, parameters
 from pi_runtime.errors import DoesNotFitError, Setting, UsageError
 
 AROUND = (-25, 0, 25)
@@ -252,3 +265,49 @@ def compare(specs: Sequence[PlanSpec]) -> dict[str, Any]:
             budgets = {"vram_bytes": spec.vram, "ram_bytes": spec.ram}
             found.append({"machine": spec.machine.name, "fits": False, **budgets, "why": error.what})
     return {"machines": found}
+
+
+def prefill_tokens_per_s(problem: Problem, p: Placement) -> float:
+    """Tokens a second of a long prompt with this placement."""
+    tokens = BLOCK_TOKENS
+    if p.rows and problem.rows is not None:
+        tokens = ThreeTiers(problem, problem.rows, p.vram).block_tokens(p.ram - PROCESS_NBYTES)
+    return tokens / (block_ps(problem, p.assignment, tokens, p.rows) / PICO)
+
+
+def block_ps(problem: Problem, a: Assignment, tokens: int, rows: Sequence[RowChoice] = ()) -> int:
+    """Picoseconds of one block of tokens through all layers."""
+    work, machine, processors = problem.work, problem.machine, problem.costs.processors
+    interconnect, parts = interconnect_of(machine), work.parts
+    sections = (machine.cpu, machine.gpu)
+    operations = [to_units(s.products_gflop_per_s, 10**9) if s and s.products_gflop_per_s else None for s in sections]
+    weights = _weights(work)
+
+    def part_ps(side: int, nbytes: int, count: int, part: str) -> int:
+        rate = operations[side]
+        computing = -(-2 * tokens * count * PICO // rate) if rate else 0
+        return processors[side].launch_ps + max(processors[side].ps(nbytes, work.formats[part]), computing)
+
+    handover = interconnect.ps(4 * work.decoder.d_model * tokens) if interconnect else 0
+    total, before = 0, a.embedding
+    for n, (side, cut) in enumerate(zip(a.sides, a.cuts, strict=True)):
+        cold = work.decoder.neurons - cut
+        attention = part_ps(side, parts.attention, weights["attention"], "attention")
+        hot_ps = part_ps(GPU, cut * parts.neuron, work.of_routed_experts(cut * weights["neuron"]), "ffn") if cut else 0
+        cold_ps = (
+            part_ps(CPU, cold * parts.neuron, work.of_routed_experts(cold * weights["neuron"]), "ffn") if cold else 0
+        )
+        if rows and problem.rows is not None:
+            cold_ps = max(cold_ps, problem.rows.reads.range_ps(problem.rows.on_disk(n, cold, rows[n])))
+        split = cut != (0 if side == CPU else work.decoder.neurons)
+        total += attention + max(hot_ps, cold_ps) + (2 * handover if split else 0) + (handover if side != before else 0)
+        before = side
+    return total
+
+
+def _weights(work: Workload) -> dict[str, int]:
+    """Number of weights in one layer's attention, and in one neuron."""
+    specs = array_specs(work.decoder, work.formats, [None], profiled=False)
+    names = ("layers/0/attention/qkv", "layers/0/attention/out")
+    neuron = sum(prod(specs[f"layers/0/ffn/{name}"].shape) for name in ("first", "rest")) // work.decoder.neurons
+    return {"attention": sum(prod(specs[name].shape) for name in names), "neuron": neuron}

@@ -5,19 +5,18 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 
-from pi_compile.checkpoint.config import Config
+from pi_compile.checkpoint.config import Config, is_gguf, read_json
 from pi_compile.checkpoint.families.registry import decoder_of
-from pi_compile.checkpoint.gguf_magic import is_gguf
-from pi_compile.checkpoint.json_file import read_json
 from pi_compile.checkpoint.part_formats import AUTO, KEEP
 from pi_compile.errors import CheckpointError, ProfileError, nearest
 from pi_compile.files import bundled_folder, parse_toml
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.errors import Setting, UsageError
 
 _CONFIG = "config.json"
-_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_DTYPES = {f.number: f.name for f in FORMATS.values() if f.number}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,20 @@ from markupsafe import Markup
 from pi_compile.cost_model import CPU
 from pi_compile.report.drawing import COLOURS
 from pi_compile.report.explanation import Budget, Explanation, busy, tokens_per_s
-from pi_compile.report.layer_figures import balance_figure, curve_figure, cut_figure, layer_figure, rank_figure
+from pi_compile.report.figures import (
+    PARTS_SHOWN,
+    balance_figure,
+    budget_figure,
+    curve_figure,
+    cut_figure,
+    layer_figure,
+    memory_figure,
+    ram_figure,
+    rank_figure,
+    token_figure,
+    word,
+)
 from pi_compile.report.quantities import NBSP, digits, duration, duration_unit, memory, percent, span
-from pi_compile.report.token_figures import PARTS_SHOWN, budget_figure, memory_figure, ram_figure, token_figure, word
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.sizes import parameters
 

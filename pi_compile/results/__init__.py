@@ -11,8 +11,7 @@ from pi_compile.results.activation_profile import (
     ActivationProfile,
     Counts,
     LayerWork,
+    order_neurons,
 )
-from pi_compile.results.division import Division
-from pi_compile.results.neuron_order import order_neurons
 from pi_compile.results.predictor_set import LayerRow, Matrices, PredictorSet, PredictorsOnDisk
-from pi_compile.results.quantised_weights import QuantisedWeights, Stored, read_stored, stored_entries
+from pi_compile.results.quantised_weights import Division, QuantisedWeights, Stored, read_stored, stored_entries

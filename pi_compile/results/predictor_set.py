@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_compile.files import check_arrays, contents, read_arrays, write_array_stream
-from pi_compile.results.activation_profile import MILLION, ActivationProfile, Counts, LayerWork
-from pi_compile.results.neuron_order import order_neurons
+from pi_compile.results.activation_profile import MILLION, ActivationProfile, Counts, LayerWork, order_neurons
 from pi_runtime.artifact.schema import Layer
 
 Floats = npt.NDArray[np.float32]
@@ -187,3 +186,30 @@ class PredictorSet:
 def _names(n: int) -> tuple[str, str, str]:
     """Names of the arrays of layer n's predictor."""
     return f"down-{n}", f"up-{n}", f"bias-{n}"
+
+
+STORE = ".pi-build"
+"""Folder beside the recipe that holds every recipe's intermediate results."""
+
+
+def store_folder(recipe: Path) -> Path:
+    """The folder of a recipe's intermediate results."""
+    return recipe.resolve().parent / STORE / recipe.stem
+
+
+def built_activations(recipe: Path) -> ActivationProfile | None:
+    """The profile that the last build of a recipe left, with what it trained; None where there is none.
+
+    The checkpoint is not read, so a change of it since then is not seen.
+    """
+    profile, trained = (_newest(store_folder(recipe), stage) for stage in ("profile", "train"))
+    if profile is None:
+        return None
+    found = ActivationProfile.load(profile)
+    if trained is not None:
+        found = PredictorSet.load(trained).refine(found)
+    return replace(found, source=f"measured by the last build of {recipe.name} on {found.tokens:,} tokens")
+
+
+def _newest(folder: Path, stage: str) -> Path | None:
+    return max(folder.glob(f"{stage}-*.npz"), key=lambda path: path.stat().st_mtime, default=None)

@@ -1,4 +1,4 @@
-"""The folder that comes out: the model as transformers saves it, in the form that says what it computes.
+"""The folder that comes out: the model as transformers saves it, in the form that says what it computes; with its card.
 
 A form is never one that stock transformers would load and compute otherwise. Where it has no such activation, it is the
 published form where that holds the architecture, else `hidden_act` has a name that transformers does not know.
@@ -8,6 +8,7 @@ Shape letters: W tokens, V words.
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
-from pi_compile.checkpoint.folder import TOKENIZER_FILES
-from pi_compile.checkpoint.json_file import read_json
+from pi_compile.checkpoint.config import read_json
+from pi_compile.checkpoint.folder import CLIENT_ERROR, TOKENIZER_FILES
 from pi_compile.errors import CheckpointError
 from pi_compile.files import library_writes
 from pi_compile.sparsification.activation import Activation
 from pi_compile.torch_model import decoder as torch_decoder
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.errors import Setting, UsageError, write_error
+from pi_runtime.errors import InputError, Setting, UsageError, write_error
 
 Tensor = torch.Tensor
 RECORD = "sparsify.json"
@@ -177,3 +180,87 @@ def _unlike(folder: Path, expected: str, found: str) -> CheckpointError:
         found=found,
         remedy="report it with the recipe and the model's config.json; the checkpoints are kept",
     )
+
+
+_LICENSE = re.compile(r"^license:\s*(\S+)\s*$", re.MULTILINE)
+_FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
+
+
+def license_of(base: Path) -> str:
+    """The licence that the card of the base model names; `unknown` where it names none."""
+    card = base / "README.md"
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    front = _FRONT_MATTER.match(text)
+    found = _LICENSE.search(front[1]) if front else None
+    return found[1] if found else "unknown"
+
+
+def model_card(record: dict[str, Any], base: Path) -> str:
+    """The card, from the record of a run and the folder of its base model."""
+    perplexity, recipe = record["perplexity"], record["recipe"]
+    control = perplexity["control"]
+    against = "the base model" if control is None else "the control"
+    low, high = record["interval"] or (None, None)
+    spread = "" if low is None else f" (95 % interval over windows: {low:+.2%} to {high:+.2%})"
+    of_control = "–" if control is None else f"{control:.3f}"
+    rows = "\n".join(
+        f"| {n} | {sparsity:.1%} | {dead:.1%} |"
+        for n, (sparsity, dead) in enumerate(zip(record["sparsity_by_layer"], record["dead_by_layer"], strict=True))
+    )
+    threshold = f" with threshold {record['threshold']:g}" if record["threshold"] else ""
+    form = "" if record["stock"] else f"\n**Note**: {record['form']}.\n"
+    return f"""---
+license: {license_of(base)}
+base_model: {recipe["model"]["path"]}
+tags: [sparse, {record["activation"]}]
+---
+
+# {Path(recipe["model"]["path"]).name}, made sparse
+
+The FFNs of {recipe["model"]["path"]} with the activation {record["activation"]}{threshold}, trained on for
+{record["tokens"]:,} tokens ({record["steps"]:,} steps, {record["seconds"] / 60:.1f} minutes). Made by
+`pi-compile sparsify`; `pi-compile init` and `build` make an artifact of it.
+{form}
+| | |
+| --- | --- |
+| sparsity, mean over layers | {record["sparsity"]:.1%} |
+| neurons that never fired in {record["held_out"]["tokens"]:,} tokens | {record["dead"]:.1%} |
+| perplexity of the base model | {perplexity["base"]:.3f} |
+| perplexity of this model | {perplexity["model"]:.3f} |
+| perplexity of the control: the base model, trained on the same tokens | {of_control} |
+| perplexity against {against} | {record["perplexity_increase"]:+.2%}{spread} |
+
+All figures are of the held-out text, {record["held_out"]["windows"]:,} windows that were not trained on.
+
+| layer | sparsity | never fired |
+| --- | --- | --- |
+{rows}
+
+Recipe: `SPARSIFY.toml`. Everything as plain values, with the hashes of the text: `sparsify.json`. Curves:
+`training.html`.
+"""
+
+
+def check_login(repository: str) -> None:
+    """Check before a training that its result can be uploaded. Raises InputError where the hub knows nobody."""
+    with _faults(repository, "hf auth login, or set HF_TOKEN"):
+        HfApi().whoami()
+
+
+def push(folder: Path, repository: str) -> str:
+    """Upload a folder with its card to a repository, private if it is new; return its address. Raises InputError."""
+    with _faults(repository, f"{folder} is whole: hf upload {repository} {folder}"):
+        api = HfApi()
+        found = api.create_repo(repository, private=True, exist_ok=True)
+        message = "Made sparse by pi-compile sparsify"
+        api.upload_folder(repo_id=found.repo_id, folder_path=folder, commit_message=message)
+    return str(found)
+
+
+@contextmanager
+def _faults(repository: str, remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, HFValidationError, CLIENT_ERROR) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise InputError(f"{repository}: the hub does not take it", found=reason, remedy=remedy) from None

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
+from pi_compile.checkpoint.config import read_json
 from pi_compile.checkpoint.folder import ADAPTER_FILE
-from pi_compile.checkpoint.json_file import read_json
 from pi_compile.checkpoint.tokenizer_files import TOKENIZER
 from pi_compile.errors import CheckpointError
 from pi_compile.evaluation.reference import stock_model

@@ -8,10 +8,9 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from pi_compile.report.drawing import colour, count_axis, figure, log_axis, png
-from pi_compile.report.layer_figures import layer_colours, layer_legend
+from pi_compile.report.figures import Chart, layer_colours, layer_legend
 from pi_compile.report.page import rendered
 from pi_compile.report.quantities import digits, percent
-from pi_compile.report.token_figures import Chart
 from pi_compile.sparsification.recipe import SparsifyRecipe
 from pi_compile.sparsification.schedule import learning_rate
 from pi_compile.sparsification.training import Point

@@ -11,35 +11,85 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.errors import TrainingError
+from pi_compile.evaluation.window_scores import increase_interval
 from pi_compile.files import json_digest, write_text
 from pi_compile.sparsification import export, trackers
 from pi_compile.sparsification.activation import Activation, FfnActivity
-from pi_compile.sparsification.arm import Arm, read_arm, run_record
-from pi_compile.sparsification.card import model_card
-from pi_compile.sparsification.checkpoints import Checkpoints
-from pi_compile.sparsification.continuing import CONTROL, IDENTITY, MODEL, Start, keep, kept_of, start_from
+from pi_compile.sparsification.checkpoints import (
+    CONTROL,
+    IDENTITY,
+    MODEL,
+    Checkpoints,
+    Start,
+    keep,
+    kept_of,
+    start_from,
+)
 from pi_compile.sparsification.data import EvaluationText, Packing, open_mixture, read_evaluation_text, source_digests
 from pi_compile.sparsification.estimate import check_room, estimate
 from pi_compile.sparsification.evaluation import Evaluation, evaluate
+from pi_compile.sparsification.export import model_card
 from pi_compile.sparsification.model import add_constants, load_model, open_base, packing_of
 from pi_compile.sparsification.page import curves_charts, curves_page, curves_table, pictures
 from pi_compile.sparsification.recipe import SparsifyRecipe, read_sparsify_recipe
-from pi_compile.sparsification.training import Base, Training, Watch
+from pi_compile.sparsification.training import Base, Point, Trained, Training, Watch
 from pi_compile.workers import StageDoneError, Worker, WorkFolder
 from pi_runtime.errors import Setting, UsageError
 
 _CHECKED = 64
 """Tokens on which the folder is compared with the trained model."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A training and what came of it: the model, or the control."""
+
+    trained: Trained
+    losses_N: np.ndarray[Any, Any]
+    """Loss in each window of the held-out text."""
+    facts: dict[str, Any]
+
+    def to_json(self) -> str:
+        """The text that `read_arm` takes."""
+        return json.dumps({**asdict(self), "losses_N": self.losses_N.tolist()})
+
+
+def read_arm(path: Path) -> Arm:
+    """The training that a file keeps."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    trained = found["trained"]
+    trained["points"] = [Point(**point) for point in trained["points"]]
+    return Arm(Trained(**trained), np.array(found["losses_N"]), found["facts"])
+
+
+def run_record(recipe: SparsifyRecipe, base: Evaluation, model: Arm, control: Arm | None) -> dict[str, Any]:
+    """What came of a run, as the folder's record says it."""
+    against = base.losses_N if control is None else control.losses_N
+    interval = increase_interval(model.losses_N, against)
+    facts, trained = model.facts, model.trained
+    return {
+        "activation": recipe.target.activation,
+        "perplexity": {
+            "base": base.perplexity,
+            "model": facts["perplexity"],
+            "control": None if control is None else control.facts["perplexity"],
+        },
+        "perplexity_increase": float(np.expm1(model.losses_N.mean() - against.mean())),
+        "interval": None if interval is None else list(interval),
+        **{name: value for name, value in facts.items() if name != "perplexity"},
+        **{name: getattr(trained, name) for name in ("steps", "ended", "schedule", "tokens", "seconds")},
+    }
 
 
 def sparsify(

@@ -1,10 +1,13 @@
 """The model in torch, block by block, for profiling and training.
 
-It computes what `pi_runtime.kernels.reference` defines, on the CPU or a GPU.
+It computes what the definition in NumPy does (`pi_runtime/kernels/reference.py`), on the CPU or a GPU.
 """
 
+from pi_compile.torch_model.decoder import ResidentLayers, computing_with
 from pi_compile.torch_model.predictor import (
+    DENSE,
     Predictor,
+    SparseFfn,
     WarmStarts,
     energy,
     initial_rank,
@@ -12,8 +15,6 @@ from pi_compile.torch_model.predictor import (
     second_moment,
     train,
 )
-from pi_compile.torch_model.resident_layers import ResidentLayers, computing_with
-from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
 from pi_compile.torch_model.throughput import (
     PROCESS_BYTES,
     Estimate,

@@ -26,9 +26,8 @@ import torch
 
 from pi_compile.files import read_arrays, write_arrays
 from pi_compile.torch_model import ResidentLayers, WarmStarts
-from pi_compile.training.candidates import MORE_RANKS, Arrays, Candidate, Ladder, initial_ranks
+from pi_compile.training.candidates import MORE_RANKS, Arrays, Candidate, Ladder, TrainSpec, initial_ranks
 from pi_compile.training.samples import PushedText
-from pi_compile.training.spec import TrainSpec
 from pi_runtime.artifact.decoder import Decoder
 
 

@@ -22,13 +22,10 @@ from pi_compile.files import json_digest
 from pi_compile.results import ActivationProfile, Matrices, PredictorSet, PredictorsOnDisk
 from pi_compile.torch_model import ResidentLayers, SparseFfn, computing_with
 from pi_compile.torch_model import decoder as td
-from pi_compile.training.candidates import Candidate, searches_for
+from pi_compile.training.candidates import TUNE_FRACTIONS, Candidate, TrainSpec, searches_for
 from pi_compile.training.layer_search import LayerSearch
-from pi_compile.training.layer_sums import LayerSums
-from pi_compile.training.quality import MeasuredText, Quality
-from pi_compile.training.rung_choice import RungChoice, choose_rungs, not_met
-from pi_compile.training.samples import PushedText
-from pi_compile.training.spec import TUNE_FRACTIONS, TrainSpec
+from pi_compile.training.rung_choice import MeasuredText, Quality, RungChoice, choose_rungs, not_met
+from pi_compile.training.samples import LayerSums, PushedText
 from pi_compile.training.work_estimate import ProgressMeter, TrainingWork
 from pi_compile.workers import WorkFolder
 from pi_runtime.artifact.rungs import RUNGS, Rung
@@ -122,7 +119,7 @@ class _Training:
         return FfnBytes(self.checkpoint.decoder, self.spec.ffn_format, predictor_format)
 
     def windows(self, tokens: Tokens) -> torch.Tensor:
-        return td.windows(tokens, min(self.spec.window, self.checkpoint.decoder.context_length))
+        return td.windows(tokens, self.checkpoint.decoder.within_context(self.spec.window))
 
     # Layer by layer.
 

@@ -12,10 +12,9 @@ from pi_compile.torch_model import (
     layer_parameters,
     values_per_s,
 )
-from pi_compile.training.candidates import MORE_RANKS, Search, initial_ranks, searches_for
+from pi_compile.training.candidates import MORE_RANKS, Search, TrainSpec, initial_ranks, searches_for
 from pi_compile.training.rung_choice import PASSES
 from pi_compile.training.samples import BATCH, CHUNK, NEURON_VALUES
-from pi_compile.training.spec import TrainSpec
 from pi_runtime.artifact.decoder import Decoder
 
 STEP_PASSES, SCORE_PASSES, MODEL_PASSES = 30, 20, 10
@@ -91,7 +90,8 @@ class TrainingWork:
     @property
     def memory_bytes(self) -> int:
         """Memory of one worker in the largest part: a layer's search, or a pass through the model."""
-        d, rows = self.d, BATCH * self.spec.window
+        d, window = self.d, self.d.within_context(self.spec.window)
+        rows = BATCH * window
         ranks = max(*self.ranks, *self.further()) if self.splits else sum(self.ranks)
         search = (
             10 * max(NEURON_VALUES, self.spec.batch * d.neurons)
@@ -103,7 +103,7 @@ class TrainingWork:
         one_pass = (
             2 * d.vocab_size * d.d_model
             + 6 * rows * d.vocab_size
-            + max(8 * rows * d.neurons, rows * activation_values(d, self.spec.window))
+            + max(8 * rows * d.neurons, rows * activation_values(d, window))
             + max(self.tune, self.report) * d.d_model
             + 3 * max(self.ranks, default=0) * (d.d_model + d.neurons)
         )

@@ -4,6 +4,5 @@ Workers know nothing of each other but files: no server, no lock, no clock is sh
 users.
 """
 
-from pi_compile.workers.rank import LONE, Rank, rank_of
 from pi_compile.workers.tasks import StageDoneError, WorkFolder, failures_in, work_folder
-from pi_compile.workers.worker import HEARTBEAT, PATIENCE, Worker, silence, workers_in
+from pi_compile.workers.worker import HEARTBEAT, LONE, PATIENCE, Rank, Worker, rank_of, silence, workers_in

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import resource_tracker
 
-from pi_compile.workers.rank import Rank
+from pi_compile.workers.worker import Rank
 
 LEAVING = 1.0
 """Seconds that the others have to leave by themselves when all is done."""

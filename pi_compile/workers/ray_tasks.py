@@ -14,8 +14,7 @@ from typing import Any
 
 import ray
 
-from pi_compile.workers.rank import Rank
-from pi_compile.workers.worker import Worker
+from pi_compile.workers.worker import Rank, Worker
 from pi_runtime.errors import DoesNotFitError, Setting, UsageError
 
 KNOCK = 10.0

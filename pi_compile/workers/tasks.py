@@ -21,8 +21,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from pi_compile import files
 from pi_compile.errors import TaskFailedError
-from pi_compile.files import shared, write_text
+from pi_compile.files import write_text
 from pi_compile.workers.worker import PATIENCE, Worker
 from pi_runtime.errors import PiError, UsageError
 from pi_runtime.errors.exit_codes import code_and_message
@@ -52,7 +53,7 @@ class _Listing:
     @classmethod
     def of(cls, folder: Path) -> "_Listing":
         found = cls()
-        for name in shared.names_in(folder):  # none if the stage is finished, and its folder removed
+        for name in files.names_in(folder):  # none if the stage is finished, and its folder removed
             task, _, rest = name.rpartition(".")
             kind, _, number = rest.partition("-")
             if kind == _CLAIM and number.isdecimal():
@@ -134,9 +135,9 @@ class WorkFolder:
 
     def _give_up(self, *claims: Path) -> None:
         """Remove claims, the last of which is this worker's, unless others took it for ended and claimed anew."""
-        if shared.read(claims[-1]) == self.worker.name:
+        if files.read(claims[-1]) == self.worker.name:
             for claim in claims:
-                shared.remove(claim)
+                files.remove(claim)
 
     def _run(
         self,
@@ -168,8 +169,8 @@ class WorkFolder:
 
     def _check_finished(self) -> None:
         """Raise StageDoneError if the stage is finished, UsageError if its folder was removed before that."""
-        gone = not shared.exists(self.path)  # looked at first: who finishes the stage removes the folder afterwards
-        if shared.tried_again(self.finished)():
+        gone = not files.exists(self.path)  # looked at first: who finishes the stage removes the folder afterwards
+        if files.tried_again(self.finished)():
             raise StageDoneError
         if gone:
             raise UsageError(
@@ -196,10 +197,10 @@ class WorkFolder:
         if latest is not None and latest not in failed and self._held(self._path(name, latest), or_sleeps):
             return None
         claim = self._path(name, max((*claims, *failed), default=-1) + 1)
-        if not shared.make(claim, self.worker.name):  # another was quicker, or the stage is finished
+        if not files.make(claim, self.worker.name):  # another was quicker, or the stage is finished
             return None
-        if shared.exists(self.path / name):  # done since the listing
-            shared.remove(claim)
+        if files.exists(self.path / name):  # done since the listing
+            files.remove(claim)
             return None
         return claim
 
@@ -208,7 +209,7 @@ class WorkFolder:
 
     def _held(self, claim: Path, or_sleeps: bool) -> bool:
         # Read anew each time: a claim that was given up may be made again under the same name.
-        holder = shared.read(claim)
+        holder = files.read(claim)
         if holder is None:
             return True  # given up since the listing: the next one tells more
         if not holder:  # made just now, or by a worker that ended at that moment
@@ -222,14 +223,14 @@ class WorkFolder:
             self._made.update(taken)
         except Exception as error:
             # A worker that was stopped may find that others have done the task, and cleared away what it needs.
-            others_did = all(shared.exists(self.path / name) for name in taken)
-            if not others_did and not shared.tried_again(self.finished)():
+            others_did = all(files.exists(self.path / name) for name in taken)
+            if not others_did and not files.tried_again(self.finished)():
                 self._failed(taken, error)
         finally:
             self.worker.at(task="")
             for claim in taken.values():
                 with suppress(OSError):
-                    shared.remove(claim)
+                    files.remove(claim)
 
     def _failed(self, taken: Mapping[str, Path], error: Exception) -> None:
         """Record a failure. Raises the error where trying again is of no use."""
@@ -278,7 +279,7 @@ def read_failure(path: Path) -> dict[str, Any]:
     """The record of a failure."""
     record = {"worker": "", "final": False, "exit_code": 1, "message": "", "log": ""}
     try:
-        return {**record, **json.loads(shared.read(path) or "")}
+        return {**record, **json.loads(files.read(path) or "")}
     except (ValueError, TypeError):
         return record
 

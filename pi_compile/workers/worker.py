@@ -23,8 +23,48 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from pi_compile.files import shared
-from pi_compile.workers.rank import LONE, Rank
+from pi_compile import files
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One worker of `world`. Tasks are claimed by whoever is free: the number only says who reports and which GPU."""
+
+    rank: int = 0
+    world: int = 1
+    local: int = 0
+    """Number among the workers of the same machine."""
+    launcher: str = ""
+    """torchrun, slurm, ray or local; empty for a process that was started by hand."""
+    watches: bool = False
+    """Whether it claims no tasks, and only waits for the others."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether it shows the progress and the result of all."""
+        return self.rank == 0
+
+
+LONE = Rank()
+
+
+def rank_of(environment: Mapping[str, str] = os.environ) -> Rank:
+    """The rank that torchrun or Slurm gave this process; `LONE` where neither started it."""
+
+    def number(name: str, default: int = 0) -> int:
+        value = environment.get(name, "")
+        return int(value) if value.isdecimal() else default
+
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return Rank(number("RANK"), number("WORLD_SIZE", 1), number("LOCAL_RANK"), "torchrun")
+    if "SLURM_PROCID" in environment or "SLURM_ARRAY_TASK_ID" in environment:
+        # An array of jobs, each of which may have several processes.
+        job = number("SLURM_ARRAY_TASK_ID") - number("SLURM_ARRAY_TASK_MIN")
+        processes = number("SLURM_NTASKS", 1)
+        world = number("SLURM_ARRAY_TASK_COUNT", 1) * processes
+        return Rank(job * processes + number("SLURM_PROCID"), world, number("SLURM_LOCALID"), "slurm")
+    return LONE
+
 
 PROC = Path("/proc")
 _STATE, _STARTED = 0, 19
@@ -126,14 +166,14 @@ class Worker:
         self._leaving.set()
         self._thread.join()
         with suppress(OSError):
-            shared.remove(self._path(self.name))
+            files.remove(self._path(self.name))
             self._remove_ended()
 
     def _remove_ended(self) -> None:
         """Remove the files of processes of this machine that could not do it themselves."""
         for other in workers_in(self.folder):
             if lives_here(other) is False:
-                shared.remove(self._path(other["name"]))
+                files.remove(self._path(other["name"]))
 
     def at(self, *, stage: str | None = None, task: str | None = None) -> None:
         """Say what this worker does now; others see it at the next heartbeat."""
@@ -160,7 +200,7 @@ class Worker:
         if shown is None or here is False or (here and or_sleeps):
             return bool(here)
         if self.unchanged(name, shown.get("beat"), PATIENCE * float(shown.get("heartbeat", self.heartbeat))):
-            shared.remove(self._path(name))  # it shows itself again if it only slept
+            files.remove(self._path(name))  # it shows itself again if it only slept
             return False
         return True
 
@@ -219,7 +259,7 @@ class Worker:
             "task": self._task.name,
             "task_seconds": self._task.seconds,
         }
-        shared.replace(self._path(self.name), json.dumps(shown))
+        files.replace(self._path(self.name), json.dumps(shown))
 
 
 @dataclass(frozen=True)
@@ -247,7 +287,7 @@ class _Timed:
 
 def workers_in(folder: Path) -> list[dict[str, Any]]:
     """What the workers of a folder last showed of themselves, by rank."""
-    paths = [folder / name for name in shared.names_in(folder) if name.endswith(".json")]
+    paths = [folder / name for name in files.names_in(folder) if name.endswith(".json")]
     found = [shown for shown in map(_read, paths) if shown is not None]
     return sorted(found, key=lambda shown: (shown.get("rank", 0), shown["name"]))
 
@@ -266,11 +306,11 @@ def silence(folder: Path, shown: Mapping[str, Any]) -> float | None:
     except OSError:
         return None
     finally:
-        shared.remove(now)
+        files.remove(now)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        return {**json.loads(shared.read(path) or ""), "name": path.stem}
+        return {**json.loads(files.read(path) or ""), "name": path.stem}
     except (ValueError, TypeError):
         return None

@@ -24,6 +24,9 @@ A file says only what differs from the defaults here, and each such fact is a fe
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import numpy as np
+import numpy.typing as npt
+
 NORMS = ("rms", "layer")
 POSITIONS = ("rope", "learned")
 BLOCKS = ("sequential", "parallel", "post-norm", "reordered", "sandwich")
@@ -166,6 +169,10 @@ class Decoder:
             differences |= dict.fromkeys(("experts_per_token", "experts_shared"), self.dense_experts)
         return replace(self, **differences)
 
+    def within_context(self, window: int) -> int:
+        """The length of a window of text, at most the context."""
+        return min(window, self.context_length)
+
     def seen(self, layer: int, positions: int) -> int:
         """How many of so many positions the newest token sees in a layer."""
         return min(self.window, positions) if layer in self.windowed_layers else positions
@@ -216,3 +223,15 @@ class Decoder:
     def rotary_dim(self) -> int:
         """Number of leading columns of a head that are rotated."""
         return 2 * len(self.rotary_frequencies)
+
+
+def rotary_table(decoder: Decoder, length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """cos and sin (length, J) of the angles position · frequency_j, times `rotary_scale`.
+
+    The angles are float32, as in transformers; cos and sin are rounded from 64 bits, because NumPy's in 32 depend on
+    the processor. J = 0 where positions are learned.
+    """
+    frequency_J = np.array(decoder.rotary_frequencies, np.float32)
+    angles = np.outer(np.arange(length, dtype=np.float32), frequency_J).astype(np.float64)
+    scale = np.float32(decoder.rotary_scale)
+    return np.cos(angles).astype(np.float32) * scale, np.sin(angles).astype(np.float32) * scale

@@ -30,13 +30,14 @@ that are stored together. Byte i < L / 2 holds the lower four bits of index i in
 upper half. Behind these bytes the h upper bits of all integers follow in P = L h / 8 bytes: byte j holds those of the
 indices j, P + j, 2 P + j, …, the first in the lowest bits.
 
-docs/how-to/add-a-number-format.md lists the files that a further block format touches.
+A format is one object. NumPy, kernels, sizes, the cost model and the names in checkpoints derive from it what they do;
+docs/how-to/add-a-number-format.md says what a further one is.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -48,9 +49,10 @@ BLOCK = 32
 """Columns that share a scale in block formats."""
 RUN = 2 * BLOCK
 """Columns that are stored together behind the last whole group of a row."""
-WeightFormat = Literal["f32", "f16", "bf16", "q8", "q4", "q5", "q6", "q4_1", "q4z"]
-WEIGHT_FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
-"""Formats that weights may be stored in, in the order of their codes."""
+_LARGEST_HALF = 65520.0
+"""What binary16 makes infinite: half a unit above the largest finite number, because the tie goes to even, upwards."""
+_LEAST_HALF = 2.0**-22
+"""Binary16 has 2⁻²⁴ and its multiples down there: four of them from here on, and an error of an eighth at most."""
 
 
 @dataclass(frozen=True)
@@ -58,22 +60,25 @@ class Format:
     """One number format."""
 
     name: str
-    code: int
-    """Number that kernels tell formats apart by."""
     stored: np.dtype[Any]
     """Type of the stored items."""
+    number: str = ""
+    """What a float format's values are, as NumPy or torch names it; "" for integers."""
     row_align: int = ROW_ALIGN
     """Rows of a matrix are padded to a multiple of this many bytes."""
     block_bits: int = 0
     """Bits of an integer of a block format, whose scale is stored elsewhere; 0 for other formats."""
     offset: Literal["", "minimum", "zero"] = ""
     """What a block has beside its scale: what is added to scale · q, or what is subtracted from q."""
-    overflows_from: float | None = None
-    """Smallest magnitude that becomes infinite, or whose scale does: half a unit above the largest finite one, because
-    the tie goes to even, upwards. None where every float32 number has a finite form."""
-    underflows_below: float = 0.0
-    """Magnitudes below this, in block formats of the largest value of a block, have a form with less than three bits
-    of precision, or 0: they, or their scale, are far below what binary16 has in full. 0 where that is no concern."""
+    mirrored: bool = False
+    """Whether integers reach as far below 0 as above it, so that the largest magnitude gives the scale; else it is the
+    best of several (see `quantisation`)."""
+    gguf: str = ""
+    """The type of GGUF's tensors whose values it keeps."""
+    timed_as: str = ""
+    """The format whose speed stands for its own where a machine has no rate for it; "" where it needs one."""
+    code: int = -1
+    """Number that kernels tell formats apart by; a weight format's is its place among them."""
 
     @property
     def itemsize(self) -> int:
@@ -93,6 +98,26 @@ class Format:
     def bits(self) -> int:
         """Bits of one value, its scale not counted."""
         return self.block_bits or 8 * self.itemsize
+
+    @property
+    def reach(self) -> float:
+        """How many scales the largest magnitude of a block takes; half the range where that lies anywhere."""
+        return ((1 << self.bits) - 1) / 2 if self.offset else self.zero - self.mirrored
+
+    @property
+    def overflows_from(self) -> float | None:
+        """Smallest magnitude that becomes infinite, or whose scale or minimum does; None where every float32 number has
+        a finite form."""
+        if self.quantised:
+            return _LARGEST_HALF * (1 if self.offset == "minimum" else self.reach)
+        return {"float16": _LARGEST_HALF, "bfloat16": 2.0**128 - 2.0**119}.get(self.number)
+
+    @property
+    def underflows_below(self) -> float:
+        """Magnitudes below this, in block formats of the largest value of a block, have a form with less than three
+        bits of precision, or 0: they, or their scale, are far below what binary16 has in full. 0 where that is no
+        concern."""
+        return _LEAST_HALF * (self.reach if self.quantised else self.number == "float16")
 
     @property
     def columns_per_line(self) -> int:
@@ -122,7 +147,7 @@ class Format:
         Values must be finite and representable (see `overflows`). For block formats see `quantise`.
         """
         assert not self.quantised, self.name
-        rounded = _to_bf16(values) if self.name == "bf16" else values
+        rounded = _upper_halves(values) if self.number == "bfloat16" else values
         shape = self.stored_shape(values.shape)
         if shape == values.shape:
             return np.ascontiguousarray(rounded, self.stored)
@@ -137,7 +162,7 @@ class Format:
         """
         assert not self.quantised, self.name
         cut = stored[..., :columns]
-        if self.name == "bf16":
+        if self.number == "bfloat16":
             return (cut.astype(np.uint32) << 16).view(np.float32)
         if self.stored.kind != "f":
             return cut
@@ -163,46 +188,37 @@ class Format:
         return float(np.square(lost, dtype=np.float64).sum())
 
 
-def _to_bf16(values: Array) -> Array:
+def _upper_halves(values: Array) -> Array:
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)).astype(np.uint16)
 
 
-_LEAST = 2.0**-22
-"""Binary16 has 2⁻²⁴ and its multiples down there: four of them from here on, and an error of an eighth at most."""
+FORMATS: dict[str, Format] = {}
+WEIGHT_FORMATS: list[str] = []
+"""Formats that weights may be stored in, in the order of their codes."""
 
-FORMATS = {
-    f.name: f
-    for f in (
-        Format("f32", 0, np.dtype("<f4")),
-        Format("f16", 1, np.dtype("<f2"), overflows_from=65520.0, underflows_below=_LEAST),
-        Format("bf16", 2, np.dtype("<u2"), overflows_from=2.0**128 - 2.0**119),
-        Format("q8", 3, np.dtype("<i1"), block_bits=8, overflows_from=65520.0 * 127, underflows_below=127 * _LEAST),
-        Format("q4", 4, np.dtype("<u1"), block_bits=4, overflows_from=65520.0 * 8, underflows_below=8 * _LEAST),
-        Format("q5", 5, np.dtype("<u1"), block_bits=5, overflows_from=65520.0 * 16, underflows_below=16 * _LEAST),
-        Format("q6", 6, np.dtype("<u1"), block_bits=6, overflows_from=65520.0 * 32, underflows_below=32 * _LEAST),
-        Format(
-            "q4_1",
-            7,
-            np.dtype("<u1"),
-            32,
-            block_bits=4,
-            offset="minimum",
-            overflows_from=65520.0,
-            underflows_below=7.5 * _LEAST,
-        ),
-        Format(
-            "q4z",
-            8,
-            np.dtype("<u1"),
-            32,
-            block_bits=4,
-            offset="zero",
-            overflows_from=65520.0 * 7.5,
-            underflows_below=7.5 * _LEAST,
-        ),
-        Format("scale", 15, np.dtype("<f2"), row_align=8),
-        Format("u32", 16, np.dtype("<u4")),
-        Format("u64", 17, np.dtype("<u8")),
-    )
+
+def add(fmt: Format) -> None:
+    """Let weights be stored in one format more. Modules with tables of the formats are to be imported after that."""
+    FORMATS[fmt.name] = replace(fmt, code=len(WEIGHT_FORMATS))
+    WEIGHT_FORMATS.append(fmt.name)
+
+
+_BYTES = np.dtype("<u1")
+for _format in (
+    Format("f32", np.dtype("<f4"), "float32", gguf="F32"),
+    Format("f16", np.dtype("<f2"), "float16", gguf="F16"),
+    Format("bf16", np.dtype("<u2"), "bfloat16", gguf="BF16"),
+    Format("q8", np.dtype("<i1"), block_bits=8, mirrored=True, gguf="Q8_0"),
+    Format("q4", _BYTES, block_bits=4, gguf="Q4_0"),
+    Format("q5", _BYTES, block_bits=5, gguf="Q5_0", timed_as="q4"),
+    Format("q6", _BYTES, block_bits=6, timed_as="q4"),
+    Format("q4_1", _BYTES, row_align=32, block_bits=4, offset="minimum", gguf="Q4_1", timed_as="q4"),
+    Format("q4z", _BYTES, row_align=32, block_bits=4, offset="zero", timed_as="q4"),
+):
+    add(_format)
+FORMATS |= {
+    "scale": Format("scale", np.dtype("<f2"), row_align=8, code=15),
+    "u32": Format("u32", np.dtype("<u4"), code=16),
+    "u64": Format("u64", np.dtype("<u8"), code=17),
 }

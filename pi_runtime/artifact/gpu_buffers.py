@@ -183,7 +183,7 @@ def weight_chunk(arrays: StoredArrays, d: Decoder) -> dict[str, Buffer]:
             fmt = FORMATS[array.format]
             _, *row = fmt.stored_shape(array.shape)
             shape = (count * prod(row[:-1]), *row[-1:])
-            found[name.split("/")[-1]] = Buffer(shape, "bfloat16" if fmt.name == "bf16" else fmt.stored.name)
+            found[name.split("/")[-1]] = Buffer(shape, fmt.number or fmt.stored.name)
     return found
 
 

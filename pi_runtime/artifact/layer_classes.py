@@ -1,7 +1,9 @@
 """Classes of layers: those whose keys and values are kept alike have their pages in common.
 
 A class is its layers, what a page of them takes, and how many positions a token sees: a page that no later token sees
-is given back while its sequence goes on. A model whose layers are all alike has one class.
+is given back while its sequence goes on. A model whose layers are all alike has one class. Each class has pages of a
+width of its own. A layer that reads the keys of another has none, and so stands in no class. A state that exists at
+some ends of pages only is the page of a class that needs the last place alone.
 """
 
 from collections.abc import Sequence

@@ -138,7 +138,7 @@ def round_blocks(fmt: Format, w: Array, importance: Array | None = None) -> tupl
     """
     if fmt.offset:
         return _with_offset(fmt, w, importance)
-    return _q8(w) if fmt.bits == 8 else _symmetric(fmt, w, importance)
+    return _mirrored(fmt, w) if fmt.mirrored else _symmetric(fmt, w, importance)
 
 
 def nearest(fmt: Format, w: Array, scale: Array) -> Array:
@@ -149,7 +149,7 @@ def nearest(fmt: Format, w: Array, scale: Array) -> Array:
 def bounds(fmt: Format) -> tuple[int, int]:
     """The least and the greatest integer that multiplies a scale."""
     zero = fmt.zero
-    return 1 - zero if fmt.bits == 8 else -zero, (1 << fmt.bits) - 1 - zero
+    return fmt.mirrored - zero, (1 << fmt.bits) - 1 - zero
 
 
 def pack_blocks(fmt: Format, q: Array, scale: Array, columns: int) -> tuple[Array, Array]:
@@ -172,9 +172,9 @@ def pack_rows(fmt: Format, q: Array, beside: Array) -> tuple[Array, Array]:
     return pack_blocks(fmt, as_blocks(q), scale, q.shape[1])
 
 
-def _q8(w: Array) -> tuple[Array, Array]:
-    scale = _rounded(np.abs(w).max(0) / np.float32(127))
-    return _quotient(w, scale, *bounds(FORMATS["q8"])), scale
+def _mirrored(fmt: Format, w: Array) -> tuple[Array, Array]:
+    scale = _rounded(np.abs(w).max(0) / np.float32(fmt.reach))
+    return _quotient(w, scale, *bounds(fmt)), scale
 
 
 def _symmetric(fmt: Format, w: Array, a: Array | None) -> tuple[Array, Array]:

@@ -1,4 +1,8 @@
-"""Reading an artifact: it is checked, then memory-mapped; arrays are views of the file."""
+"""Reading an artifact: it is checked, then memory-mapped; arrays are views of the file.
+
+A file that is replaced as it should be, by renaming a new one over it, stays as it was for those who have it open. One
+that was written over is known by its `FileIdentity`.
+"""
 
 import difflib
 import hashlib
@@ -13,14 +17,35 @@ from typing import BinaryIO, Self
 
 import numpy as np
 
-from pi_runtime.artifact.file_identity import FileIdentity
 from pi_runtime.artifact.formats import FORMATS, Array
-from pi_runtime.artifact.magic import pack_commands
 from pi_runtime.artifact.quantisation import dequantise
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.artifact.sizes import scales_name
-from pi_runtime.artifact.structure import Structure, damaged, read_structure
+from pi_runtime.artifact.structure import Structure, damaged, pack_commands, read_structure
 from pi_runtime.errors import ArtifactError, read_error
+
+
+class FileIdentity:
+    """What an open file was when it was opened: its size and the time of its last change. Looking costs a microsecond.
+
+    What is written through a mapping, or twice within the resolution of the file system's clock, may not be seen.
+    """
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self._path, self._found = path, _found(fd)
+
+    def check(self, fd: int) -> None:
+        """Raise ArtifactError where the open file is no longer what it was."""
+        if _found(fd) != self._found:
+            raise ArtifactError(
+                f"{self._path}: was changed while it was in use",
+                remedy="load it again; to replace an artifact, write a new file and rename it",
+            )
+
+
+def _found(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_size, found.st_mtime_ns
 
 
 class Artifact:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 from zlib import crc32
 
-from pi_runtime.artifact.digest import CHUNK, combine, workers
-from pi_runtime.artifact.layout import DIGEST_NBYTES
+from pi_runtime.artifact.layout import CHUNK, DIGEST_NBYTES, combine, workers
 from pi_runtime.artifact.reader import open_file
 from pi_runtime.artifact.records import Entry
 from pi_runtime.artifact.structure import Structure, damaged, read_structure

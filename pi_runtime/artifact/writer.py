@@ -23,12 +23,12 @@ from zlib import crc32
 import numpy as np
 
 from pi_runtime.artifact.decoding import canonical_json
-from pi_runtime.artifact.digest import GrowingDigest
 from pi_runtime.artifact.features import used
 from pi_runtime.artifact.formats import FORMATS, Array, Format
 from pi_runtime.artifact.layout import (
     COMMENT,
     DIGEST_NBYTES,
+    GrowingDigest,
     manifest_specs,
     place_array,
     stored_files,

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pi_runtime import console
+from pi_runtime.commands.options import KV_DISK
 from pi_runtime.errors import PiError, UsageError
 from pi_runtime.errors.exit_codes import INTERRUPTED
 from pi_runtime.files import hold, locked, remove_unfinished, unused
@@ -33,6 +34,7 @@ from pi_runtime.files import hold, locked, remove_unfinished, unused
 if TYPE_CHECKING:
     from pi_runtime.artifact.schema import Manifest
     from pi_runtime.commands.options import SourceOptions
+    from pi_runtime.engine.page_files import StoredRun
 
 _GGUF = (b"GGUF", b"PWRI")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+)?")
@@ -72,10 +74,12 @@ def artifact_of(model: Path, limit: int | None) -> Path:
     key = hashlib.sha256(os.fsencode("\0".join([version("pi-toolchain"), *parts]))).hexdigest()[:16]
     name = re.sub(r"[^\w.-]", "-", name_of(model))
     target = _folder() / f"{name}-{key}.pi"
-    with suppress(OSError):  # a cache that may only be read
-        hold(_mark(target))
     try:
-        if not target.exists():
+        while True:  # one that was removed before it was held is packed again
+            with suppress(OSError):  # a cache that may only be read
+                hold(_mark(target))
+            if target.exists():
+                break
             with locked(target, lambda: console.say(f"{model}: another process is packing it; waiting for that one")):
                 if not target.exists():  # the process that was waited for has made it
                     _pack(model, target)
@@ -272,40 +276,70 @@ def _keep_within(limit: int | None, used: Path) -> None:
 
 @app.command("list")
 def show(
+    kv_disk: Annotated[Path | None, KV_DISK] = None,
     as_json: Annotated[bool, console.JSON] = False,
     debug: Annotated[bool, console.DEBUG] = False,
 ) -> None:
-    """List the models that were packed into the cache, the one used last first."""
-    entries = _entries()
-    rows: list[dict[str, Any]] = [
-        {"name": entry.path.stem, "model": entry.model, "formats": entry.formats, "bytes": entry.nbytes}
-        | {"used": time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used_s))}
-        for entry in entries
-    ]
-    total = sum(entry.nbytes for entry in entries)
+    """List the models that were packed into the cache, and the keys and values in a folder of --kv-disk, the one used
+    last first."""
+    models = [_row(entry) for entry in _entries()]
+    stored = [_run_row(run) for run in _stored(kv_disk)]
+    found: dict[str, Any] = {"folder": str(_folder()), "bytes": sum(row["bytes"] for row in models), "models": models}
+    if kv_disk is not None:
+        found["kv_disk"] = {"folder": str(kv_disk), "bytes": sum(row["bytes"] for row in stored), "runs": stored}
     if as_json:
-        console.print_json({"folder": str(_folder()), "bytes": total, "models": rows})
+        console.print_json(found)
         return
-    if rows:
-        shown = [{**row, "bytes": console.size(row["bytes"])} for row in rows]
-        typer.echo(console.text_of(console.table(shown, left=("model", "formats"))))
-    console.say(f"{len(rows)} packed models, {console.size(total)}, in {_folder()}")
+    tables = [[{**row, "bytes": console.size(row["bytes"])} for row in rows] for rows in (models, stored) if rows]
+    if tables:
+        typer.echo(console.text_of(*(console.table(rows, left=("model", "formats", "mode")) for rows in tables)))
+    console.say(f"{len(models)} packed models, {console.size(found['bytes'])}, in {_folder()}")
+    if kv_disk is not None:
+        console.say(f"keys and values of {len(stored)} runs, {console.size(found['kv_disk']['bytes'])}, in {kv_disk}")
+
+
+def _row(entry: Entry) -> dict[str, Any]:
+    found = {"name": entry.path.stem, "model": entry.model, "formats": entry.formats, "bytes": entry.nbytes}
+    return {**found, "used": _shown_time(entry.used_s)}
+
+
+def _run_row(run: "StoredRun") -> dict[str, Any]:
+    words = {"model": run.run.get("name", "(unreadable)"), "mode": run.run.get("mode", "")}
+    return {"name": run.name, **words, "bytes": run.nbytes, "used": _shown_time(run.used_s)}
+
+
+def _shown_time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def _stored(folder: Path | None) -> "list[StoredRun]":
+    """The keys and values in a folder of `--kv-disk`, run by run."""
+    from pi_runtime.engine.page_files import stored_runs
+
+    return [] if folder is None else stored_runs(folder)
 
 
 @app.command("rm")
 def remove(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="As `pi-run list` has it.", show_default=False)],
+    kv_disk: Annotated[Path | None, KV_DISK] = None,
     debug: Annotated[bool, console.DEBUG] = False,
 ) -> None:
-    """Remove packed models from the cache; their sources stay."""
-    entries = _entries()
+    """Remove packed models from the cache, or keys and values from a folder of --kv-disk; their sources stay."""
+    entries, runs = _entries(), _stored(kv_disk)
     for name in names:
         found = [entry for entry in entries if name in (entry.path.name, entry.path.stem)]
         found = found or [entry for entry in entries if name == entry.model]
-        there = ", ".join(entry.path.stem for entry in found or entries)
-        if not found:
+        stored = [] if found else [run for run in runs if name in (run.name, run.run.get("name"))]
+        there = ", ".join([entry.path.stem for entry in found or entries] + [run.name for run in stored or runs])
+        if not found and not stored:
             raise UsageError(f"{name}: no such packed model", found=there or "none", remedy="pi-run list")
         if len(found) > 1:
             raise UsageError(f"{name}: several packed models", found=there, remedy="name each of those to be removed")
-        _remove(found[0].path)
-        console.say(f"{found[0].path.stem}: removed, {console.size(found[0].nbytes)}")
+        for entry in found:
+            _remove(entry.path)
+        for run in stored:
+            for path in run.paths:
+                path.unlink(missing_ok=True)
+        nbytes = sum(entry.nbytes for entry in found) + sum(run.nbytes for run in stored)
+        console.say(f"{found[0].path.stem if found else name}: removed, {console.size(nbytes)}")

@@ -65,6 +65,9 @@ MODEL_FLAGS: Mapping[str, Any] = {
     ),
     "threads": typer.Option(envvar="PI_THREADS", help="CPU threads. Default: all."),
 }
+KV_DISK = typer.Option(
+    envvar="PI_KV_DISK", help="Folder for keys and values that memory has no room for.", show_default=False
+)
 ENGINE_FLAGS: Mapping[str, Any] = {
     "slots": typer.Option(help="Answers that run at once.", min=1),
     "piece": typer.Option(help="Most tokens of new prompts that a step reads; else by the times of steps."),
@@ -75,6 +78,8 @@ ENGINE_FLAGS: Mapping[str, Any] = {
         metavar="<str>",
         autocompletion=_one_of("auto", "off"),
     ),
+    "kv_disk": KV_DISK,
+    "kv_disk_budget": _budget("kv_disk_budget", "Most that they take there, like 50GiB. Default: 8GiB."),
 }
 FILE_FLAGS: Mapping[str, Any] = {
     "slots": typer.Option(help="Most of --prompts that run at once."),

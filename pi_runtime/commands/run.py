@@ -109,7 +109,7 @@ def run(
 
 _FLAGS_OF = {
     "--chat": ("system",),
-    "--prompts": ("slots", "piece"),
+    "--prompts": ("slots", "piece", "kv_disk", "kv_disk_budget"),
     "--bench": ("batches", "prompt_tokens", "repetitions", "seconds", "beside"),
 }
 """Options that no other task takes."""

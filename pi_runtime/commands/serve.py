@@ -52,10 +52,6 @@ class ListenOptions(SourceOptions):
     numa: Annotated[
         str | None, typer.Option(envvar="PI_NUMA", help="NUMA node to run on, with memory of its own: its number.")
     ] = None
-    sessions: Annotated[int, typer.Option(help="Sessions that are held at once.", min=0)] = 64
-    session_idle_seconds: Annotated[
-        float, typer.Option(help="Time after which a session that nobody uses is dropped.", min=0)
-    ] = 600.0
     unknown_fields: Annotated[
         Literal["refuse", "warn", "ignore"],
         typer.Option(help="What to do with fields of requests that are not known; warn names them in the answer."),
@@ -169,8 +165,6 @@ def _settings(listen: ListenOptions, defaults: DefaultOptions, slots: int) -> "S
         cors=listen.cors,
         slots=slots,
         queue=listen.queue,
-        sessions=listen.sessions,
-        session_idle_s=listen.session_idle_seconds,
         unknown_fields=listen.unknown_fields,
         share_prefixes=listen.share_prefixes,
         drain_s=listen.drain_seconds,
@@ -207,7 +201,7 @@ def _opening(
             warm_up(model)
             with suppress(TemplateError):  # a model without template serves completions
                 _ = model.output  # the template is probed now, not by the first request
-            engine = Engine(model, kv_budget=model_options.kv_budget, **asdict(engine_options))
+            engine = Engine(model, kv_budget=model_options.kv_budget, say=say, **asdict(engine_options))
         except BaseException:
             model.close()
             raise

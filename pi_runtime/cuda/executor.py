@@ -1,10 +1,11 @@
-"""Runs one artifact on a GPU and the CPU together, by a plan.
+"""Opens an artifact on a GPU, by the plan that fits its budget, and runs it there and on the CPU together.
 
 Shape letters: L layers, X experts, D model width, V vocabulary, T tokens, M tokens that are decoded together, J pairs
 of columns that are rotated.
 """
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,27 +13,31 @@ import numba
 import numpy as np
 
 from pi_runtime.artifact.buffers import kv_cache
+from pi_runtime.artifact.features import lacking_on_gpu
+from pi_runtime.artifact.gpu_buffers import host_bytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer, Manifest
+from pi_runtime.console import size
 from pi_runtime.cuda.decode.device_ops import DeviceOps
 from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.decode.schedule import FfnInputs, build_schedule
 from pi_runtime.cuda.memory import weights
-from pi_runtime.cuda.memory.devices import Device, Op, allocate
+from pi_runtime.cuda.memory.devices import Cuda, Device, Op, allocate
 from pi_runtime.cuda.memory.handover import PinnedBuffers
 from pi_runtime.cuda.memory.kv_residency import KVResidency
-from pi_runtime.cuda.memory.weight_streaming import WeightStreamer
+from pi_runtime.cuda.memory.weights import STAGING_NBYTES, WeightStreamer
 from pi_runtime.cuda.memory.workspace import DeviceWorkspace
 from pi_runtime.cuda.prefill.prefill import Prefill, measured_crossover
+from pi_runtime.errors import DoesNotFitError, Setting
 from pi_runtime.execution.executor import DiskStats, Floats, Ints, Observer, SequenceResult, SequenceStep
 from pi_runtime.execution.host import CpuModel, token_blocks
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PagePool
-from pi_runtime.execution.plan_choice import Allocation
+from pi_runtime.execution.plan_choice import Allocation, choose_plan
 from pi_runtime.execution.plan_layout import GPU, cuts_of, placed_arrays
 from pi_runtime.execution.rows import MemoryRows
-from pi_runtime.kernels.codegen import progress
+from pi_runtime.kernels.codegen.threads import SPIN_BESIDE_GPU, advance_progress, start_threads
 
 
 @dataclass(frozen=True)
@@ -231,7 +236,7 @@ class CudaExecutor:
         """Run tokens through a schedule; returns for each (layers, 2) rows of `first` read and neurons kept."""
         for run in decoding.runs:
             run()
-        progress.advance()
+        advance_progress()
         rows_ML2 = decoding.host_ops.rows_ML2
         return rows_ML2 + self._device_rows_ML2[: len(rows_ML2)] + self._implied_L2
 
@@ -280,3 +285,75 @@ def _implied_rows(layer: Layer, cut: int) -> tuple[int, int]:
     """(Rows read, neurons kept) on the GPU that follow from the rung, so that the GPU need not count them."""
     rung = RUNGS[layer.rung]
     return 0 if rung.picks else cut, cut if rung.dense else 0
+
+
+def check_features(manifest: Manifest) -> None:
+    """Raise DoesNotFitError for a model that does what the GPU tier lacks, by name."""
+    lacking = lacking_on_gpu(manifest.decoder)
+    if lacking:
+        raise DoesNotFitError(
+            "the GPU tier does not compute what this model does",
+            found=", ".join(lacking),
+            remedy=("run it on the CPU: ", Setting("device", "cpu"), ", without ", Setting("vram_budget")),
+        )
+
+
+def open_on_gpu(
+    artifact: Artifact,
+    mode: str,
+    context: int,
+    threads: int,
+    *,
+    index: int,
+    vram_budget: int | None,
+    ram_budget: int | None = None,
+    kv_budget: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> CudaExecutor:
+    """Make an executor on GPU `index` within the budget, or within what the card has free if that is less.
+
+    With a budget of RAM the CPU's part is kept within it, and rows come from disk (see `ram_budget`).
+    Raises DoesNotFitError if no stored plan fits, or if the GPU tier lacks what the model does.
+    """
+    check_features(artifact.manifest)
+    start_threads(SPIN_BESIDE_GPU)
+    device: Device = Cuda(index)
+    free = device.free_bytes()
+    allocation = choose_plan(artifact, context, free if vram_budget is None else vram_budget, free)
+    rows = None
+    if ram_budget is not None:
+        allocation = replace(allocation, streamed=0)
+        rows = cold_rows(artifact, mode, threads, allocation, ram_budget, kv_budget)
+    try:
+        executor = CudaExecutor(artifact, mode, threads, allocation, device, progress, rows=rows)
+    except BaseException as error:
+        if rows is not None:
+            rows.host.close()
+        _clear_frames(error)
+        with contextlib.suppress(RuntimeError):
+            device.limit(None)
+        raise
+    if vram_budget is not None and free < vram_budget:
+        executor.notice = f"{device.name} has {size(free)} free, less than the budget of {size(vram_budget)}"
+    return executor
+
+
+def cold_rows(
+    artifact: Artifact, mode: str, threads: int, taken: Allocation, ram_budget: int, kv_budget: int | None
+) -> MemoryRows:
+    """The CPU's part of a run on a GPU within a budget of RAM, of which the GPU's buffers there are a part.
+
+    Raises DoesNotFitError naming the smallest budget that fits.
+    """
+    from pi_runtime.execution.ram_budget import rows_within  # noqa: PLC0415  few runs need it
+
+    own = host_bytes(artifact.manifest.decoder, taken.context, taken.batch_tokens, taken.block_tokens)
+    beside = own + STAGING_NBYTES
+    return rows_within(artifact, mode, taken.context, threads, "auto", ram_budget, kv_budget, taken, beside)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Free what the frames of an error hold: a model's tensors, whose GPU memory others may want."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

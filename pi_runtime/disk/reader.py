@@ -19,14 +19,14 @@ from threading import Thread
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.file_identity import FileIdentity
+from pi_runtime.artifact.reader import FileIdentity
 from pi_runtime.artifact.rows import BATCHES, PIECE_NBYTES, WORKERS
 from pi_runtime.disk.kernels import reading, ring_reading
 from pi_runtime.disk.kernels.c_calls import c_address
 from pi_runtime.disk.kernels.reading import SEMAPHORE_NBYTES, Shared
 from pi_runtime.disk.ring import OpenRing
 from pi_runtime.errors import ArtifactError, Setting, UsageError, read_error
-from pi_runtime.kernels.codegen import progress
+from pi_runtime.kernels.codegen.threads import advance_progress
 from pi_runtime.kernels.data.matrix_view import Ints
 
 GAP_NBYTES = 8192
@@ -201,7 +201,7 @@ class Reader:
             now = time.monotonic()
             if self.bytes_read != before:
                 before, moved = self.bytes_read, now
-                progress.advance()
+                advance_progress()
             if now - moved > self._stall_seconds:
                 raise ArtifactError(
                     f"{self.path}: the disk does not answer",

@@ -5,48 +5,42 @@ An engine does so in a thread of its own, for many; `Model.generate` in the call
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, Protocol
 
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.engine.prompt_pace import PromptPace
 from pi_runtime.engine.scheduler import Scheduler
-from pi_runtime.engine.session_state import SessionState
 from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.sequence.answer import AnswerSequence
 from pi_runtime.sequence.drafts import NO_DRAFT, Draft
-from pi_runtime.sequence.sequence import Output, Status, TokenSequence
+from pi_runtime.sequence.sequence import Output, Rank, Status, TokenSequence
 from pi_runtime.sequence.speculation import Speculation
 from pi_runtime.sequence.stats import DraftFigures
 
 
-class Caches:
-    """What the core asks of whoever holds keys and values; the usual answers are those for a single sequence."""
-
-    def __init__(self) -> None:
-        self.held: dict[TokenSequence, KVCache] = {}
-        """The caches of the sequences that have joined."""
+class Caches(Protocol):
+    """What the core asks of whoever holds keys and values."""
 
     @property
     def may_open(self) -> bool:
         """Whether it is worth while to ask for a further cache."""
-        return True
 
-    def open(self, sequence: TokenSequence) -> KVCache | None:
-        """A cache with room for a sequence's tokens, with what is stored of them; None where there is too little."""
-        raise NotImplementedError
+    def open(self, sequence: TokenSequence, live: Iterable[KVCache]) -> KVCache | None:
+        """A cache with room for a sequence's tokens, with what is stored of them; None where there is too little.
+
+        `live`: the caches of the sequences that have joined.
+        """
 
     def grow(self, cache: KVCache, count: int) -> bool:
         """Make room for so many further tokens; False where there is too little."""
-        raise NotImplementedError
 
     def grow_freely(self, cache: KVCache, count: int) -> bool:
         """Make room for so many further tokens where nobody uses it; False where none is free."""
-        return self.grow(cache, count)
 
-    def catch_up(self, sequence: TokenSequence) -> None:
+    def catch_up(self, cache: KVCache, sequence: TokenSequence) -> None:
         """Take what others have stored of a sequence's tokens meanwhile."""
 
     def share(self, cache: KVCache) -> None:
@@ -55,11 +49,11 @@ class Caches:
     def keep(self, cache: KVCache) -> None:
         """Close a cache, and let later sequences begin with what it held."""
 
-    def release(self, sequence: TokenSequence) -> TokenSequence | None:
-        """Take back the cache of a sequence that ends; returns what is to be read ahead of its session, if anything."""
+    def release(self, sequence: TokenSequence, cache: KVCache | None) -> TokenSequence | None:
+        """Take back the cache of a sequence that ends, if it had one; returns what is worth reading now."""
 
-    def count_step(self, tokens: int, seconds: float, *, decoding: bool) -> None:
-        """Count what tokens of one kind took: of answers, or of prompts."""
+    def count_step(self, tokens: int, seconds: float) -> None:
+        """Count what tokens of prompts took."""
 
 
 class Core:
@@ -75,17 +69,19 @@ class Core:
     ) -> None:
         self._executor, self._caches, self._pace, self._speculation = executor, caches, pace, speculation
         self.scheduler = scheduler
+        self.held: dict[TokenSequence, KVCache] = {}
+        """The caches of the sequences that have joined."""
         self._shares_pieces = False
         """Whether several prompts are being read, or were beside the one that is left: they may begin alike."""
-        self.finished = self.preemptions = 0
+        self.finished = self.preemptions = self.ahead_tokens = 0
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self.drafts = DraftFigures()
 
     def submit(self, sequence: TokenSequence) -> None:
-        """Let a sequence wait for a slot; one of a session takes the place of what was being read ahead of it."""
+        """Let a sequence wait for a slot, in place of those that it makes useless."""
+        for older in self.scheduler.replaced_by(sequence):
+            self.leave(older)
         self.scheduler.submit(sequence)
-        if isinstance(sequence.origin, SessionState):
-            self.leave_session(sequence.origin, besides=sequence)
 
     def step(self) -> None:
         """Run one step: sequences leave and join, tokens run, new ones are drawn."""
@@ -111,23 +107,13 @@ class Core:
             leader, *others = sequence.samples
             leader.samples, sequence.samples = others, []
             self.scheduler.submit_next(leader)
-        ahead = self._caches.release(sequence)
-        self._caches.held.pop(sequence, None)
-        self.finished += not sequence.reads_ahead
-        if ahead is not None:
-            self.scheduler.submit(ahead)
+        again = self._caches.release(sequence, self.held.pop(sequence, None))
+        self.finished += sequence.rank is Rank.ASKED
         # Last: where anything before fails, the engine ends, and tells those who are in the schedule.
         self.scheduler.remove(sequence)
         sequence.finish(error)
-
-    def leave_session(
-        self, session: SessionState, *, besides: TokenSequence | None = None, reason: str | None = None
-    ) -> None:
-        """Let all sequences of a session leave, besides one. `reason`: why those end that had not ended."""
-        for sequence in self.scheduler.requests:
-            if sequence.origin is session and sequence is not besides:
-                sequence.finish_reason = sequence.finish_reason or reason
-                self.leave(sequence)
+        if again is not None and error is None:
+            self.submit(again)
 
     @contextmanager
     def _fault_of(self, sequence: TokenSequence) -> Iterator[None]:
@@ -147,23 +133,26 @@ class Core:
                 self.leave(sequence)
 
     def _admit(self) -> None:
-        """Let those that wait join, in order, as slots and memory allow."""
+        """Let those that wait join, in order, as slots and memory allow, in place of any that has to wait for them."""
+        while self.scheduler.has_to_yield:
+            self._put_off()
         while self._caches.may_open and (sequence := self.scheduler.next_to_join()) is not None:
             with self._fault_of(sequence):
-                cache = self._caches.open(sequence)
+                cache = self._caches.open(sequence, self.held.values())
                 if cache is not None:
                     self._join(sequence, cache)
-                elif sequence.reads_ahead:
-                    self.leave(sequence)  # reading ahead waits for nothing
+                elif sequence.rank is not Rank.ASKED:
+                    self.leave(sequence)  # it is no use to wait for the memory of others of its rank
                 else:
                     return
 
     def _join(self, sequence: TokenSequence, cache: KVCache) -> None:
-        if sequence.status is Status.WAITING and not sequence.reads_ahead:
+        if sequence.status is Status.WAITING:
             sequence.cached_tokens = cache.length
-            self.prompt_tokens += sequence.prompt_tokens
-            self.cached_tokens += cache.length
-        self._caches.held[sequence], sequence.num_computed, sequence.status = cache, cache.length, Status.RUNNING
+            if sequence.rank is Rank.ASKED:
+                self.prompt_tokens += sequence.prompt_tokens
+                self.cached_tokens += cache.length
+        self.held[sequence], sequence.num_computed, sequence.status = cache, cache.length, Status.RUNNING
         block = self._executor.block_tokens
         sequence.max_block = min(block, BLOCK_TOKENS) if sequence.needs_all_logits else block
         self.scheduler.join()
@@ -175,17 +164,18 @@ class Core:
         reading = self.scheduler.reading
         self._shares_pieces = len(reading) > 1 or (self._shares_pieces and len(reading) == 1)
         if self._shares_pieces:
-            sequence, cache = reading[0], self._caches.held[reading[0]]
+            sequence, cache = reading[0], self.held[reading[0]]
             with self._fault_of(sequence):
-                self._caches.catch_up(sequence)
+                self._caches.catch_up(cache, sequence)
                 gained, sequence.num_computed = cache.length - sequence.num_computed, cache.length
                 if len(sequence.tokens) == sequence.prompt_tokens:
                     sequence.cached_tokens += gained
-                    self.cached_tokens += gained
+                    self.cached_tokens += gained * (sequence.rank is Rank.ASKED)
 
     def _plan(self) -> list[tuple[TokenSequence, SequenceStep]]:
         """What runs in the next step: tokens for which there is memory, and what may come after them."""
-        planned = self.scheduler.plan(self._pace.tokens(self.scheduler.decoding))
+        is_ahead = any(sequence.rank is not Rank.ASKED for sequence in self.scheduler.live)
+        planned = self.scheduler.plan(self._pace.tokens(self.scheduler.decoding, ahead=is_ahead))
         for sequence, tokens in planned:
             with self._fault_of(sequence):
                 self._make_room(sequence, tokens)
@@ -198,13 +188,15 @@ class Core:
 
     def _make_room(self, sequence: TokenSequence, tokens: int) -> None:
         """Give a sequence memory for its part of a step; where there is too little, those that joined last wait."""
-        held = self._caches.held
-        while (cache := held.get(sequence)) is not None and not self._caches.grow(cache, tokens):
-            last = self.scheduler.preempt()
-            self._caches.keep(held[last])
-            del held[last]
-            last.num_computed, last.status = 0, Status.PREEMPTED
+        while (cache := self.held.get(sequence)) is not None and not self._caches.grow(cache, tokens):
+            self._put_off()
             self.preemptions += 1
+
+    def _put_off(self) -> None:
+        """Let the sequence that joined last wait again; what was computed of it stays until its memory is needed."""
+        last = self.scheduler.preempt()
+        self._caches.keep(self.held.pop(last))
+        last.num_computed, last.status = 0, Status.PREEMPTED
 
     def _drafts(self, sequences: Sequence[TokenSequence]) -> dict[TokenSequence, Draft]:
         """For each sequence of a step what may come next; none where any prompt is read.
@@ -222,7 +214,7 @@ class Core:
         plain_s = self._speculation.times.plain(len(possible))
         for sequence, (draft, length) in zip(possible, planned, strict=True):
             with self._fault_of(sequence):
-                fits = length and self._caches.grow_freely(self._caches.held[sequence], 1 + length)
+                fits = length and self._caches.grow_freely(self.held[sequence], 1 + length)
                 found[sequence] = self._speculation.run(draft, length if fits else 0, plain_s)
         return found
 
@@ -230,7 +222,7 @@ class Core:
         """The work of one sequence in the next step."""
         tokens, select = sequence.next_block(max_tokens, draft)
         every = draft.num_run > 0 or sequence.needs_all_logits
-        cache, states = self._caches.held[sequence], self._speculation.is_on and sequence.wants_states
+        cache, states = self.held[sequence], self._speculation.is_on and sequence.wants_states
         logits: Literal["last", "all"] = "all" if every else "last"
         return SequenceStep(cache=cache, tokens=tokens, select=select, logits=logits, states=states)
 
@@ -240,6 +232,7 @@ class Core:
         """Let a sequence take a step's result; where its prompt is read now, further answers draw a token too."""
         first, draft = sequence.num_computed, sequence.drafted
         ran = first + sequence.num_scheduled
+        self.ahead_tokens += sequence.num_scheduled * (sequence.rank is not Rank.ASKED)
         samples = self._start_samples(sequence) if ran == len(sequence.tokens) else []
         self._take(sequence, sequence.advance(result.logits_TV, result.rows_L2))
         sequence.take_states(first, result.states_TC)
@@ -254,12 +247,12 @@ class Core:
         for sample in reversed(samples):
             self.scheduler.submit_next(sample)
         if samples:
-            self._caches.keep(self._caches.held[leader].fork())
+            self._caches.keep(self.held[leader].fork())
         return samples
 
     def _take(self, sequence: TokenSequence, texts: Iterator[str]) -> None:
         """Hand out what a sequence yields as it advances, and let it leave if it is complete."""
-        cache, before = self._caches.held.get(sequence), len(sequence.tokens)
+        cache, before = self.held.get(sequence), len(sequence.tokens)
         error: Exception | None = None
         try:
             for text in texts:
@@ -290,9 +283,8 @@ class Core:
                 made_s = sum(sequence.drafted.made_s for sequence, _ in parts)
                 self.drafts += DraftFigures(drafts_won_s=generated / len(parts) * plain_s - seconds - made_s)
             self._speculation.times.count(len(parts), tokens, seconds)
-            self._caches.count_step(tokens, seconds, decoding=True)
         elif selects == {False}:
-            self._caches.count_step(tokens, seconds, decoding=False)
+            self._caches.count_step(tokens, seconds)
         gained = max(1.0, generated / len(parts)) if all(decoding) else 1.0
         reading = sum(s.num_scheduled for (s, _), is_decoding in zip(parts, decoding, strict=True) if not is_decoding)
         self._pace.count(seconds, sum(decoding), reading, gained)

@@ -6,31 +6,38 @@ as if it were alone. Callers read their streams in threads of their own; a slow 
 
 import atexit
 import os
-from collections.abc import Sequence
+import platform
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self, Unpack
 
+from llvmlite.binding import get_host_cpu_name
+
+from pi_runtime import console
 from pi_runtime.artifact.layer_classes import sequence_nbytes
-from pi_runtime.engine.caches import EngineCaches
 from pi_runtime.engine.core import Core
 from pi_runtime.engine.loop import Loop
-from pi_runtime.engine.memory import EngineMemory
 from pi_runtime.engine.model import Model
 from pi_runtime.engine.options import EngineOptions
+from pi_runtime.engine.page_files import PageFiles
 from pi_runtime.engine.prompt_pace import PromptPace
 from pi_runtime.engine.scheduler import PIECE, Scheduler
-from pi_runtime.engine.session_state import SessionState
-from pi_runtime.engine.sessions import session_file
-from pi_runtime.engine.sessions.session import Session
-from pi_runtime.engine.sessions.suspended import SuspendedSessions
 from pi_runtime.engine.stats import EngineStats
-from pi_runtime.engine.stream import Scores, Stream
+from pi_runtime.engine.store import PrefixStore
+from pi_runtime.engine.stream import Reading, Scores, Stream
 from pi_runtime.errors import UsageError
-from pi_runtime.sequence.sequence import Origin, TokenSequence
+from pi_runtime.execution.pages import PagePool
+from pi_runtime.kernels import SUMS
+from pi_runtime.kernels.codegen.isa import ISA
+from pi_runtime.sequence.sequence import Origin, Rank, TokenSequence
 from pi_runtime.sequence.settings import AnswerSettings, names_settings
 from pi_runtime.sequence.speculation import StepTimes
 
+DISK_BUDGET = 8 << 30
+"""Bytes of keys and values in `kv_disk` unless asked otherwise."""
+CLOSE_S = 5.0
+"""Time in which an engine that is closed writes what it keeps to disk, unless asked otherwise."""
 MAX_ANSWERS = 1024
 """To one prompt at once: each takes memory before it runs."""
 
@@ -45,6 +52,9 @@ class Engine:
     `piece`: most tokens of prompts in one step; fewer make shorter gaps between others' tokens. None goes by times.
     `decode_share`: share of their speed that answers keep while prompts are read; 0 reads prompts first. `speculate`:
     how many tokens are drafted at a time, as for `Model.generate`. No setting changes a text.
+
+    `kv_disk`: a folder for keys and values that memory has no room for, at most `kv_disk_budget` bytes (8 GiB): also
+    after a restart a prompt begins with what is found there. Engines may share it. `say` is told, once, what fails.
 
     A request begins with what is kept of earlier prompts that begin alike, and its figures and its speed tell so. Where
     callers do not trust each other give each a `cache_salt`: only requests with the same salt share what is kept.
@@ -66,27 +76,28 @@ class Engine:
         piece: int | None = None,
         decode_share: float = EngineOptions.decode_share,
         speculate: str | int = "auto",
+        kv_disk: str | Path | None = None,
+        kv_disk_budget: int | None = None,
+        say: Callable[[str], object] = console.say_now,
     ) -> None:
-        EngineOptions(slots=slots, piece=piece, decode_share=decode_share, speculate=speculate)
+        folder = None if kv_disk is None else Path(kv_disk)
+        EngineOptions(
+            slots=slots,
+            piece=piece,
+            decode_share=decode_share,
+            speculate=speculate,
+            kv_disk=folder,
+            kv_disk_budget=kv_disk_budget,
+        )
         self.model, self._executor = model, model.executor
         self._speculation = model.speculation(speculate, StepTimes())
-        self._memory = EngineMemory(
-            model.executor,
-            self._default_budget(slots) if kv_budget is None else kv_budget,
-            # A plan divides the sum of a token with selection between two sides, even where nothing is skipped.
-            selection_matters=model.mode != "dense" or model.plan is not None,
+        self._store = self._opened_store(
+            self._default_budget(slots) if kv_budget is None else kv_budget, folder, kv_disk_budget, say
         )
-        self._sessions = SuspendedSessions(self._memory)
         scheduler: Scheduler[TokenSequence] = Scheduler(slots, piece or PIECE)
-        caches = EngineCaches(self._memory, self._sessions, model.context)
-        self._core = Core(
-            model.executor,
-            caches,
-            scheduler,
-            PromptPace(decode_share, piece, model.executor.block_tokens),
-            self._speculation,
-        )
-        self._loop = Loop(self._core, caches)
+        pace = PromptPace(decode_share, piece, model.executor.block_tokens)
+        self._core = Core(model.executor, self._store, scheduler, pace, self._speculation)
+        self._loop = Loop(self._core, self._store)
         self._inbox = self._loop.inbox
         # A thread that is killed amid a step when Python ends may take the process down.
         atexit.register(self.close)
@@ -124,7 +135,7 @@ class Engine:
         if not 1 <= count <= MAX_ANSWERS:
             raise UsageError(f"{count} answers", expected=f"1 to {MAX_ANSWERS}")
         first, origin = self.model.new_answer(prompt, **settings), Origin(cache_salt, client)
-        self._memory.check(first.max_positions)
+        self._store.check(first.max_positions)
         answers = [first]
         settings.pop("expected", None)
         for k in range(1, count):
@@ -134,8 +145,8 @@ class Engine:
             first.lookup.prepare()  # here rather than in the engine's thread
             for answer in answers[1:]:
                 answer.lookup = first.lookup.beside(answer.tokens)
-        for answer in answers[1:]:
-            answer.origin = origin
+        for answer in answers:
+            answer.origin, answer.may_go_on = origin, count == 1
         first.samples = [*answers[1:]]
         self.submit(first, origin)
         return [Stream(answer, self._executor.neurons) for answer in answers]
@@ -160,46 +171,21 @@ class Engine:
             self.submit(sequence, Origin(cache_salt, client))
         return Scores(sequence)
 
-    def session(self, tokens: Sequence[int] = (), *, cache_salt: str = "", client: str = "") -> Session:
-        """A text that is continued in turns, and what has been computed of it.
+    def read(self, prompt: str | Sequence[int], *, cache_salt: str = "", client: str = "") -> Reading:
+        """Read a prompt ahead: it is computed, and nothing is drawn. A later prompt begins with what it has in common.
 
-        It may begin with tokens, which are checked, and read, with the first turn.
+        It runs only while no answer and no prompt of others does. A client has one at a time: a newer one takes the
+        place of the one before, of which stays what has been read. Raises errors as `generate` does.
         """
-        return Session(self, SessionState(cache_salt, client, list(tokens), [False] * len(tokens)))
-
-    def load_session(self, path: str | Path, *, cache_salt: str = "", client: str = "") -> Session:
-        """A session that `Session.save` wrote, by the same artifact, mode and cache format, in any process.
-
-        Its keys and values are taken on trust: give one that others may have written a `cache_salt` of its own. Raises
-        InputError for a file that is damaged or no session, UsageError where it does not belong to this model.
-        """
-        stored = session_file.load(Path(path), self._run_settings(), self._memory.pool.classes)
-        state = SessionState(cache_salt, client, stored.tokens, stored.selected)
-        self._inbox.call(lambda: self._sessions.restore(state, stored))
-        return Session(self, state)
+        sequence = self.model.new_reading(prompt)
+        self.submit(sequence, Origin(cache_salt, client))
+        return Reading(sequence)
 
     def submit(self, sequence: TokenSequence, origin: Origin) -> None:
-        """Let a sequence run. One of a session takes the place of what was being read ahead of it.
-
-        Raises UsageError for one that does not fit `kv_budget` even alone.
-        """
-        self._memory.check(sequence.max_positions)
+        """Let a sequence run. Raises UsageError for one that does not fit `kv_budget` even alone."""
+        self._store.check(sequence.max_positions)
         sequence.origin = origin
         self._inbox.submit(sequence)
-
-    def save_session(self, session: SessionState, path: Path) -> None:
-        """Write a session that is paused to a file."""
-
-        def save() -> None:
-            self._core.leave_session(session)
-            self._sessions.save(session, path, self._run_settings())
-
-        self._inbox.call(save)
-
-    def forget(self, session: SessionState) -> None:
-        """Drop what is kept of a session that nobody will continue."""
-        session.is_closed = True
-        self._inbox.forget(session)
 
     @property
     def drafts(self) -> bool:
@@ -209,26 +195,28 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """The figures up to now."""
-        core, pool, scheduler = self._core, self._memory.pool, self._core.scheduler
-        live, waiting = scheduler.live, list(scheduler.waiting)
+        core, pool, scheduler = self._core, self._store.pool, self._core.scheduler
+        live, waiting = [*scheduler.live], scheduler.waiting
+        running = sum(sequence.rank is Rank.ASKED for sequence in live)
+        asked = running + sum(sequence.rank is Rank.ASKED for sequence in waiting)
         samples = sum(len(sequence.samples) for sequence in [*live, *waiting])
         return EngineStats(
-            running=len(live),
-            waiting=len(waiting) + samples + self._inbox.num_sequences,
+            running=running,
+            waiting=asked - running + samples + self._inbox.num_sequences,
+            reading_ahead=len(live) + len(waiting) - asked,
             finished=core.finished,
             pages_used=pool.in_use,
-            pages_kept=self._memory.kept,
+            pages_kept=self._store.tree.size,
             pages_free=pool.free,
             page_bytes=pool.page_nbytes,
             bytes_used=pool.in_use_nbytes,
             prompt_tokens=core.prompt_tokens,
             cached_tokens=core.cached_tokens,
             generated_tokens=core.generated_tokens,
+            ahead_tokens=core.ahead_tokens,
             **vars(core.drafts),
             preemptions=core.preemptions,
-            paused_sessions=self._sessions.count,
-            written_sessions=self._sessions.written,
-            dropped_sessions=self._sessions.dropped,
+            **self._store.disk_figures(),
             busy_s=self._loop.busy_s,
             disk=self._executor.disk,
         )
@@ -243,9 +231,12 @@ class Engine:
         """Why it answers nothing any more: it was closed, or has failed; None while it answers."""
         return self._inbox.ended
 
-    def close(self) -> None:
-        """End the engine after the present step. What still runs or waits ends with an error."""
-        self._loop.close()
+    def close(self, seconds: float = CLOSE_S) -> None:
+        """End the engine after the present step. What still runs or waits ends with an error.
+
+        `seconds`: time in which what it keeps is written to `kv_disk`.
+        """
+        self._loop.close(seconds)
         atexit.unregister(self.close)
 
     def __enter__(self) -> Self:
@@ -261,17 +252,34 @@ class Engine:
         nbytes = pool.budget_for(sequence_nbytes(pool.classes, self.model.context, self._executor.block_tokens))
         return max(nbytes, min(slots * nbytes, _machine_memory() // 4))
 
-    def _run_settings(self) -> dict[str, str]:
-        """What the keys and values of a saved session depend on, beside its tokens."""
-        plan, classes = self.model.plan, self._memory.pool.classes
-        windows = [f"{one.window} in {len(one.layers)} layers" for one in classes if one.window]
-        return {
-            "artifact": self.model.digest,
-            "mode": self.model.mode,
-            "cache format": self._memory.pool.format,
-            "placement": "none" if plan is None else f"{self.model.device}, {plan.vram_bytes} bytes",
-            **({"windows": ", ".join(windows)} if windows else {}),
-        }
+    def _opened_store(
+        self, budget: int, folder: Path | None, disk_budget: int | None, say: Callable[[str], object]
+    ) -> PrefixStore:
+        """The store of prefixes, with its files where there is a folder for them."""
+        model, pool = self.model, self._executor.new_pool(budget)
+        files = None
+        if folder is not None:
+            disk_budget = DISK_BUDGET if disk_budget is None else disk_budget
+            files = PageFiles(folder, disk_budget, _run(model, pool), pool.classes, say)
+        # A plan divides the sum of a token with selection between two sides, even where nothing is skipped.
+        selection_matters = model.mode != "dense" or model.plan is not None
+        return PrefixStore(model.executor, pool, selection_matters=selection_matters, files=files)
+
+
+def _run(model: Model, pool: PagePool) -> dict[str, str]:
+    """What the bits of keys and values depend on, beside the tokens and how these run."""
+    plan = model.plan
+    classes = (f"{len(one.layers)} layers, window {one.window}, {one.page.nbytes} bytes" for one in pool.classes)
+    return {
+        "artifact": model.digest,
+        "name": model.name,
+        "mode": model.mode,
+        "placement": "none" if plan is None else f"{model.device}, {plan.vram_bytes} bytes",
+        "cache": pool.format,
+        "pages": "; ".join(classes),
+        # Exponentials are the C library's, which chooses by processor.
+        "sums": f"{SUMS}, {ISA.name}, {get_host_cpu_name()}, {' '.join(platform.libc_ver())}",
+    }
 
 
 def _machine_memory() -> int:

@@ -1,7 +1,8 @@
 """What an answer is made of as it comes: one union of events, whatever form of API writes them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from pi_runtime.sequence.logprobs import TokenLogprobs
 from pi_runtime.sequence.stats import Stats
@@ -96,7 +97,7 @@ class GatheredCall:
 
     id: str
     name: str
-    arguments: str = ""
+    arguments: str
 
 
 @dataclass
@@ -118,16 +119,16 @@ class Gathered:
     @property
     def calls(self) -> list[GatheredCall]:
         """The calls that have not broken off."""
-        found: dict[int, GatheredCall] = {}
+        found: dict[int, tuple[CallBegan, list[str]]] = {}
         for event in self.events:
             match event:
-                case CallBegan(index, call_id, name):
-                    found[index] = GatheredCall(call_id, name)
+                case CallBegan(index):
+                    found[index] = event, []
                 case CallArguments(index, text):
-                    found[index].arguments += text
+                    found[index][1].append(text)
                 case CallBroken(index):
                     del found[index]
-        return [*found.values()]
+        return [GatheredCall(call.id, call.name, "".join(arguments)) for call, arguments in found.values()]
 
     @property
     def is_cut(self) -> bool:
@@ -138,14 +139,10 @@ class Gathered:
 def joined(deltas: list[Delta]) -> list[Delta]:
     """The deltas with neighbours of one kind made one."""
     found: list[Delta] = []
-    for delta in deltas:
-        match found[-1:], delta:
-            case [TextDelta(before)], TextDelta(text):
-                found[-1] = TextDelta(before + text)
-            case [ReasoningDelta(before)], ReasoningDelta(text):
-                found[-1] = ReasoningDelta(before + text)
-            case [CallArguments(index, before)], CallArguments(_, text) if delta.index == index:
-                found[-1] = CallArguments(index, before + text)
-            case _:
-                found.append(delta)
+    for _, group in groupby(deltas, lambda delta: (type(delta), getattr(delta, "index", None))):
+        first, *more = group
+        if isinstance(first, CallBegan | CallBroken):
+            found += [first, *more]
+        else:
+            found.append(replace(first, text="".join(getattr(delta, "text", "") for delta in (first, *more))))
     return found

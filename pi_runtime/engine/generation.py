@@ -1,8 +1,8 @@
 """Generation: prompt in, text out, by the engine's core in the caller's thread, with a cache of the caller's."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from pi_runtime.engine.core import Caches, Core
+from pi_runtime.engine.core import Core
 from pi_runtime.engine.prompt_pace import PromptPace
 from pi_runtime.engine.scheduler import PIECE, Scheduler
 from pi_runtime.engine.stream import AnswerIterator
@@ -46,14 +46,15 @@ def run_alone(
         core.step()
 
 
-class OneCache(Caches):
+class OneCache:
     """A cache of the caller's, for one sequence after another. What it holds stays in it."""
 
+    may_open = True
+
     def __init__(self, cache: KVCache) -> None:
-        super().__init__()
         self._cache = cache
 
-    def open(self, sequence: TokenSequence) -> KVCache | None:
+    def open(self, sequence: TokenSequence, _: Iterable[KVCache]) -> KVCache | None:
         """The cache, with as much as it holds of the sequence's tokens."""
         self._cache.keep_common_prefix(sequence.tokens)
         self._cache.truncate(sequence.num_reusable)
@@ -63,3 +64,10 @@ class OneCache(Caches):
         """Make room for so many further tokens; raises what the cache's pool raises where it cannot."""
         cache.reserve(count)
         return True
+
+    grow_freely = grow
+
+    def nothing(self, *_: object) -> None:
+        """Nobody else begins with what the cache holds."""
+
+    catch_up = share = keep = release = count_step = nothing

@@ -184,7 +184,7 @@ def _on_gpu(
             (Setting("cache_format", options.cache_format), " does not go with a GPU"),
             remedy=(Setting("device", "cpu"), ", or leave the format out"),
         )
-    from pi_runtime.cuda.opening import open_on_gpu  # noqa: PLC0415  needs torch
+    from pi_runtime.cuda.executor import open_on_gpu  # noqa: PLC0415  needs torch
 
     index = int(options.device.partition(":")[2])
     return open_on_gpu(

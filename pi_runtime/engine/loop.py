@@ -9,12 +9,11 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from pi_runtime.engine.caches import EngineCaches
 from pi_runtime.engine.core import Core
-from pi_runtime.engine.session_state import SessionState
+from pi_runtime.engine.store import PrefixStore
 from pi_runtime.errors import PiError, UsageError
-from pi_runtime.kernels.codegen import progress
-from pi_runtime.sequence.sequence import TokenSequence
+from pi_runtime.kernels.codegen.threads import progress_count
+from pi_runtime.sequence.sequence import Rank, TokenSequence
 
 
 class Callback(NamedTuple):
@@ -24,15 +23,12 @@ class Callback(NamedTuple):
     done: Future[None]
 
 
-Message = TokenSequence | Callback | SessionState | None
-"""A sequence that is to run, a call, a session that nobody will continue, or None: the engine is to end."""
+Message = TokenSequence | Callback | None
+"""A sequence that is to run, a call, or None: the engine is to end."""
 
 
 class Inbox:
-    """Any thread may bring something; the engine's thread waits for it and takes it.
-
-    `forget` takes no lock, because the finalizer of a session calls it: in any thread, amid anything that it does.
-    """
+    """Any thread may bring something; the engine's thread waits for it and takes it."""
 
     def __init__(self) -> None:
         self.ended: UsageError | None = None
@@ -48,8 +44,6 @@ class Inbox:
         """Bring a sequence. Raises UsageError once the engine has ended."""
         with self._lock:
             self._check_open()
-            if isinstance(sequence.origin, SessionState):
-                sequence.origin.sequence = sequence
             self.num_sequences += 1 + len(sequence.samples)
             self._messages.put(sequence)
 
@@ -60,10 +54,6 @@ class Inbox:
             self._check_open()
             self._messages.put(Callback(function, done))
         done.result()
-
-    def forget(self, session: SessionState) -> None:
-        """Bring a session that nobody will continue. A finalizer may call it."""
-        self._messages.put(session)
 
     def close(self) -> None:
         """Ask the engine to end."""
@@ -104,7 +94,7 @@ class StepWatch:
     The thread that runs steps begins and ends it. One other looks, more often than `stalled_s` is to tell.
     """
 
-    def __init__(self, count: Callable[[], int] = progress.count, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, count: Callable[[], int] = progress_count, clock: Callable[[], float] = time.monotonic) -> None:
         self._count, self._clock = count, clock
         self._began: float | None = None
         self._seen, self._moved = count(), clock()
@@ -130,16 +120,19 @@ class StepWatch:
 class Loop:
     """Runs the core in a thread of its own until it is asked to end, or anything fails."""
 
-    def __init__(self, core: Core, caches: EngineCaches) -> None:
-        self._core, self._caches = core, caches
+    def __init__(self, core: Core, store: PrefixStore) -> None:
+        self._core, self._store = core, store
         self.inbox, self.watch = Inbox(), StepWatch()
         self.busy_s = 0.0
         """Seconds in steps."""
+        self._close_s = 0.0
         self._thread = threading.Thread(target=self._run, name="pi-engine", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """End the thread after its present step, and wait for that."""
+    def close(self, seconds: float) -> None:
+        """End the thread after its present step, and wait for that. What is kept is written to disk in so many
+        seconds."""
+        self._close_s = seconds
         self.inbox.close()
         self._thread.join()
 
@@ -172,12 +165,9 @@ class Loop:
             return False
         return True
 
-    def _handle(self, message: TokenSequence | Callback | SessionState) -> None:
+    def _handle(self, message: TokenSequence | Callback) -> None:
         if isinstance(message, TokenSequence):
             self._core.submit(message)
-        elif isinstance(message, SessionState):
-            self._core.leave_session(message, reason="cancelled")
-            self._caches.forget(message)
         else:
             try:
                 message.function()
@@ -196,5 +186,8 @@ class Loop:
         for message in left:
             if isinstance(message, Callback):
                 message.done.set_exception(reason)
-        self._core.finished += len(unfinished)
-        self._caches.close()
+        self._core.finished += sum(sequence.rank is Rank.ASKED for sequence in unfinished)
+        for cache in self._core.held.values():
+            cache.close()
+        self._core.held.clear()
+        self._store.close(self._close_s)

@@ -20,7 +20,7 @@ from pi_runtime.execution.executor import Executor, Observer, SequenceResult, Se
 from pi_runtime.execution.firing import Firing
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import Allocation
-from pi_runtime.sequence.answer import AnswerSequence
+from pi_runtime.sequence.answer import AnswerSequence, check_prompt
 from pi_runtime.sequence.drafts import Acceptance
 from pi_runtime.sequence.head_draft import HEAD_RIGHT, HeadDraft
 from pi_runtime.sequence.logprobs import TokenLogprobs
@@ -28,6 +28,7 @@ from pi_runtime.sequence.sampling import Sampling
 from pi_runtime.sequence.sequence import ReadSequence, ScoreSequence
 from pi_runtime.sequence.settings import AnswerSettings, names_settings
 from pi_runtime.sequence.speculation import Speculation, StepTimes
+from pi_runtime.sequence.stats import Stats
 from pi_runtime.text.tokenizer import Tokenizer
 
 
@@ -81,6 +82,11 @@ class Model(ChatModel):
         return self._artifact.digest
 
     @property
+    def name(self) -> str:
+        """The name of the artifact's file."""
+        return self._artifact.path.name
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the artifact."""
         return self._artifact.nbytes
@@ -121,15 +127,9 @@ class Model(ChatModel):
     def new_answer(
         self,
         prompt: str | Sequence[int],
-        *,
-        selected: Sequence[bool] = (),
-        stop_tokens: Sequence[int] = (),
         **settings: Unpack[AnswerSettings],
     ) -> AnswerSequence:
-        """An answer that has not begun, with all that `generate` was asked for checked.
-
-        `selected` and `stop_tokens` are those of `AnswerSequence`.
-        """
+        """An answer that has not begun, with all that `generate` was asked for checked."""
         if settings.get("sampling") is None:
             settings["sampling"] = Sampling.from_generation_config(self.manifest.generation)
         if settings.get("expected"):
@@ -140,8 +140,6 @@ class Model(ChatModel):
             context=self.context,
             vocab_size=self.manifest.decoder.vocab_size,
             end_ids=self.manifest.text.end_ids,
-            selected=selected,
-            stop_tokens=self._checked_ids(stop_tokens).tolist() if len(stop_tokens) else (),
             head=self._head,
             **settings,
         )
@@ -165,9 +163,21 @@ class Model(ChatModel):
         """A scoring that has not begun, with all that `score` was asked for checked."""
         return ScoreSequence(self._prompt_ids(prompt), context=self.context, first=first, top=top)
 
-    def new_reading(self, tokens: Sequence[int], selected: Sequence[bool]) -> ReadSequence:
-        """Tokens to be read ahead, checked. `selected` is that of `AnswerSequence`."""
-        return ReadSequence(self._prompt_ids(tokens), selected)
+    def read(self, prompt: str | Sequence[int], cache: KVCache) -> Stats:
+        """Read a prompt ahead into a cache: it is computed, and nothing is drawn; returns the figures.
+
+        A later prompt that begins with the same tokens is continued from there, by `generate` with this cache.
+        """
+        sequence, speculation = self.new_reading(prompt), self.speculation("off", self._step_times)
+        for _ in run_alone(self.executor, self._checked_cache(cache), sequence, speculation):
+            pass  # it has no text
+        return sequence.stats
+
+    def new_reading(self, prompt: str | Sequence[int]) -> ReadSequence:
+        """A prompt to be read ahead, checked. Raises errors as `new_answer` does."""
+        ids = self._prompt_ids(prompt)
+        check_prompt(ids, self.context)
+        return ReadSequence(ids)
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):

@@ -4,6 +4,7 @@ The names are those of the keywords of `load` and `Engine`; how the command line
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from pi_runtime.errors import Setting, UsageError
 
@@ -42,10 +43,16 @@ class EngineOptions:
     """Share of their speed that answers keep while prompts are read."""
     speculate: str | int = "auto"
     """Tokens that are drafted at a time: `auto`, `off` or a number."""
+    kv_disk: Path | None = None
+    """Folder for keys and values that memory has no room for; None for none."""
+    kv_disk_budget: int | None = None
+    """Bytes that they may take there; None for 8 GiB."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.decode_share < 1:
             raise UsageError(setting=Setting("decode_share", self.decode_share), expected="0 or more, and less than 1")
+        if self.kv_disk is None and self.kv_disk_budget is not None:
+            raise UsageError((Setting("kv_disk_budget"), " goes with ", Setting("kv_disk"), " alone"))
         for name, value in (("slots", self.slots), ("piece", self.piece)):
             if value is not None and value < 1:
                 raise UsageError(setting=Setting(name, value), expected="1 or more")

@@ -61,13 +61,16 @@ class PromptPace:
         self._share, self._waits = DecodeShare(share), share > 0
         self._piece, self._block, self._size = piece, block, PieceSize(block)
 
-    def tokens(self, decoding: int) -> int:
-        """Most tokens of prompts in the next step, beside so many answers; 0 where prompts have to wait."""
+    def tokens(self, decoding: int, *, ahead: bool = False) -> int:
+        """Most tokens of prompts in the next step, beside so many answers; 0 where prompts have to wait.
+
+        `ahead`: whether nobody waits for these prompts, but a request that comes would wait for the step's end.
+        """
         if not self._share.allows_prompts(decoding):
             return 0
         if self._piece is not None:
             return self._piece
-        return self._size.tokens if decoding and self._waits else self._block
+        return self._size.tokens if (decoding or ahead) and self._waits else self._block
 
     def count(self, seconds: float, decoding: int, prompt_tokens: int, gained: float = 1.0) -> None:
         """Count a step: its time, its answers and tokens of prompts, and the tokens that each answer gained."""

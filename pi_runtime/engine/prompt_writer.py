@@ -6,6 +6,7 @@ then arranged in another way. Thoughts are the template's own affair: most drop 
 """
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -20,6 +21,8 @@ Tool = Mapping[str, Any]
 Part = tuple[int | None, str]
 """A part of a conversation: the message, if it is one's, and what it is of it."""
 TEXT = "content"
+RENDERINGS = 3
+"""All renderings of one conversation may take as long together as so many may."""
 
 
 class PromptWriter:
@@ -38,6 +41,7 @@ class PromptWriter:
         self._template, self._tools, self._are_told = template, tools, are_told
         self._variables = {name: value for name, value in variables.items() if value is not None}
         self._add_generation_prompt = add_generation_prompt
+        self._until = time.monotonic() + RENDERINGS * template.limits.seconds
 
     def write(self, given: Sequence[Message]) -> str:
         """The prompt of messages in one form (see `history`). Raises PromptError for what the template cannot show.
@@ -64,6 +68,7 @@ class PromptWriter:
             tools=self._given(tools),
             variables=self._variables,
             add_generation_prompt=self._add_generation_prompt,
+            seconds=self._until - time.monotonic(),
         )
 
     def _way(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Way:
@@ -78,8 +83,9 @@ class PromptWriter:
             text = self._template.attempt(
                 self._arranged(shapes, tools, way),
                 tools=self._given(tools),
+                variables=self._variables,
                 add_generation_prompt=self._add_generation_prompt,
-                **self._variables,
+                seconds=self._until - time.monotonic(),
             )
             missing = None if text is None else [*_missing(text, parts, tools)]
             if missing == []:

@@ -3,23 +3,34 @@
 A step holds one token of every request that is decoding, and some tokens of prompts: first of the one with the least
 left, and now and then by turns. Several prompts share at most `piece` of them.
 While prompts are read, steps without prompts come between, so that those who are decoding keep a share of their speed.
+
+Requests have ranks. One of a later rank joins only where none of an earlier one is live or waits, and gives its slot up
+as soon as one comes. So all that is live is of one rank, and what is read ahead runs no token beside a request.
 """
 
 from collections import deque
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
+from pi_runtime.sequence.sequence import Rank
+
 PIECE = 32
 """Tokens that several prompts share in a step, and the fewest that one gets, unless asked otherwise."""
 BY_TURNS = 4
 """Of so many steps with prompts the last one goes by turns. In the others the prompt with the least left comes first:
 then most prompts of those that come together have their first token early."""
+MOST_AGAIN = 64
+"""Answers that wait to be read again: the oldest are forgotten."""
 MAX_WITH_PROMPTS = 8
 """Steps with prompts in a row, so that the time of one without is measured now and then."""
 
 
 class Schedulable(Protocol):
     """What the scheduler asks of a request."""
+
+    @property
+    def rank(self) -> Rank:
+        """Which requests come before it."""
 
     @property
     def client(self) -> str:
@@ -106,8 +117,8 @@ class Scheduler(Generic[S]):
     def __init__(self, slots: int, piece: int) -> None:
         self.slots, self.piece = slots, piece
         self.live: list[S] = []
-        """In the order in which they joined."""
-        self.waiting: WaitingQueue[S] = WaitingQueue()
+        """In the order in which they joined; all of one rank."""
+        self._queues: dict[Rank, WaitingQueue[S]] = {rank: WaitingQueue() for rank in Rank}
         self._turns: deque[S] = deque()
         """The live requests in the order in which their prompts run."""
         self._steps = 0
@@ -116,7 +127,12 @@ class Scheduler(Generic[S]):
     @property
     def idle(self) -> bool:
         """Whether nothing is live and nothing waits."""
-        return not self.live and self.waiting.head is None
+        return not self.live and self._first is None
+
+    @property
+    def waiting(self) -> list[S]:
+        """Those that wait, by their ranks. Another thread may look too."""
+        return [request for queue in self._queues.values() for request in queue]
 
     @property
     def requests(self) -> list[S]:
@@ -124,30 +140,44 @@ class Scheduler(Generic[S]):
         return [*self.live, *self.waiting]
 
     def submit(self, request: S) -> None:
-        """Let a request wait behind all others of its client."""
-        self.waiting.append(request)
+        """Let a request wait behind all others of its client and rank."""
+        self._queues[request.rank].append(request)
 
     def submit_next(self, request: S) -> None:
-        """Let a request wait before all others of its client."""
-        self.waiting.append_next(request)
+        """Let a request wait before all others of its client and rank."""
+        self._queues[request.rank].append_next(request)
+
+    def replaced_by(self, request: S) -> list[S]:
+        """Those whose place a request takes: each client has one prompt that is read ahead, the newest."""
+        if request.rank is Rank.AHEAD:
+            return [s for s in self.requests if s.rank is request.rank and s.client == request.client]
+        return [*self._queues[Rank.AGAIN]][: 1 - MOST_AGAIN] if request.rank is Rank.AGAIN else []
 
     def next_to_join(self) -> S | None:
-        """The request whose turn it is, if any waits and a slot is free."""
-        return self.waiting.head if len(self.live) < self.slots else None
+        """The request whose turn it is, if any waits, a slot is free, and none of an earlier rank is live."""
+        first = self._first
+        may_join = first is not None and len(self.live) < self.slots and all(s.rank == first.rank for s in self.live)
+        return first if may_join else None
 
     def join(self) -> None:
         """Make the request whose turn it is a live one."""
-        request = self.waiting.head
+        request = self._first
         assert request is not None
         self.live.append(request)  # first: whoever looks meanwhile finds it
-        self.waiting.pop()
+        self._queues[request.rank].pop()
         self._turns.append(request)
 
+    @property
+    def has_to_yield(self) -> bool:
+        """Whether a request waits before which the live ones have to wait."""
+        first = self._first
+        return first is not None and any(first.rank < s.rank for s in self.live)
+
     def preempt(self) -> S:
-        """Let the request that joined last wait again, before all others."""
+        """Let the request that joined last wait again, before all others of its rank."""
         request = self.live.pop()
         self._turns.remove(request)
-        self.waiting.append_first(request)
+        self._queues[request.rank].append_first(request)
         return request
 
     def remove(self, request: S) -> None:
@@ -156,14 +186,21 @@ class Scheduler(Generic[S]):
             self.live.remove(request)
             self._turns.remove(request)
         else:
-            self.waiting.remove(request)
+            self._queues[request.rank].remove(request)
 
     def clear(self) -> list[S]:
         """Forget all requests; returns them."""
         found = self.requests
-        for held in (self.live, self.waiting, self._turns):
-            held.clear()
+        self.live.clear()
+        self._turns.clear()
+        for queue in self._queues.values():
+            queue.clear()
         return found
+
+    @property
+    def _first(self) -> S | None:
+        """The request whose turn it is of all that wait."""
+        return next((queue.head for queue in self._queues.values() if queue.head is not None), None)
 
     @property
     def decoding(self) -> int:

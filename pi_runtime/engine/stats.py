@@ -12,6 +12,8 @@ class EngineStats(DraftFigures):
 
     running: int
     waiting: int
+    reading_ahead: int
+    """Prompts that are read ahead and answers that are read again, or wait for it: while nothing else runs."""
     finished: int
     """Requests that have ended, in whatever way."""
     pages_used: int
@@ -28,13 +30,15 @@ class EngineStats(DraftFigures):
     cached_tokens: int
     """Those of them that were stored already and did not run."""
     generated_tokens: int
+    ahead_tokens: int
+    """Tokens that ran before anybody asked for what follows them: of prompts read ahead, and of answers read again."""
     preemptions: int
     """How often a request had to wait again because others needed its pages."""
-    paused_sessions: int
-    written_sessions: int
-    """How often a paused session was written to disk because others needed its pages."""
-    dropped_sessions: int
-    """How often one was dropped, to be computed again."""
+    kv_disk_pages: int
+    """Pages of this run in `kv_disk`, of whatever class of layers."""
+    kv_disk_pages_written: int
+    kv_disk_tokens: int
+    """Tokens of prompts, among those that were stored already, whose keys and values came from there."""
     busy_s: float
     disk: DiskStats | None
     """What decoding took from disk since the model was loaded; None where all weights are in memory."""

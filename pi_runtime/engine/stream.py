@@ -3,10 +3,11 @@
 import weakref
 from collections.abc import Callable, Iterator
 from queue import Empty
+from typing import Generic, TypeVar
 
 from pi_runtime.sequence.answer import AnswerSequence
 from pi_runtime.sequence.logprobs import TokenLogprobs
-from pi_runtime.sequence.sequence import Output, ScoreSequence
+from pi_runtime.sequence.sequence import Output, ReadSequence, ScoreSequence, TokenSequence
 from pi_runtime.sequence.stats import Stats
 
 
@@ -62,7 +63,6 @@ class Stream(AnswerIterator):
 
     def __init__(self, sequence: AnswerSequence, neurons: int) -> None:
         super().__init__(sequence, neurons)
-        self.session: object = None
         weakref.finalize(self, sequence.cancel).atexit = False
 
     def __next__(self) -> str:
@@ -81,6 +81,10 @@ class Stream(AnswerIterator):
         """
         self._sequence.notify = notify
         notify()
+
+    def expect_back(self) -> None:
+        """Say that the answer calls a tool: its text goes on once the tool has worked, and memory waits for that."""
+        self._sequence.outcome.in_call = True
 
     def read(self) -> Output:
         """What has come since the last call, without waiting. For those who `listen`, in place of iterating."""
@@ -109,20 +113,14 @@ class Stream(AnswerIterator):
         self._sequence.cancel()
 
 
-class Scores:
-    """Log-probabilities of a prompt that are being computed. Scores that nobody refers to any more are cancelled."""
+S = TypeVar("S", bound=TokenSequence)
 
-    def __init__(self, sequence: ScoreSequence) -> None:
+
+class Awaited(Generic[S]):
+    """A sequence without a text of its own, for whose end its caller waits."""
+
+    def __init__(self, sequence: S) -> None:
         self._sequence = sequence
-        weakref.finalize(self, sequence.cancel).atexit = False
-
-    def result(self) -> list[TokenLogprobs]:
-        """Wait for the log-probabilities; of a cancelled request those found. Raises what ended it, or the engine."""
-        end = self._sequence.outputs.get()
-        self._sequence.outputs.put(end)  # for whoever asks again
-        if end.error is not None:
-            raise end.error
-        return self._sequence.logprobs
 
     def listen(self, notify: Callable[[], object]) -> None:
         """Have a function called by the engine's thread when `result` no longer waits; and once now."""
@@ -137,3 +135,35 @@ class Scores:
     def cancel(self) -> None:
         """End it before the engine's next step. Does nothing once it has ended."""
         self._sequence.cancel()
+
+    def _wait(self) -> None:
+        """Wait for the end. Raises what ended it, or the engine."""
+        end = self._sequence.outputs.get()
+        self._sequence.outputs.put(end)  # for whoever asks again
+        if end.error is not None:
+            raise end.error
+
+
+class Scores(Awaited[ScoreSequence]):
+    """Log-probabilities of a prompt that are being computed. Scores that nobody refers to any more are cancelled."""
+
+    def __init__(self, sequence: ScoreSequence) -> None:
+        super().__init__(sequence)
+        weakref.finalize(self, sequence.cancel).atexit = False
+
+    def result(self) -> list[TokenLogprobs]:
+        """Wait for the log-probabilities; of a cancelled request those found. Raises what ended it, or the engine."""
+        self._wait()
+        return self._sequence.logprobs
+
+
+class Reading(Awaited[ReadSequence]):
+    """A prompt that is being read ahead. It goes on where nobody refers to it any more."""
+
+    def result(self) -> Stats:
+        """Wait for its end, or until a newer one replaces it; returns the figures. Raises what ended it, or the engine.
+
+        What has been read by then stays, until its memory is needed.
+        """
+        self._wait()
+        return self._sequence.stats

@@ -26,8 +26,7 @@ from pi_runtime.execution.ops import CpuOps
 from pi_runtime.execution.rows import MemoryRows
 from pi_runtime.kernels.data.weight_table import LayerRecords
 from pi_runtime.kernels.data.workspace import allocate_workspace
-from pi_runtime.kernels.ffn.experts import tokens_by_expert
-from pi_runtime.kernels.ffn.memory import Batch, ffn_of
+from pi_runtime.kernels.ffn.memory import Batch, ffn_of, tokens_by_expert
 from pi_runtime.kernels.ffn.network import serial_add_neurons
 
 

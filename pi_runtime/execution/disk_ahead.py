@@ -21,8 +21,7 @@ from pi_runtime.kernels import moe
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.workspace import allocate_workspace
 from pi_runtime.kernels.ffn import steps
-from pi_runtime.kernels.ffn.experts import Taken, tokens_by_expert
-from pi_runtime.kernels.ffn.memory import ffn_of, whole_batch
+from pi_runtime.kernels.ffn.memory import Taken, ffn_of, tokens_by_expert, whole_batch
 from pi_runtime.kernels.ops.linear import norm
 
 

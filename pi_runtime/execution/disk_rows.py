@@ -31,10 +31,9 @@ from pi_runtime.execution.executor import DiskStats, Floats, Ints
 from pi_runtime.execution.host import CpuModel, token_blocks
 from pi_runtime.execution.pages import Allowance
 from pi_runtime.execution.rows import FfnTokens, MemoryRows, Piece
-from pi_runtime.kernels.codegen import progress
+from pi_runtime.kernels.codegen.threads import advance_progress
 from pi_runtime.kernels.ffn import steps
-from pi_runtime.kernels.ffn.experts import Taken, tokens_by_expert, tokens_of
-from pi_runtime.kernels.ffn.memory import Batch, every_token, whole_batch
+from pi_runtime.kernels.ffn.memory import Batch, Taken, every_token, tokens_by_expert, tokens_of, whole_batch
 from pi_runtime.kernels.split_ffn import NeuronLists, name_listed
 
 
@@ -191,7 +190,7 @@ class RowSums:
         steps.prepare(f, w_X[expert], piece.input_TD[rows])
         steps.name_neurons(f, batch, self._named_F)
         steps.add_chunks(f, batch, part.begin, part.end, self._carried_TD[rows], piece.x_TD[rows])
-        progress.advance()
+        advance_progress()
 
     def add(self, layer: int) -> bool:
         """x ← x + the FFN of the tokens; False, and nothing is done, where all rows that it needs are there."""
@@ -256,7 +255,7 @@ class RowSums:
                 steps.add_chunks(f, batch, part.begin, part.end, carried_TD[block], y_ND)
                 if part.end == CHUNKS:
                     y_TD[some_N] += weight_N[block, None] * y_ND
-            progress.advance()
+            advance_progress()
 
     def _whole_experts(self, layer: int, batches: Mapping[int, Batch], few: bool, tally_T3: Ints) -> None:
         """x ← x + the FFNs of experts all of whose rows are needed: the next ones come while one is computed."""

@@ -14,8 +14,7 @@ import numpy as np
 from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.kernels.data.weight_table import StoredArrays, config_of, table_of
 from pi_runtime.kernels.data.workspace import allocate_workspace
-from pi_runtime.kernels.ffn.experts import tokens_by_expert
-from pi_runtime.kernels.ffn.memory import ffn_of, whole_batch
+from pi_runtime.kernels.ffn.memory import ffn_of, tokens_by_expert, whole_batch
 from pi_runtime.kernels.ffn.network import count_neurons
 from pi_runtime.kernels.moe import ffn_of_experts, route
 

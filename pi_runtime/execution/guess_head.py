@@ -13,7 +13,7 @@ from dataclasses import replace
 import numba
 import numpy as np
 
-from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.decoder import Decoder, rotary_table
 from pi_runtime.artifact.footprint import BLOCK_TOKENS, CHUNKS, attention_floats, input_nbytes
 from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.guess_head import PREFIX, GuessHead, block_of
@@ -30,7 +30,6 @@ from pi_runtime.kernels.data.workspace import allocate_workspace
 from pi_runtime.kernels.forward import Positions, after_ffn, attention, head
 from pi_runtime.kernels.guess_head import GuessWeights, GuessWorkspace, enter, fuse, guess
 from pi_runtime.kernels.moe import ffn_of_experts
-from pi_runtime.kernels.reference_attention import rotary_table
 
 
 class GuessHeadRun(ABC):

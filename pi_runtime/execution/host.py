@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.decoder import Decoder, rotary_table
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.errors import UsageError
@@ -25,7 +25,6 @@ from pi_runtime.kernels.data.weight_table import RowsAt, StoredArrays
 from pi_runtime.kernels.data.workspace import allocate_workspace
 from pi_runtime.kernels.ffn.memory import Ffn, ffn_of
 from pi_runtime.kernels.forward import Positions, Step
-from pi_runtime.kernels.reference_attention import rotary_table
 
 
 def _rotary_tables(d: Decoder, context: int) -> tuple[Floats, Floats]:

@@ -16,8 +16,7 @@ from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.execution.executor import DiskStats, Floats, Ints
 from pi_runtime.execution.host import CpuModel, token_blocks
 from pi_runtime.kernels.data.workspace import Workspace
-from pi_runtime.kernels.ffn.experts import Taken
-from pi_runtime.kernels.ffn.memory import Batch, every_token
+from pi_runtime.kernels.ffn.memory import Batch, Taken, every_token
 from pi_runtime.kernels.ffn.network import add_neurons
 from pi_runtime.kernels.moe import ffn_of_experts
 from pi_runtime.kernels.split_ffn import NeuronLists

@@ -13,14 +13,14 @@ import numpy as np
 from pi_runtime.kernels import moe
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.jit import device, public
-from pi_runtime.kernels.codegen.progress import advanced
+from pi_runtime.kernels.codegen.threads import advanced
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.matrix_view import Floats, Ints, address_of, matrix
 from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.data.weight_table import Ends, KernelConfig, LayerRecord, LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace
-from pi_runtime.kernels.latents import mix_latents
 from pi_runtime.kernels.ops.attention import LayerCache, attend, norm_heads, rotate, store_kv
+from pi_runtime.kernels.ops.latent_attention import mix_latents
 from pi_runtime.kernels.ops.linear import add_vector, finish_logits, linear, norm
 
 _load_row, _route = by_address(load_row), by_address(moe.route)

@@ -16,9 +16,8 @@ from pi_runtime.kernels.data.matrix_view import Floats, Ints, address_of, matrix
 from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.data.weight_table import SILU
 from pi_runtime.kernels.forward import Positions
-from pi_runtime.kernels.ops.activations import activate
 from pi_runtime.kernels.ops.attention import LayerCache, attend, rotate, store_kv
-from pi_runtime.kernels.ops.linear import linear, norm
+from pi_runtime.kernels.ops.linear import activate, linear, norm
 
 _load_row, _norm = by_address(load_row), by_address(norm)
 

@@ -11,9 +11,8 @@ from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import F32, Floats, Ints, address_of, matrix, values_of_row, vector
 from pi_runtime.kernels.data.weight_table import KernelConfig, LayerRecord, LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace
-from pi_runtime.kernels.ffn.experts import take_expert
 from pi_runtime.kernels.ffn.matrices import add_matrices
-from pi_runtime.kernels.ffn.memory import ffn_of, whole_expert
+from pi_runtime.kernels.ffn.memory import ffn_of, take_expert, whole_expert
 from pi_runtime.kernels.ffn.network import add, prepare
 from pi_runtime.kernels.ops.linear import linear
 

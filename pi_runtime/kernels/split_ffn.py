@@ -19,8 +19,7 @@ import numpy.typing as npt
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import Floats, Ints
 from pi_runtime.kernels.data.weight_table import LayerRecords
-from pi_runtime.kernels.ffn.experts import take_expert
-from pi_runtime.kernels.ffn.memory import Batch, Ffn, whole_expert
+from pi_runtime.kernels.ffn.memory import Batch, Ffn, take_expert, whole_expert
 from pi_runtime.kernels.ffn.network import add_batch, prepare
 from pi_runtime.kernels.ffn.selection import score, scored_of, scores_of, selector_format
 from pi_runtime.kernels.ops.linear import prepare_inputs

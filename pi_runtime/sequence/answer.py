@@ -16,7 +16,7 @@ from pi_runtime.sequence.head_draft import HeadDraft
 from pi_runtime.sequence.logprobs import TokenLogprobs, check_logprobs, token_logprobs
 from pi_runtime.sequence.sampler import Sampler
 from pi_runtime.sequence.sampling import Sampling
-from pi_runtime.sequence.sequence import Floats, Ints, TokenSequence
+from pi_runtime.sequence.sequence import Floats, Ints, Rank, ReadSequence, TokenSequence
 from pi_runtime.sequence.settings import AnswerSettings
 from pi_runtime.sequence.stats import DraftFigures, Stats
 from pi_runtime.text.stop_strings import StopStrings
@@ -34,15 +34,12 @@ class AnswerSequence(TokenSequence):
         context: int,
         vocab_size: int,
         end_ids: Sequence[int],
-        selected: Sequence[bool] = (),
-        stop_tokens: Sequence[int] = (),
         head: Callable[..., HeadDraft] | None = None,
         **settings: Unpack[AnswerSettings],
     ) -> None:
-        """`selected`: for the first tokens of the prompt whether they run with selection, as those of earlier answers
-        in it do. `stop_tokens` end the answer, and become part of it. `head`: makes the drafts of a guess head."""
+        """`head`: makes the drafts of a guess head."""
         _check(prompt, context, settings)
-        super().__init__(prompt, selected)
+        super().__init__(prompt)
         self._max_tokens, self._min_tokens = settings.get("max_tokens"), settings.get("min_tokens", 0)
         self._context, self._top_logprobs = context, settings.get("logprobs")
         # Compiled last: an answer that cannot be is refused sooner.
@@ -57,11 +54,13 @@ class AnswerSequence(TokenSequence):
             allowed=None if self._grammar is None else self._grammar.allowed,
         )
         self._tokenizer, self._shown_tokens = tokenizer, frozenset(settings.get("shown_tokens", ()))
-        stop, self._stop_tokens = settings.get("stop", ()), frozenset(stop_tokens)
+        stop = settings.get("stop", ())
         special = tokenizer.special_ids.items() if stop else ()
         self._hidden = {token: name for name, token in special if token not in self._shown_tokens}
         self._stop = StopStrings(stop, self._hidden.values())
         self._end_ids = frozenset(end_ids)
+        self.may_go_on = True
+        """Whether its text may come back in a prompt: of several answers to one prompt that is one at most."""
         self._logprobs: list[TokenLogprobs] = []
         self._began = time.perf_counter()
         self._first_token_s = self._prefill_s = self._decode_s = 0.0
@@ -124,6 +123,15 @@ class AnswerSequence(TokenSequence):
     def seed(self) -> int | None:
         """The seed of its draws; None where it is greedy."""
         return None if self.sampling.temperature == 0 else self.sampling.seed
+
+    @property
+    def as_prompt(self) -> ReadSequence | None:
+        """What reads its tokens as a later prompt has them, dense; None where that gains nothing."""
+        if self.num_computed <= self.prompt_tokens or not self.may_go_on:
+            return None
+        again = ReadSequence(self.tokens[: self.max_positions], Rank.AGAIN)
+        again.origin, again.outcome = self.origin, self.outcome
+        return again
 
     @property
     def wants_states(self) -> bool:
@@ -206,8 +214,6 @@ class AnswerSequence(TokenSequence):
         if stopped:
             self.finish_reason = "stop"
             return text
-        if may_stop and token in self._stop_tokens:
-            return text + self._end("stop")
         if self._grammar is not None and self._grammar.is_complete(self.tokens):
             return text + self._end("end")
         if self._max_tokens is not None and len(self.tokens) - self.prompt_tokens >= self._max_tokens:
@@ -246,7 +252,7 @@ class AnswerSequence(TokenSequence):
 
 
 def _check(prompt: Sequence[int], context: int, settings: AnswerSettings) -> None:
-    """Raise PiError for settings that are impossible, and for a prompt that is empty or leaves no room."""
+    """Raise PiError for settings that are impossible, and for a prompt that cannot be continued."""
     max_tokens, min_tokens = settings.get("max_tokens"), settings.get("min_tokens", 0)
     if max_tokens is not None and max_tokens < 1:
         raise UsageError(setting=Setting("max_tokens", max_tokens), expected="1 or more")
@@ -254,6 +260,11 @@ def _check(prompt: Sequence[int], context: int, settings: AnswerSettings) -> Non
         most = "0 or more" if max_tokens is None else (f"0 to {max_tokens}, which ", Setting("max_tokens"), " says")
         raise UsageError(setting=Setting("min_tokens", min_tokens), expected=most)
     check_logprobs("logprobs", settings.get("logprobs"))
+    check_prompt(prompt, context)
+
+
+def check_prompt(prompt: Sequence[int], context: int) -> None:
+    """Raise PromptError for a prompt that is empty, ContextError for one that leaves no room for an answer."""
     if not prompt:
         raise PromptError(
             "the prompt is empty, and the model has no begin-of-text token to start from",

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from queue import SimpleQueue
 from threading import Event
 from typing import ClassVar, NamedTuple
@@ -21,9 +21,21 @@ import numpy.typing as npt
 from pi_runtime.errors import ContextError, UsageError
 from pi_runtime.sequence.drafts import NO_DRAFT, Draft
 from pi_runtime.sequence.logprobs import TokenLogprobs, check_finite, check_logprobs, token_logprobs
+from pi_runtime.sequence.stats import Stats
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
+
+
+class Rank(IntEnum):
+    """Which sequences come before which."""
+
+    ASKED = 0
+    """Somebody waits for what comes of it."""
+    AHEAD = 1
+    """A prompt that is read before anybody asks what follows it, such as one that is being typed."""
+    AGAIN = 2
+    """An answer that is read as the part of a prompt that it may become."""
 
 
 class Status(Enum):
@@ -49,6 +61,14 @@ class Origin:
     """Whose it is: clients take turns where sequences wait."""
 
 
+@dataclass(eq=False)
+class Outcome:
+    """What is known of how a sequence ended; its reader may know more later."""
+
+    in_call: bool = False
+    """Whether it ended in a call of a tool: its text goes on once the tool has worked."""
+
+
 class Output(NamedTuple):
     """What has come of a sequence: some text, or its end."""
 
@@ -70,11 +90,11 @@ class TokenSequence(ABC):
     needs_all_logits: ClassVar[bool] = False
     """Whether the logits of every token are wanted, and not only the last one's."""
 
-    def __init__(self, tokens: Sequence[int], selected: Sequence[bool]) -> None:
-        """`selected`: for the first tokens whether they run with selection; the others run dense."""
+    def __init__(self, tokens: Sequence[int], *, selected: bool = False) -> None:
+        """`selected`: whether these tokens run with selection; else they run dense."""
         self.tokens = list(tokens)
         """All tokens up to now. The newest one of an answer has not run yet."""
-        self.selected = [*selected, *[False] * (len(tokens) - len(selected))]
+        self.selected = [selected] * len(tokens)
         """For each token whether it runs with selection."""
         self.prompt_tokens = len(tokens)
         self.num_computed = 0
@@ -102,6 +122,7 @@ class TokenSequence(ABC):
         self.notify: Callable[[], object] = lambda: None
         """Called when an output has come, by the thread that runs it."""
         self._step_began = 0.0
+        self.outcome = Outcome()
         self.finish_reason: str | None = None
         """Why its text ended; None while it goes on, and for a goal without a text unless it was cancelled."""
 
@@ -136,9 +157,9 @@ class TokenSequence(ABC):
         return self.origin.client
 
     @property
-    def reads_ahead(self) -> bool:
-        """Whether it is only computed, with nothing for its caller to read."""
-        return False
+    def rank(self) -> Rank:
+        """Which sequences come before it."""
+        return Rank.ASKED
 
     @property
     def is_running(self) -> bool:
@@ -199,17 +220,21 @@ class TokenSequence(ABC):
 
 
 class ReadSequence(TokenSequence):
-    """A sequence that runs only to have its keys and values stored, with which a session's next turn begins."""
+    """A sequence that runs only to have its keys and values stored, with which a later prompt begins."""
+
+    def __init__(self, tokens: Sequence[int], rank: Rank = Rank.AHEAD) -> None:
+        super().__init__(tokens)
+        self._rank, self._seconds = rank, 0.0
 
     @property
-    def reads_ahead(self) -> bool:
-        """Always: its caller reads nothing."""
-        return True
+    def rank(self) -> Rank:
+        """Which sequences come before it: all for which somebody waits."""
+        return self._rank
 
     @property
     def max_positions(self) -> int:
-        """Most positions that its cache will hold; one is left for the first token of an answer."""
-        return len(self.tokens) + 1
+        """Most positions that its cache will hold."""
+        return len(self.tokens)
 
     @property
     def complete(self) -> bool:
@@ -219,7 +244,22 @@ class ReadSequence(TokenSequence):
     def advance(self, logits_TV: Floats, rows_L2: Ints | None) -> Iterator[str]:  # noqa: ARG002  nobody wants them
         """Count the tokens that have run."""
         self.num_computed += self.num_scheduled
+        self._seconds += time.perf_counter() - self._step_began
         return iter(())
+
+    @property
+    def stats(self) -> Stats:
+        """The figures up to now: how many of its tokens were stored before, and what reading the others took."""
+        return Stats(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=0,
+            prefill_s=self._seconds,
+            decode_s=0.0,
+            first_token_s=0.0,
+            rows_read_share=None,
+            active_share=None,
+        )
 
 
 class ScoreSequence(TokenSequence):
@@ -236,7 +276,7 @@ class ScoreSequence(TokenSequence):
             raise ContextError(f"{len(ids)} tokens", expected=f"at most the context of {context}")
         if first < 1:
             raise UsageError(f"log-probabilities from token {first} on", expected="1 or more: nothing precedes token 0")
-        super().__init__(ids[:-1], [True] * (len(ids) - 1))
+        super().__init__(ids[:-1], selected=True)
         self._ids, self._first, self._top = list(ids), first, top
         self.logprobs: list[TokenLogprobs] = []
 

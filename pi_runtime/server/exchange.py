@@ -65,7 +65,10 @@ class Exchange:
 
     async def begin(self, prompt: Prompt) -> InFlight:
         """Hand a prompt to the engine. Raises ApiError for what cannot be run."""
-        self.ticket.take(prompt.answers)
+        if prompt.goal == "reading":
+            self.ticket.release()  # it takes the place of no answer
+        else:
+            self.ticket.take(prompt.answers)
         service = self.service
         return await self.beside(
             InFlight, prompt, service.engine, service.metrics, service.settings, self.arrived, self.client

@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from pi_runtime.engine.engine import Engine
-from pi_runtime.engine.events import End, Event, PromptLogprobs
+from pi_runtime.engine.events import CallBegan, End, Event, PromptLogprobs
 from pi_runtime.engine.model import Model
-from pi_runtime.engine.stream import Scores, Stream
+from pi_runtime.engine.stream import Reading, Scores, Stream
 from pi_runtime.server.api.answer import EventReader, GatheredAnswer
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.clients import Client
@@ -29,8 +29,9 @@ class _AnswerInFlight(GatheredAnswer):
     reader: EventReader
     stream: Stream | None
     """None where nothing is generated."""
-    scores: Scores | None
-    """The log-probabilities of its prompt, which come first; None where they have been read, or are not wanted."""
+    awaited: Scores | Reading | None
+    """The log-probabilities of its prompt, which come first, or the prompt that is read ahead; None where there is
+    nothing of the kind to wait for."""
     num_tokens: int = 0
     num_chars: int = 0
     latest: float = 0.0
@@ -38,9 +39,9 @@ class _AnswerInFlight(GatheredAnswer):
     has_ended: bool = False
 
     @property
-    def sources(self) -> list[Stream | Scores]:
-        """Its stream and its scores, as far as they are still to be read."""
-        return [source for source in (self.scores, self.stream) if source is not None]
+    def sources(self) -> list[Stream | Scores | Reading]:
+        """Where the rest of it comes from, as far as it is still to be read."""
+        return [source for source in (self.awaited, self.stream) if source is not None]
 
     @property
     def pending(self) -> int:
@@ -66,11 +67,11 @@ class InFlight:
         self._answers: list[_AnswerInFlight] = []
         for n, text in enumerate(prompt.texts):
             # What was begun before one of them is refused has no reference left, so it ends.
-            scores = _scores(engine, prompt, text, salt, client.name)
+            awaited = _awaited(engine, prompt, text, salt, client.name)
             for stream in _streams(engine, prompt, text, salt, client.name):
                 after, index = [] if stream is None else stream.prompt, len(self._answers)
                 reader = EventReader(prompt, engine.model.tokenizer, after=after)
-                answer = _AnswerInFlight(index=index, prompt=n, reader=reader, stream=stream, scores=scores)
+                answer = _AnswerInFlight(index=index, prompt=n, reader=reader, stream=stream, awaited=awaited)
                 self._answers.append(answer)
         self._error: ApiError | None = None
         self._news = asyncio.Event()
@@ -127,23 +128,33 @@ class InFlight:
         """The events of all that has come. Raises ApiError for what ended it, when all before that has been read."""
         if self._error is not None:
             raise self._error
-        return [(answer, event) for answer in self._answers for event in self._read(answer)]
+        found: list[tuple[GatheredAnswer, Event]] = []
+        for answer in self._answers:
+            for event in self._read(answer):
+                if isinstance(event, CallBegan) and answer.stream is not None:
+                    answer.stream.expect_back()
+                found.append((answer, event))
+        return found
 
     def _read(self, answer: _AnswerInFlight) -> Iterator[Event]:
         if self._error is not None or answer.has_ended:
             return
-        if answer.scores is not None:
-            if not answer.scores.done:
+        stats = None
+        if answer.awaited is not None:
+            if not answer.awaited.done:
                 return
             try:
-                yield PromptLogprobs(answer.scores.result())
+                if isinstance(answer.awaited, Scores):
+                    yield PromptLogprobs(answer.awaited.result())
+                else:
+                    stats = answer.awaited.result()
             except BaseException as error:
                 self.fail(failed(error))
                 return
-            answer.scores = None
+            answer.awaited = None
         if answer.stream is None:
             answer.has_ended = True
-            yield End("length")
+            yield End("length", stats=stats)
         else:
             yield from self._read_stream(answer, answer.stream)
 
@@ -185,24 +196,22 @@ class InFlight:
                 source.cancel()
 
 
-def _scores(engine: Engine, prompt: Prompt, text: Sequence[int] | str, salt: str, client: str) -> Scores | None:
-    """What computes the log-probabilities of a text, where these are wanted."""
+def _awaited(engine: Engine, prompt: Prompt, text: Sequence[int], salt: str, client: str) -> Scores | Reading | None:
+    """What computes a text itself, where that is wanted: its log-probabilities, or what is kept of it."""
+    if prompt.goal == "reading":
+        return engine.read(text, cache_salt=salt, client=client)
     if prompt.logprobs is None:
         return None
     return engine.score(text, top=prompt.logprobs, cache_salt=salt, client=client)
 
 
-def _streams(
-    engine: Engine, prompt: Prompt, text: Sequence[int] | str, salt: str, client: str
-) -> Sequence[Stream | None]:
+def _streams(engine: Engine, prompt: Prompt, text: Sequence[int], salt: str, client: str) -> Sequence[Stream | None]:
     """The engine's streams of the answers to a text."""
-    if not prompt.generates:
+    if prompt.goal != "answers":
         return [None] * prompt.count
     settings = prompt.settings.copy()
     if prompt.prediction and engine.drafts:
         settings["expected"] = _expected(engine.model, prompt, len(text))
-    if prompt.session is not None:
-        return [prompt.session.generate(text, stop_tokens=prompt.stop_tokens, **settings)]
     return engine.generate_many(text, prompt.count, cache_salt=salt, client=client, **settings)
 
 
@@ -210,5 +219,5 @@ def _expected(model: Model, prompt: Prompt, tokens: int) -> Sequence[int]:
     """The tokens of the request's predicted text, less what no answer to a prompt of so many tokens can reach."""
     room = model.context - tokens
     most = min(room, prompt.settings.get("max_tokens") or room)
-    text = prompt.prediction[: most * model.tokenizer.least_tokens.longest]
+    text = prompt.prediction[: most * model.tokenizer.longest]
     return model.tokenizer.encode(text, prefix=False)

@@ -8,8 +8,8 @@ from typing import Any, get_type_hints
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pi_runtime.server import handlers, session_handlers
-from pi_runtime.server.api import chat, completions, ollama, ollama_models, plain, responses, sessions
+from pi_runtime.server import handlers
+from pi_runtime.server.api import chat, completions, ollama, ollama_models, plain, responses
 from pi_runtime.server.api.answer import to_json
 from pi_runtime.server.handlers import Computed, Generated, known
 from pi_runtime.server.openapi import HTML, JSON, TEXT, Health, Route, document
@@ -111,58 +111,6 @@ OWN_ROUTES = (
         "Ollama's answer to a prompt.",
         ollama.ollama_generate_request,
         ollama.OllamaGenerateWriter,
-    ),
-    Route(
-        "GET",
-        "/v1/sessions",
-        "The sessions of the key.",
-        session_handlers.show_all,
-        answer=sessions.SessionList,
-        errors=(503,),
-    ),
-    Route(
-        "POST",
-        "/v1/sessions",
-        "A new session: a text that is continued in turns.",
-        session_handlers.create,
-        body=sessions.SessionRequest,
-        answer=sessions.SessionObject,
-        errors=(404,),
-    ),
-    Route(
-        "GET",
-        "/v1/sessions/{id}",
-        "A session.",
-        session_handlers.show,
-        answer=sessions.SessionObject,
-        errors=(404, 503),
-    ),
-    Route(
-        "DELETE",
-        "/v1/sessions/{id}",
-        "The end of a session.",
-        session_handlers.delete,
-        answer=sessions.SessionDeleted,
-        errors=(404,),
-    ),
-    Route(
-        "POST",
-        "/v1/sessions/{id}/type",
-        "Text typed into a session's draft, which is read ahead.",
-        session_handlers.type_draft,
-        body=sessions.TypeRequest,
-        answer=sessions.SessionObject,
-        errors=(404, 409),
-    ),
-    Route(
-        "POST",
-        "/v1/sessions/{id}/answer",
-        "The model's turn in a session.",
-        session_handlers.answer,
-        body=sessions.AnswerRequest,
-        answer=sessions.SessionAnswer,
-        chunk=sessions.SessionChunk,
-        errors=(404, 409),
     ),
     _described("/api/tags", "Ollama's list of models.", ollama_models.tags),
     _described("/api/ps", "Ollama's list of loaded models.", ollama_models.running),

@@ -21,7 +21,6 @@ from pi_runtime.server.errors import ApiError
 from pi_runtime.server.in_flight import InFlight
 from pi_runtime.server.metrics import Metrics
 from pi_runtime.server.preparation import Preparation
-from pi_runtime.server.sessions import Sessions
 from pi_runtime.server.settings import ServerSettings
 
 T = TypeVar("T")
@@ -47,7 +46,6 @@ class Service:
         self.metrics = Metrics()
         self.admission = Admission(settings.slots, settings.queue, settings.answers_each)
         self.arriving = Arriving(settings.limits.arriving_bytes)
-        self.sessions = Sessions(settings.sessions, settings.sessions_each, settings.session_idle_s)
         self.failure: BaseException | None = None
         """The fault for which the server takes no more requests."""
         self.on_failure: Callable[[], object] = lambda: None
@@ -60,6 +58,8 @@ class Service:
         """Requests that are being prepared or answered."""
         self.preparation = Preparation(settings.limits.prepare_s)
         self._tasks: list[asyncio.Task[None]] = []
+        self._ends = 0.0
+        """When the time to drain is over."""
         self._threads: set[threading.Thread] = set()
 
     @property
@@ -152,14 +152,17 @@ class Service:
         finally:
             request.cancel()
             del self._in_flight[number]
-            self.admission.count(time.monotonic() - began)
+            if request.streams:
+                self.admission.count(time.monotonic() - began)
 
     async def drain(self) -> None:
         """Take on nothing more; let what runs go on for a while, then end it with an error."""
         if self.phase != "failed":
             self.phase = "draining"
             self.on_event(f"stopping within {self.settings.drain_s:g} s; open requests: {self.open_requests}")
-        await self._until_idle(self.settings.drain_s if self.phase == "draining" else 0.0)
+        seconds = self.settings.drain_s if self.phase == "draining" else 0.0
+        self._ends = time.monotonic() + seconds
+        await self._until_idle(seconds)
         said = "the server is stopping" if self.phase == "draining" else "the engine has failed"
         for request in self.in_flight:
             request.fail(unavailable(said, self.phase))
@@ -171,14 +174,18 @@ class Service:
             await asyncio.sleep(0.02)
 
     async def close(self) -> None:
-        """Close the engine, and its model. Nobody waits long for an engine that does not end its step."""
+        """Close the engine, and its model. Nobody waits long for an engine that does not end its step.
+
+        In what is left of the time to drain, the engine writes what it keeps to disk.
+        """
         for task in self._tasks:
             task.cancel()
         self.preparation.close()
         if (engine := self._engine) is not None:
+            left_s = max(0.0, self._ends - time.monotonic())
             with suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORDS_S):
-                    await self._in_thread(engine.close)
+                async with asyncio.timeout(left_s + LAST_WORDS_S):
+                    await self._in_thread(lambda: engine.close(left_s))
                     engine.model.close()
 
     async def _in_thread(self, call: Callable[[], T]) -> T:

@@ -61,10 +61,6 @@ class ServerSettings:
     """Answers that may wait beyond these."""
     connections: int = 1000
     """Connections at once, of all clients together."""
-    sessions: int = 64
-    """Sessions that are held at once."""
-    session_idle_s: float = 600.0
-    """Time after which a session that nobody uses is dropped."""
     drain_s: float = 30.0
     """Time for which requests may go on after the first signal to stop."""
     stale_s: float = 60.0
@@ -89,11 +85,6 @@ class ServerSettings:
     def most_connections(self) -> int:
         """Connections at once: enough for all that run and wait, several times over."""
         return max(self.connections, 4 * (self.slots + self.queue))
-
-    @property
-    def sessions_each(self) -> int:
-        """Sessions that one key may hold: half of them, rounded up, where there are several keys."""
-        return self.sessions if len(self.api_keys) < 2 else -(-self.sessions // 2)
 
     @property
     def answers_each(self) -> int:

@@ -4,9 +4,12 @@ A template is a program that came with the model. It runs sandboxed by jinja2 in
 confined itself (`sandbox.py`).
 """
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from queue import LifoQueue
 from typing import Any, Self
 
 from pi_runtime.errors import MissingExtraError, PromptError, TemplateError, UsageError
@@ -14,6 +17,10 @@ from pi_runtime.text.sandbox import Sandbox, SandboxEndedError, SandboxLimitErro
 from pi_runtime.text.template_abilities import UNKNOWN, Abilities, abilities_of
 
 CHILD = Path(__file__).with_name("_template_worker.py")
+CHILDREN = 2
+"""Processes that render one template: a chat that takes long leaves one to others' chats."""
+PROBES = 3
+"""All renderings that find out what a template can show may take as long together as so many may."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning, the usual one first."""
 PLACEHOLDERS = {"bos_token": "", "eos_token": ""}
@@ -21,9 +28,10 @@ PLACEHOLDERS = {"bos_token": "", "eos_token": ""}
 
 
 class ChatTemplate:
-    """One template and the process that renders it, which starts with the first rendering.
+    """One template and the processes that render it: one that starts with the first rendering, and another where that
+    one is busy.
 
-    Threads take turns. A context manager; closing it, or dropping the last reference, ends the process.
+    Further threads take turns. A context manager; closing it, or dropping the last reference, ends the processes.
 
     >>> with ChatTemplate("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}") as template:
     ...     template.render([{"role": "user", "content": "hi"}], variables={"bos_token": "<s>"})
@@ -31,8 +39,12 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, limits: SandboxLimits = SandboxLimits()) -> None:
-        self.source, self._limits = source, limits
-        self._sandbox = Sandbox(CHILD, ("jinja2", "markupsafe"), limits, first={"template": source})
+        self.source, self.limits = source, limits
+        libraries, first = ("jinja2", "markupsafe"), {"template": source}
+        self._sandboxes = [Sandbox(CHILD, libraries, limits, first=first) for _ in range(CHILDREN)]
+        self._free = LifoQueue[Sandbox]()
+        for sandbox in reversed(self._sandboxes):
+            self._free.put(sandbox)
 
     def render(
         self,
@@ -41,30 +53,25 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        seconds: float = math.inf,
     ) -> str:
         """Render the prompt for `messages`, each {"role": …, "content": …} and what else the template knows.
 
         Content is text, or a list of parts with `text`; an assistant's message may have none. `tools` are the JSON of
         functions, as OpenAI's API has them. `variables` are the template's further names (bos_token, enable_thinking,
-        …), JSON values; one that is None is left undefined. Raises PromptError for malformed messages, UsageError for
-        a variable that has a name of these arguments, TemplateError for a template that fails, with the line, or
-        exceeds a limit, with the limit.
+        …), JSON values; one that is None is left undefined. `seconds`: time for it, if that is less than usual. Raises
+        PromptError for malformed messages, UsageError for a variable that has a name of these arguments, TemplateError
+        for a template that fails, with the line, or exceeds a limit, with the limit.
         """
         for n, message in enumerate(messages):
             check_message(n, message)
         names = {name: value for name, value in variables.items() if value is not None}
-        # A template sees `tools` and `documents` as transformers shows them where there are none.
-        given = {
-            "messages": [*map(_with_reasoning, messages)],
-            "tools": None if tools is None else list(tools),
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        given = _given(messages, tools, add_generation_prompt)
         if not messages:
             raise PromptError("a chat without messages", expected='at least one {"role": …, "content": …}')
         if taken := given.keys() & names:
             raise UsageError(f"the template's variable {min(taken)} is given otherwise")
-        reply = self._reply(names | given)
+        reply = self._reply(names | given, seconds)
         if "error" in reply:
             where = "" if reply["line"] is None else f" at line {reply['line']}"
             raise TemplateError(f"the chat template failed{where}", found=_printable(reply["error"]))
@@ -75,27 +82,29 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        variables: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        **variables: Any,
+        seconds: float = math.inf,
     ) -> str | None:
         """Render a prompt as `render` does; None where the template fails by itself, and not by a limit."""
-        given = {"messages": [*map(_with_reasoning, messages)], "tools": tools, "documents": None}
-        names = {**PLACEHOLDERS, **variables, **given, "add_generation_prompt": add_generation_prompt}
-        text: str | None = self._reply(names).get("text")
+        given = _given(messages, tools, add_generation_prompt)
+        text: str | None = self._reply({**PLACEHOLDERS, **variables, **given}, seconds).get("text")
         return text
 
     @cached_property
     def abilities(self) -> Abilities:
-        """What the template can show, found once, by rendering; one that exceeds a limit is not probed further."""
+        """What the template can show, found once, by rendering; one that takes too long is not probed further."""
+        until = time.monotonic() + PROBES * self.limits.seconds
         try:
-            return abilities_of(self.attempt)
+            return abilities_of(lambda *what, **given: self.attempt(*what, **given, seconds=until - time.monotonic()))
         except TemplateError:
             return UNKNOWN
 
-    def _reply(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+    def _reply(self, variables: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        sandbox = self._free.get()
         try:
-            return self._sandbox.ask({"variables": variables})
+            return sandbox.ask({"variables": variables}, seconds)
         except (TypeError, ValueError, RecursionError) as error:
             raise PromptError("messages, tools and variables of a chat must be JSON", found=str(error)[:200]) from None
         except ModuleNotFoundError as error:
@@ -104,25 +113,28 @@ class ChatTemplate:
             raise _not_started(error) from None
         except SandboxLimitError as error:
             message = f"the chat template exceeds its {error.limit} limit"
-            raise TemplateError(message, expected=self._limits.allowed(error.limit)) from None
+            raise TemplateError(message, expected=self.limits.allowed(error.limit)) from None
         except SandboxEndedError as error:
             raise TemplateError(
                 "the process rendering the chat template ended without an answer, most likely out of memory",
                 found=str(error),
             ) from None
+        finally:
+            self._free.put(sandbox)
 
     def start(self) -> None:
         """Start the process now, so that the first rendering does not wait for it."""
         try:
-            self._sandbox.start()
+            self._sandboxes[0].start()
         except ModuleNotFoundError as error:
             raise _missing(error) from None
         except SandboxStartError as error:
             raise _not_started(error) from None
 
     def close(self) -> None:
-        """End the process."""
-        self._sandbox.close()
+        """End the processes."""
+        for sandbox in self._sandboxes:
+            sandbox.close()
 
     def __enter__(self) -> Self:
         return self
@@ -142,6 +154,18 @@ def render(
     """Render one prompt by a template that is not kept."""
     with ChatTemplate(template, limits) as kept:
         return kept.render(messages, variables=variables, add_generation_prompt=add_generation_prompt)
+
+
+def _given(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool
+) -> dict[str, Any]:
+    """What a template gets besides variables; without tools and documents it is what transformers shows."""
+    return {
+        "messages": [*map(_with_reasoning, messages)],
+        "tools": None if tools is None else list(tools),
+        "documents": None,
+        "add_generation_prompt": add_generation_prompt,
+    }
 
 
 def check_message(n: int, message: Any) -> None:

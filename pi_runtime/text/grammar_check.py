@@ -7,6 +7,7 @@ had little to do stays for the next grammar.
 """
 
 import hashlib
+import math
 import time
 from collections import deque
 from contextlib import suppress
@@ -34,25 +35,26 @@ _known = Kept[bytes, tuple[dict[str, str] | int, float]](256 * DIGEST_BYTES)
 _idle: deque[Sandbox] = deque(maxlen=IDLE_MOST)
 
 
-def check_grammar(grammar: Grammar, limits: SandboxLimits = LIMITS) -> int:
+def check_grammar(grammar: Grammar, limits: SandboxLimits = LIMITS, seconds: float = math.inf) -> int:
     """The bytes that a grammar takes, compiled; 0 where the system does not say.
 
-    Raises UsageError for one that is none, takes too much, or more than the limits to find out.
+    Raises UsageError for one that is none, takes too much, or more than the limits to find out; or more `seconds`, if
+    these are fewer, which is not known for the next time.
     """
     digest = hashlib.sha256(repr((grammar, limits)).encode("utf-8", "surrogatepass")).digest()
-    found, tried_s = _known.get(digest, DIGEST_BYTES, lambda: (_found(grammar, limits), time.monotonic()))
+    found, tried_s = _known.get(digest, DIGEST_BYTES, lambda: (_found(grammar, limits, seconds), time.monotonic()))
     if isinstance(found, int):
         return found
     if time.monotonic() - tried_s > KNOWN_S:
         _known.drop(digest)
-        return check_grammar(grammar, limits)
+        return check_grammar(grammar, limits, seconds)
     raise UsageError(setting=grammar.setting, **found)
 
 
-def _found(grammar: Grammar, limits: SandboxLimits) -> dict[str, str] | int:
+def _found(grammar: Grammar, limits: SandboxLimits, seconds: float) -> dict[str, str] | int:
     """What is wrong with a grammar, as errors say it, or what it takes."""
     try:
-        found = _asked(grammar, limits)
+        found = _asked(grammar, limits, seconds)
     except ModuleNotFoundError as error:
         raise missing_extra("llguidance") or error from None
     except SandboxStartError as error:
@@ -60,13 +62,16 @@ def _found(grammar: Grammar, limits: SandboxLimits) -> dict[str, str] | int:
     except (SandboxLimitError, SandboxEndedError) as error:
         is_late = isinstance(error, SandboxLimitError) and error.limit == "time"
         room = f"within {limits.seconds:g} s" if is_late else f"in {limits.memory_bytes} bytes"
-        return {"what": "too complex", "expected": f"one that can be read {room}"}
+        wrong = {"what": "too complex", "expected": f"one that can be read {room}"}
+        if is_late and seconds < limits.seconds:
+            raise UsageError(setting=grammar.setting, **wrong) from None
+        return wrong
     if not found.get("text"):
         return max(0, int(found["nbytes"]))
     return {"what": "cannot be used", "found": found["text"].strip()[:500]}
 
 
-def _asked(grammar: Grammar, limits: SandboxLimits) -> dict[str, Any]:
+def _asked(grammar: Grammar, limits: SandboxLimits, seconds: float) -> dict[str, Any]:
     """What a child replies. Raises what `Sandbox.ask` raises, and then the child has ended."""
     child = None
     if limits == LIMITS:
@@ -75,7 +80,7 @@ def _asked(grammar: Grammar, limits: SandboxLimits) -> dict[str, Any]:
     child = child or Sandbox(CHILD, ("llguidance",), limits)
     began, stays = time.monotonic(), False
     try:
-        found = child.ask({"kind": grammar.kind, "source": grammar.source})
+        found = child.ask({"kind": grammar.kind, "source": grammar.source}, seconds)
         is_little = time.monotonic() - began < QUICK_S and found.get("nbytes", LITTLE) < LITTLE
         stays = limits == LIMITS and is_little
     finally:

@@ -16,7 +16,6 @@ import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
-from json import loads
 from operator import itemgetter
 from typing import Any, Self, SupportsIndex, TypeVar
 
@@ -116,7 +115,8 @@ class Quotation:
         own = self._assistants if message.get("role") == ASSISTANT else self._all
         cuts: dict[str, Cut] = {
             "role": lambda text: self._all.cut(text, key, is_name=True),
-            # What a model says in a call is JSON's text: its form has no markers within.
+            # What a model says in a call is JSON's text: its form has no markers within. Arguments are objects here, as
+            # JSON written out may have markers in other letters.
             "tool_calls": lambda text: self._all.cut(text, key),
         }
         return {name: _cut(part, cuts.get(name, lambda text: own.cut(text, key))) for name, part in message.items()}
@@ -195,19 +195,9 @@ def _walk(value: Any, cut: Cut, *, within: bool) -> Any:
         return value
     found = {}
     for name, item in value.items():
-        shown = _arguments(item) if name == "arguments" and not within else item
         is_within = within or name in _WITHIN
-        found[cut(name) if within and isinstance(name, str) else name] = _walk(shown, cut, within=is_within)
+        found[cut(name) if within and isinstance(name, str) else name] = _walk(item, cut, within=is_within)
     return found
-
-
-def _arguments(given: Any) -> Any:
-    """The object that arguments are; JSON as text may have markers in other letters."""
-    try:
-        found = loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
-        return given
-    return found if isinstance(found, Mapping) else given
 
 
 def _is_parsed(marker: str, template: str) -> bool:

@@ -7,6 +7,7 @@ Where the system has no `resource` module (Windows), memory is not bounded.
 
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -77,15 +78,17 @@ class Sandbox:
         self._has_first = False
         """Whether the child has got `first`."""
 
-    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The reply to a request: JSON with `text`, or with `error` and `line`.
+    def ask(self, request: Mapping[str, Any], seconds: float = math.inf) -> dict[str, Any]:
+        """The reply to a request: JSON with `text`, or with `error` and `line`. It may have fewer `seconds` than usual.
 
         Raises SandboxLimitError, SandboxEndedError, or SandboxStartError where there is no child, ModuleNotFoundError
         for a library that is not installed, and what `json` raises for a request that is no JSON.
         """
+        if seconds <= 0:
+            raise SandboxLimitError("time")
         line = json.dumps(request).encode() + b"\n"
         with self._lock:
-            return self._exchange(line)
+            return self._exchange(line, min(seconds, self._limits.seconds))
 
     def start(self) -> None:
         """Start the process now, so that the first request does not wait for it."""
@@ -103,7 +106,7 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _exchange(self, request: bytes) -> dict[str, Any]:
+    def _exchange(self, request: bytes, seconds: float) -> dict[str, Any]:
         """Hand the child a request and return its reply. A child without one, or without memory, ends."""
         child = self._ready_child()
         if self._first is not None and not self._has_first:
@@ -114,7 +117,7 @@ class Sandbox:
         longest = ESCAPE * self._limits.output_bytes + REPLY_BYTES
         reply = None
         try:
-            with _alarm(child, self._limits.seconds) as late:
+            with _alarm(child, seconds) as late:
                 with suppress(OSError):  # the child is gone: its missing reply says so
                     child.stdin.write(request)
                     child.stdin.flush()

@@ -12,7 +12,7 @@ from typing import Any
 
 Message = Mapping[str, Any]
 Attempt = Callable[..., str | None]
-"""Renders messages, with `tools` and `add_generation_prompt` and further variables; None where the template fails."""
+"""Renders messages, with `tools`, `add_generation_prompt` and further `variables`; None where the template fails."""
 SYSTEM, FIRST, SAID, SECOND, KEY, VALUE, RESULT, THOUGHT, EXTRA = (f"qz{n}zq" for n in range(9))
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """How much a model may be asked to think, rising."""
@@ -160,13 +160,13 @@ class _Probe:
         self.typed: set[str] = set()
         self.no_tools: Sequence[Any] | None = None
 
-    def render(self, messages: Sequence[Message], **variables: Any) -> str | None:
+    def render(self, messages: Sequence[Message], **given: Any) -> str | None:
         shown = [as_parts(message, self.typed) for message in messages]
-        return self._attempt(shown, **{"tools": self.no_tools, **variables})
+        return self._attempt(shown, **{"tools": self.no_tools, "variables": {}, **given})
 
-    def shows(self, words: Sequence[str], messages: Sequence[Message], **variables: Any) -> bool:
+    def shows(self, words: Sequence[str], messages: Sequence[Message], **given: Any) -> bool:
         """Whether all words reach the prompt."""
-        text = self.render(messages, **variables)
+        text = self.render(messages, **given)
         return text is not None and all(word in text for word in words)
 
     def shows_typed(self, role: str, words: Sequence[str], messages: Sequence[Message]) -> bool:
@@ -187,13 +187,16 @@ class _Probe:
 
     def switches(self) -> bool:
         """Whether `enable_thinking` makes a difference."""
-        on, off = (self.render([_user(FIRST)], enable_thinking=thinks) for thinks in (True, False))
+        on, off = (self.render([_user(FIRST)], variables={"enable_thinking": thinks}) for thinks in (True, False))
         return on != off
 
     def efforts(self) -> dict[str, str]:
         """What `reasoning_effort` must be: the nearest that is taken, and of the usual three where each is written."""
-        without, unknown = self.render([_user(FIRST)]), self.render([_user(FIRST)], reasoning_effort=EXTRA)
-        texts = {effort: self.render([_user(FIRST)], reasoning_effort=effort) for effort in EFFORTS}
+        without, unknown, *shown = (
+            self.render([_user(FIRST)], variables=variables)
+            for variables in ({}, *({"reasoning_effort": effort} for effort in (EXTRA, *EFFORTS)))
+        )
+        texts = dict(zip(EFFORTS, shown, strict=True))
         if all(text == without for text in texts.values()):
             return {}
         is_written = unknown is not None and EXTRA in unknown

@@ -12,7 +12,6 @@ import tokenizers
 from pi_runtime.artifact.schema import Text
 from pi_runtime.errors import ArtifactError, PromptError
 from pi_runtime.text.grammar import GrammarCompiler
-from pi_runtime.text.least_tokens import LeastTokens
 from pi_runtime.text.quotation import RenderedPrompt, markers_of
 from pi_runtime.text.quoting_tokens import QuotingTokens
 
@@ -41,9 +40,9 @@ class Tokenizer:
         self._prefix_ids, self._end_ids, self._vocab_size = list(text.prefix_ids), text.end_ids, vocab_size
 
     @cached_property
-    def least_tokens(self) -> LeastTokens:
-        """Says of a text how many tokens it has at least, without tokenizing it."""
-        return LeastTokens(self._library)
+    def longest(self) -> int:
+        """Bytes of the longest token, or more."""
+        return max((len(token.encode()) for token in self._library.get_vocab()), default=1)
 
     @cached_property
     def grammars(self) -> GrammarCompiler:

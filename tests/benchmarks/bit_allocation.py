@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from quality import MATRICES, Model, parsed
 
-from pi_compile.calibration.quantising.moments import down, neuron_ranges, second_moments
+from pi_compile.calibration.quantising.compensation import down, neuron_ranges, second_moments
 from pi_compile.placement.solvers.multiple_choice_knapsack import ItemClass, solve
 from pi_compile.torch_model import decoder as td
 

@@ -20,7 +20,7 @@ import torch
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model import routed_neurons
-from pi_compile.torch_model.sparse_ffn import magnitudes
+from pi_compile.torch_model.predictor import magnitudes
 
 WINDOW, BATCH = 128, 8
 Tensor = torch.Tensor

@@ -19,7 +19,7 @@ from typing import Any
 
 from pi_compile.cli.rendering import print_report
 from pi_compile.evaluation.fidelity import evaluate
-from pi_compile.files.npz import read_arrays
+from pi_compile.files import read_arrays
 from pi_compile.machine.profile import find_machine
 from pi_compile.packing import PackSpec, pack
 from pi_compile.pipeline import summary

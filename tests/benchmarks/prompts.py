@@ -21,8 +21,8 @@ from side_by_side.shape import add_shape, decoder_of
 from sparse_model import Spec, build
 from support.synthetic import byte_tokenizer
 
-from pi_runtime.artifact import Artifact
 from pi_runtime.artifact.footprint import BLOCK_TOKENS, CHUNKS, FEW_TOKENS
+from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.host import CpuModel, token_blocks

@@ -18,7 +18,7 @@ import numpy as np
 
 from pi_compile.cost_model.processors import PICO
 from pi_compile.cost_model.workload import PREDICTOR_SHARE, Workload
-from pi_compile.files.bundled import bundled_folder
+from pi_compile.files import bundled_folder
 from pi_compile.machine.profile import Machine, read_machine
 from pi_compile.placement.formulation import Problem
 from pi_compile.placement.stage import place

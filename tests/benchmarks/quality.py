@@ -23,8 +23,7 @@ import tokenizers
 import torch
 from rounding.beside import Beside
 
-from pi_compile.calibration.quantising.compensation import importance
-from pi_compile.calibration.quantising.moments import FIRST, OUT, QKV, second_moments
+from pi_compile.calibration.quantising.compensation import FIRST, OUT, QKV, importance, second_moments
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.tokenizer_files import TOKENIZER
 from pi_compile.pipeline.stages import quantise

@@ -31,7 +31,7 @@ from pi_compile.cost_model.workload import Workload
 from pi_compile.machine.profile import Machine
 from pi_compile.results.activation_profile import MILLION, LayerWork
 from pi_runtime import Model, load
-from pi_runtime.artifact import Artifact
+from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.execution.host_executor import in_memory

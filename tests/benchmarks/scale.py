@@ -36,7 +36,7 @@ from pi_compile.calibration.profiling import ProfileSpec
 from pi_compile.pipeline.launching import Build
 from pi_compile.recipe import Recipe, default_recipe
 from pi_compile.torch_model import Estimate
-from pi_compile.training.quality import MeasuredText
+from pi_compile.training.rung_choice import MeasuredText
 from pi_compile.workers import HEARTBEAT, LONE
 
 STAGES = ("profile", "train", "pack")

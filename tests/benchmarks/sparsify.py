@@ -21,7 +21,7 @@ from sparsifying.base import random_model, trained_base
 from sparsifying.own_text import write_own_text
 from sparsifying.road import built, held_out_file, measured
 
-from pi_compile.cli.training_bar import training_bar
+from pi_compile.cli.sparsifying import training_bar
 
 ARMS = "control,fatrelu-87-kl,relu,drelu,progressive-1,constant-1"
 

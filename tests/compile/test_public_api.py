@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 import pi_compile
 from pi_compile.results import ActivationProfile
-from pi_runtime.artifact import verify
+from pi_runtime.artifact.verification import verify
 from pi_runtime.errors import UsageError
 
 ROAD = ("open_checkpoint", "read_corpus", "profile", "train", "place", "quantise", "pack", "evaluate")

@@ -20,7 +20,7 @@ import pytest
 from support.serve_process import ServeProcess, serve_process
 
 from pi_compile.checkpoint import open_checkpoint
-from pi_compile.evaluation.scoring import likelihood, requests
+from pi_compile.evaluation.task_accuracy import likelihood, requests
 from pi_compile.evaluation.task_files import read_task
 from pi_compile.packing import PackSpec, pack
 from pi_runtime import Model, Sampling, load

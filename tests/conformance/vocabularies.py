@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pi_compile.checkpoint.end_tokens import named_ends
 from pi_compile.checkpoint.gguf.file import GgufFile, open_gguf
 from pi_compile.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS, REFUSED
 from pi_compile.checkpoint.gguf.tokenizer import gguf_tokenizer
+from pi_compile.checkpoint.tokenizer_files import named_ends
 
 MODELS = ("gpt2", "llama", "gemma4")
 SEPARATOR = "\n__ggml_vocab_test__\n"

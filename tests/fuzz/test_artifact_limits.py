@@ -9,7 +9,7 @@ from support.forge import Forged, change_manifest, put_together, refusal, refuse
 from support.fuzz.watched import watched
 from support.paths import GOLDEN
 
-from pi_runtime.artifact import Artifact
+from pi_runtime.artifact.reader import Artifact
 
 LARGEST = 4 << 20
 OTHER_BYTES = 1 << 16

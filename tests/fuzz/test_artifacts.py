@@ -10,7 +10,8 @@ from support.fuzz.watched import watched
 from support.paths import GOLDEN
 from support.synthetic import random_artifact, small_decoder
 
-from pi_runtime.artifact import Artifact, verify
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.verification import verify
 from pi_runtime.errors import ArtifactError, DoesNotFitError, PromptError
 from pi_runtime.execution.plan_choice import choose_plan
 from pi_runtime.text.tokenizer import Tokenizer
@@ -74,7 +75,7 @@ def check(path: Path, case: str, lie: Lie) -> None:
 
 @pytest.mark.timeout(0)
 def test_lies_are_refused_or_harmless(forgers: list[Forger], cases: Cases, tmp_path: Path) -> None:
-    for case, rng in cases(SHORT, least=10_000):
+    for case, rng in cases(SHORT):
         lie = rng.choice(forgers).lie(rng)
         try:
             check(tmp_path / "a.pi", case, lie)

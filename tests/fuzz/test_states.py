@@ -1,6 +1,6 @@
 """State machines: caches and their pages, a store that is killed and tampered with, tasks that workers leave, commands.
 
-hypothesis finds the shortest sequence of steps that breaks a rule. `--minutes` takes many more sequences.
+hypothesis finds the shortest sequence of steps that breaks a rule. `--minutes` takes others for its time.
 """
 
 import shutil
@@ -10,7 +10,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -21,6 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from runtime.engine.test_prefix_tree import CONTEXT, Markers, Positions, held, new_pool, split
+from support.fuzz.cases import Cases
 
 from pi_runtime.engine.prefix_tree import PrefixTree
 from pi_runtime.execution.kv_cache import KVCache
@@ -32,18 +33,17 @@ TEXTS = st.lists(st.tuples(st.integers(0, 1), st.booleans()), min_size=1, max_si
 )
 
 
-def explore(machine: type[RuleBasedStateMachine], minutes: float | None, examples: int, steps: int = 25) -> None:
-    """Run a machine: so many sequences, the same every time; with minutes, twenty times as many others."""
-    many = 1 if minutes is None else 20
+def explore(machine: type[RuleBasedStateMachine], cases: Cases, examples: int, steps: int = 25) -> None:
+    """Run a machine: so many sequences, the same every time; with minutes, others as long as its share lasts."""
     chosen = settings(
-        max_examples=examples * many,
+        max_examples=examples,
         stateful_step_count=steps,
         deadline=None,
-        derandomize=minutes is None,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    run_state_machine_as_test(machine, settings=chosen)
+    for _, rng in cases(1, 0.4):
+        run_state_machine_as_test(seed(rng.randrange(1 << 32))(machine), settings=chosen)
 
 
 class CachePages(RuleBasedStateMachine):
@@ -120,8 +120,8 @@ class CachePages(RuleBasedStateMachine):
             self.markers.check(self.pool, cache.runs, held(cache))
 
 
-def test_pages_of_caches(minutes: float | None) -> None:
-    explore(CachePages, minutes, 30, 40)
+def test_pages_of_caches(cases: Cases) -> None:
+    explore(CachePages, cases, 30, 40)
 
 
 class InFolder(RuleBasedStateMachine):
@@ -212,10 +212,10 @@ class Results(InFolder):
         super().teardown()
 
 
-def test_results_of_stages(minutes: float | None) -> None:
+def test_results_of_stages(cases: Cases) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    explore(Results, minutes, 12)
+    explore(Results, cases, 12)
 
 
 NAMES = ("a", "b.npz", "layer-3.npz")
@@ -263,9 +263,9 @@ class Tasks(InFolder):
         super().teardown()
 
 
-def test_tasks_that_workers_left(minutes: float | None) -> None:
+def test_tasks_that_workers_left(cases: Cases) -> None:
     pytest.importorskip("torch")
-    explore(Tasks, minutes, 25, 8)
+    explore(Tasks, cases, 25, 8)
 
 
 class Commands(InFolder):
@@ -343,14 +343,14 @@ class Commands(InFolder):
             assert not list(self.folder.glob(".*.tmp"))
 
 
-def test_commands_in_any_order(minutes: float | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_in_any_order(cases: Cases, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from support.hf import random_llama
 
     random_llama(tmp_path / "model", num_hidden_layers=1)
     Commands.original = tmp_path / "model"
-    explore(Commands, minutes, 6, 12)
+    explore(Commands, cases, 6, 12)
     out, err = capsys.readouterr()
     assert "internal error" not in out + err
     assert "Traceback" not in out + err

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from sparse_model import Spec
 
-from pi_runtime.artifact import ArraySpec
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.sizes import ArraySpec
 
 TOKENIZER = (Path(gain.__file__).parent / "tokenizer.json").read_bytes()
 

@@ -11,8 +11,9 @@ from sparse_model.matrices import power_law
 from support.synthetic import byte_tokenizer, small_decoder
 
 from pi_runtime import Model, load
-from pi_runtime.artifact import Artifact, verify
+from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.artifact.verification import verify
 from pi_runtime.kernels import reference
 
 DECODER = small_decoder(

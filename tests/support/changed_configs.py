@@ -59,6 +59,51 @@ _ROPES: tuple[dict[str, Any], ...] = (
 )
 
 
+_SPECIAL: dict[str, tuple[Any, ...]] = {
+    "num_hidden_layers": (1, 3),
+    "num_attention_heads": (1, 2, 12),
+    "num_key_value_heads": (1, 2, 6, None),
+    "num_kv_heads": (1, 6),
+    "head_dim": (2, 4, 34),
+    "hidden_size": (12, 36, 60),
+    "intermediate_size": (1, 7, 600),
+    "ffn_hidden_size": (1, 600),
+    "moe_intermediate_size": (1, 2),
+    "vocab_size": (40, 1031),
+    "max_position_embeddings": (1, 2, 600),
+    "sliding_window": (1, 2, 39, 40, 41),
+    "num_experts": (1, 2, 9),
+    "num_local_experts": (1, 2, 9),
+    "n_routed_experts": (2, 3, 12),
+    "num_experts_per_tok": (1, 2, 3),
+    "n_shared_experts": (0, 1, 3),
+    "n_group": (1, 2, 3, 6),
+    "topk_group": (1, 2, 3),
+    "first_k_dense_replace": (0, 1, 2, 9),
+    "q_lora_rank": (1, None),
+    "kv_lora_rank": (2, 33),
+    "qk_nope_head_dim": (2, 14),
+    "qk_rope_head_dim": (2, 14),
+    "v_head_dim": (1, 40),
+    "rms_norm_eps": (1e-30, 0.3),
+    "layer_norm_eps": (1e-30, 0.3),
+    "rope_theta": (1.5, 1e9),
+    "tie_word_embeddings": (True, False),
+    "attention_bias": (True, False),
+    "mlp_bias": (True, False),
+    "partial_rotary_factor": (0.2, 0.5, 1.0),
+    "layer_types": (None,),
+    "n_embd": (3, 60),
+    "n_head": (1, 3),
+    "n_layer": (1, 3),
+    "n_inner": (1, None),
+    "n_positions": (1, 600),
+    "word_embed_proj_dim": (1, 60),
+    "ffn_dim": (1, 600),
+}
+"""Sizes at the ends of what there is, and others that models seldom have."""
+
+
 def fields_of(folder: Path, name: str) -> dict[str, Any]:
     """The config of a case, as transformers saves it."""
     random_checkpoint(folder, name, tokenizer=False)
@@ -159,11 +204,25 @@ def logits(checkpoint: Checkpoint, ids: np.ndarray) -> np.ndarray:
 
 
 def drawn(fields: Mapping[str, Any], count: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Draw configs with a change, or with two of them: a description of each, and its fields."""
+    """Draw configs with a change, or with two of them: a description of each, and its fields.
+
+    Most are of keys that the family reads: one may change what another means.
+    """
     rng, possible = random.Random(seed), changes(fields)
+    read = find_adapter(Config(Path("config.json"), fields)).read_keys
+    known = [change for change in possible if change[0] in read]
     for _ in range(count):
         found, said = dict(fields), []
-        for key, value in rng.sample(possible, rng.choice((1, 1, 2))):
+        for key, value in rng.sample(rng.choice((possible, known, known)), rng.choice((1, 2, 2))):
             found = changed(found, key, value)
             said.append(f"no {key}" if value is MISSING else f"{key} = {value!r}")
         yield ", ".join(said), found
+
+
+def special(fields: Mapping[str, Any], count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Draw configs with two to five special values."""
+    rng, read = random.Random(seed), find_adapter(Config(Path("config.json"), fields)).read_keys
+    possible = sorted(key for key in _SPECIAL if key in fields or (key in read and key != "head_dim"))
+    for _ in range(count):
+        chosen = {key: rng.choice(_SPECIAL[key]) for key in rng.sample(possible, rng.randint(2, 5))}
+        yield {**fields, **chosen}

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pi_runtime.artifact import Artifact
+from pi_runtime.artifact.reader import Artifact
 from pi_runtime.errors import ArtifactError
 
 PREFIX = b"pi-artifact/1 sha256-4MiB "

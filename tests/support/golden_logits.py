@@ -3,6 +3,8 @@
     python tests/support/golden_logits.py FOLDER THREADS… [FORMAT…]    prints the instruction set, once all are the same
     python tests/support/golden_logits.py FOLDER --write               writes them anew (f16: those of its lanes)
 
+Where they change, so does `kernels.SUMS`, which stands beside them.
+
 A process of its own for each instruction set, because the choice is made once. No exponential but the softmax's own is
 computed: others come from the machine's C library.
 """
@@ -16,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_runtime import load
+from pi_runtime.kernels import SUMS
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.data.weight_formats import REGISTER
 from support.paths import GOLDEN_LOGITS
@@ -60,11 +63,13 @@ def main() -> None:
         entry = key(fmt, REGISTER)
         found = np.stack(list(logits(fmt, Path(folder), None if threads == "--write" else int(threads))))
         if threads == "--write":
+            changed = entry in golden and (found != golden[entry]).any()
+            assert not changed or golden["sums"] != SUMS, f"{entry}: other bits, so raise kernels.SUMS"
             golden[entry] = found
         wrong = np.flatnonzero((found != golden[entry]).any(-1))
         assert not len(wrong), f"{ISA.name}, {entry}, {threads} threads: rows {wrong.tolist()}"
     if numbers == ["--write"]:
-        np.savez(GOLDEN_LOGITS, **golden)
+        np.savez(GOLDEN_LOGITS, **golden | {"sums": np.array(SUMS)})
     print(ISA.name)
 
 

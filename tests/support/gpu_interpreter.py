@@ -12,8 +12,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from pi_runtime.cuda.kernels.tiling import Tiling
-from pi_runtime.cuda.memory.devices import Event, Op
-from pi_runtime.cuda.memory.driver_errors import translated_errors
+from pi_runtime.cuda.memory.devices import Event, Op, translated_errors
 
 INTERPRETED = Tiling(
     dot_rows=128, dot_width=256, word_rows=64, row_words=256, sum_rows=64, sum_width=256, sum_words=256, sum_unroll=1,

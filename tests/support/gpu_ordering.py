@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-from pi_runtime.cuda.memory.devices import Device, Event, Op
-from pi_runtime.cuda.memory.driver_errors import translated_errors
+from pi_runtime.cuda.memory.devices import Device, Event, Op, translated_errors
 
 POLICIES: tuple[str | int, ...] = ("late", "early", 0, 1, 2)
 """An integer is a seed."""

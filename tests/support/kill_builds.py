@@ -20,7 +20,7 @@ import torch
 
 import support.imported  # noqa: F401
 from pi_compile.pipeline.pipeline import Pipeline
-from pi_compile.results.built import STORE
+from pi_compile.results.predictor_set import STORE
 
 
 def build(recipe: Path, output: Path) -> dict[str, object]:

@@ -26,7 +26,7 @@ import torch
 import support.imported  # noqa: F401
 from pi_compile.pipeline.pipeline import Pipeline
 from pi_compile.pipeline.store import code_digest
-from pi_compile.results.built import STORE
+from pi_compile.results.predictor_set import STORE
 from pi_compile.workers import Rank, WorkFolder
 from pi_runtime.artifact.reader import Artifact
 

@@ -7,7 +7,7 @@ import torch
 
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.torch_model import ResidentLayers, SparseFfn
-from pi_compile.training.quality import MeasuredText, Quality
+from pi_compile.training.rung_choice import MeasuredText, Quality
 from pi_compile.training.samples import PushedText
 from pi_compile.workers import work_folder
 

@@ -11,7 +11,7 @@ import pytest
 
 from pi_runtime import Engine, Grammar, Model, Sampling
 from pi_runtime.engine.generation import Generation
-from pi_runtime.engine.stream import Stream
+from pi_runtime.engine.stream import Reading, Stream
 from pi_runtime.sequence.drafts import MAX_DRAFT_TOKENS, Draft, PromptLookup
 from support.definition import Found, answer_of
 
@@ -109,9 +109,14 @@ def oracle(
 
 
 def together(engine: Engine, requests: Sequence[Request], rng: random.Random) -> list[Found]:
-    """Answers from one engine. Requests come at random times; streams are read late, early or in part."""
-    streams = []
+    """Answers from one engine. Requests come at random times; streams are read late, early or in part.
+
+    Before, beside and behind them prompts are read ahead: theirs, in part or with something else behind them.
+    """
+    streams, readings = [], []
     for request in requests:
+        if rng.random() < 0.4:
+            readings += read_ahead(engine, request.prompt, rng)
         streams.append(engine.generate(request.prompt, **request.settings))
         if rng.random() < 0.2:
             time.sleep(rng.random() * 0.01)
@@ -122,7 +127,33 @@ def together(engine: Engine, requests: Sequence[Request], rng: random.Random) ->
             head = [piece for _, piece in zip(range(request.cancelled_after), stream, strict=False)]
             stream.cancel()
         heads.append("".join(head))
-    return [(head + (f := found_by(stream))[0], *f[1:]) for head, stream in zip(heads, streams, strict=True)]
+    found = [(head + (f := found_by(stream))[0], *f[1:]) for head, stream in zip(heads, streams, strict=True)]
+    for reading in readings:
+        stats = reading.result()
+        assert 0 <= stats.cached_tokens <= stats.prompt_tokens
+    settle(engine)
+    return found
+
+
+def settle(engine: Engine, seconds: float = 150.0) -> None:
+    """Wait until an engine has nothing left to do: answers are read again behind their end."""
+    ends = time.monotonic() + seconds
+    while (stats := engine.stats).running or stats.waiting or stats.reading_ahead:
+        assert time.monotonic() < ends
+        time.sleep(0.001)
+
+
+def read_ahead(engine: Engine, prompt: Sequence[int], rng: random.Random) -> list[Reading]:
+    """Let an engine read a prompt ahead as it grows, for one of two clients; some readings are cancelled."""
+    client, readings = rng.choice("ab"), []
+    for _ in range(rng.randint(1, 3)):
+        begun = [*prompt[: rng.randint(1, len(prompt))], *(rng.randrange(250) for _ in range(rng.choice([0, 0, 3])))]
+        readings.append(engine.read(begun[: len(prompt)], client=client))
+        if rng.random() < 0.3:
+            time.sleep(rng.random() * 0.02)
+        if rng.random() < 0.1:
+            readings[-1].cancel()
+    return readings
 
 
 def assert_same(request: Request, wanted: Found, found: Found) -> None:

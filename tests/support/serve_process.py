@@ -51,10 +51,13 @@ class ServeProcess:
 
 
 @contextmanager
-def serve_process(artifact: Path, *options: object, log: Path, before: str = "") -> Iterator[ServeProcess]:
+def serve_process(
+    artifact: Path, *options: object, log: Path, before: str = "", killed: bool = False
+) -> Iterator[ServeProcess]:
     """Start `pi-serve` on a free port and wait until it takes requests; at the end SIGTERM must end it with 0.
 
-    `before` is Python that runs first. Answers are greedy where neither a request nor `options` say otherwise.
+    `killed`: it is killed instead. `before` is Python that runs first. Answers are greedy where neither a request nor
+    `options` say otherwise.
     """
     name = artifact.stem
     program = f"{before}\nfrom pi_runtime.commands.serve import main; main()"
@@ -65,8 +68,8 @@ def serve_process(artifact: Path, *options: object, log: Path, before: str = "")
         served = ServeProcess(process, _url(process, log), name, log)
         _wait_until_ready(served)
         yield served
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(END_S) == 0, log.read_text()
+        process.send_signal(signal.SIGKILL if killed else signal.SIGTERM)
+        assert process.wait(END_S) == (-signal.SIGKILL if killed else 0), log.read_text()
     finally:
         process.kill()
         process.wait()

@@ -25,8 +25,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pi_compile.calibration.quantising.compensation import importance, inverse_factor, round_along_inputs, round_inputs
-from pi_compile.calibration.quantising.moments import FIRST, QKV, down, neuron_ranges, second_moments, sizes
+from pi_compile.calibration.quantising.compensation import (
+    FIRST,
+    QKV,
+    down,
+    importance,
+    inverse_factor,
+    neuron_ranges,
+    round_along_inputs,
+    round_inputs,
+    second_moments,
+    sizes,
+)
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.files import read_arrays, write_arrays, write_text
 from pi_compile.results import QuantisedWeights, Stored, read_stored, stored_entries
@@ -89,16 +99,18 @@ class QuantiseSpec:
 
 def memory_bytes(d: Decoder, spec: QuantiseSpec) -> int:
     """Memory of one worker: the weights of two layers, states and neuron values of a batch, second moments."""
-    rows = spec.batch * spec.window
+    window = d.within_context(spec.window)
+    rows = spec.batch * window
     moments = 8 * sum(k * k for k in sizes(d).values()) + 5 * 8 * max(sizes(d).values()) ** 2
     weights = 8 * layer_parameters(d, d.n_experts) + 4 * d.vocab_size * d.d_model
-    return PROCESS_BYTES + weights + moments + 4 * rows * activation_values(d, spec.window)
+    return PROCESS_BYTES + weights + moments + 4 * rows * activation_values(d, window)
 
 
 def estimate(d: Decoder, tokens: int, spec: QuantiseSpec) -> Estimate:
     """Time by short measurements on the device, disk for states and second moments, memory of one worker."""
+    rows = spec.batch * d.within_context(spec.window)
     with computing_with(spec.threads):
-        products = flops_per_s(min(spec.batch * spec.window, 1024), d.d_model, min(d.d_ff, 4096), spec.device)
+        products = flops_per_s(min(rows, 1024), d.d_model, min(d.d_ff, 4096), spec.device)
     moments = sum(k * k for k in sizes(d).values())
     text = tokens * (4 * layer_parameters(d, d.experts_per_token) + 2 * moments)
     rounding = 2 * sum(k**3 for k in sizes(d).values()) + 2 * layer_parameters(d, d.n_experts) * d.d_model
@@ -117,7 +129,7 @@ def quantise_weights(
     """
     if not spec.rounds:
         return QuantisedWeights((), read=dict[str, Stored]().__getitem__, inputs=inputs)
-    ids_NT = td.windows(tokens, min(spec.window, checkpoint.decoder.context_length))
+    ids_NT = td.windows(tokens, checkpoint.decoder.within_context(spec.window))
     run = _Run(checkpoint, ids_NT, spec, work.path, ResidentLayers(checkpoint, spec.device))
     tasks = run.tasks()
     with torch.inference_mode(), computing_with(spec.threads):

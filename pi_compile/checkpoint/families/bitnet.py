@@ -1,6 +1,6 @@
 """BitNet b1.58: Llama with squared ReLU, and a norm before the last matrix of attention and of the FFN.
 
-Its linear layers are −1, 0 and 1 times one scale (`quantised.ternary`). Its makers round their inputs to 8 bits too.
+Its linear layers are −1, 0 and 1 times one scale (`quantised.layouts`). Its makers round their inputs to 8 bits too.
 """
 
 from dataclasses import replace

@@ -47,6 +47,7 @@ def _decoder(config: Config, family: str, missing: _Sizes = _Sizes(), **differen
     )
     if found.n_kv_heads != found.n_heads:
         raise config.error("num_key_value_heads", found.n_kv_heads, expected=f"{found.n_heads}, as many as heads")
+    config.check_derived("head_dim", found.head_dim, "qk_rope_head_dim")
     found = replace(
         found,
         n_kv_heads=1,

@@ -19,8 +19,12 @@ MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multipl
 
 
 def multiplied(found: Decoder, config: Config, scores: float = 1.0) -> Decoder:
-    """The decoder with a config's multipliers; `scores` is that of the scores where the config has none."""
-    attention = config.number("attention_multiplier", scores)
+    """The decoder with a config's multipliers; `scores` is that of the scores where the config has none.
+
+    Null is the usual one, 1 / √head_dim, as in transformers.
+    """
+    missing = 1 / sqrt(found.head_dim) if "attention_multiplier" in config.fields else scores
+    attention = config.number("attention_multiplier", missing)
     embedding, residual, logits = (config.number(key, 1.0) for key in MULTIPLIERS[1:])
     return replace(
         found,

@@ -3,7 +3,7 @@
 A family is named like an entry point, `module:adapter`, and loaded when the first checkpoint is opened.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
@@ -15,39 +15,14 @@ from pi_runtime.artifact.decoder import Decoder
 
 GROUP = "pi_compile.families"
 """Entry points of installed packages; each names an `Adapter`."""
-BUILT_IN = (
-    "pi_compile.checkpoint.families.bitnet:ADAPTER",
-    "pi_compile.checkpoint.families.deepseek:DEEPSEEK_V2",
-    "pi_compile.checkpoint.families.deepseek:DEEPSEEK_V3",
-    "pi_compile.checkpoint.families.deepseek:GLM4_MOE_LITE",
-    "pi_compile.checkpoint.families.falcon:ADAPTER",
-    "pi_compile.checkpoint.families.gemma:ADAPTER",
-    "pi_compile.checkpoint.families.glm:ADAPTER",
-    "pi_compile.checkpoint.families.gpt2:ADAPTER",
-    "pi_compile.checkpoint.families.gpt_oss:ADAPTER",
-    "pi_compile.checkpoint.families.granite:ADAPTER",
-    "pi_compile.checkpoint.families.granite:GRANITEMOE",
-    "pi_compile.checkpoint.families.llama:ADAPTER",
-    "pi_compile.checkpoint.families.llama:ARCEE",
-    "pi_compile.checkpoint.families.llama:MINICPM",
-    "pi_compile.checkpoint.families.llama:SMOLLM3",
-    "pi_compile.checkpoint.families.llama:SPARSELLAMA",
-    "pi_compile.checkpoint.families.mistral:ADAPTER",
-    "pi_compile.checkpoint.families.mistral:BAMBOO",
-    "pi_compile.checkpoint.families.mixtral:ADAPTER",
-    "pi_compile.checkpoint.families.mixtral:TURBOSPARSE",
-    "pi_compile.checkpoint.families.nanochat:ADAPTER",
-    "pi_compile.checkpoint.families.nemotron:ADAPTER",
-    "pi_compile.checkpoint.families.olmo:OLMO2",
-    "pi_compile.checkpoint.families.olmo:OLMOE",
-    "pi_compile.checkpoint.families.opt:ADAPTER",
-    "pi_compile.checkpoint.families.phi:ADAPTER",
-    "pi_compile.checkpoint.families.phi:PHI3",
-    "pi_compile.checkpoint.families.qwen:QWEN2",
-    "pi_compile.checkpoint.families.qwen:QWEN3",
-    "pi_compile.checkpoint.families.qwen:QWEN3_MOE",
-    "pi_compile.checkpoint.families.smallthinker:ADAPTER",
-)
+_BUILT_IN = """
+    bitnet:ADAPTER deepseek:DEEPSEEK_V2 deepseek:DEEPSEEK_V3 deepseek:GLM4_MOE_LITE falcon:ADAPTER gemma:ADAPTER
+    glm:ADAPTER gpt2:ADAPTER gpt_oss:ADAPTER granite:ADAPTER granite:GRANITEMOE llama:ADAPTER llama:ARCEE
+    llama:MINICPM llama:SMOLLM3 llama:SPARSELLAMA mistral:ADAPTER mistral:BAMBOO mixtral:ADAPTER mixtral:TURBOSPARSE
+    nanochat:ADAPTER nemotron:ADAPTER olmo:OLMO2 olmo:OLMOE opt:ADAPTER phi:ADAPTER phi:PHI3 qwen:QWEN2 qwen:QWEN3
+    qwen:QWEN3_MOE smallthinker:ADAPTER
+"""
+"""Module and name of each family of this project."""
 
 
 @cache
@@ -57,13 +32,18 @@ def adapters() -> dict[str, Adapter]:
     Raises CheckpointError for an installed family that cannot be loaded, or that claims a `model_type` of another.
     """
     known: dict[str, Adapter] = {}
-    for point in [*(EntryPoint(name, name, GROUP) for name in BUILT_IN), *installed()]:
+    for point in [*_built_in(), *installed()]:
         adapter = _loaded(point)
         for name in (adapter.family, *adapter.aliases):
             if name in known:
                 raise _refused(point, f"model_type {name!r}, which another family has")
             known[name] = adapter
     return known
+
+
+def _built_in() -> Iterator[EntryPoint]:
+    for name in (f"{__package__}.{words}" for words in _BUILT_IN.split()):
+        yield EntryPoint(name, name, GROUP)
 
 
 def installed() -> tuple[EntryPoint, ...]:

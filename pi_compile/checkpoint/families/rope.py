@@ -66,8 +66,11 @@ class _Rope:
             raise self.error("type", older, f"{self.rope_type}, which its rope_type is", None)
         self._check_keys()
         self.theta = self.number("rope_theta", config.fields.get("rope_theta", theta), name="rope_theta")
-        beside = config.get("partial_rotary_factor", partial or 1.0)
-        self.rotated_fraction = self.number("partial_rotary_factor", beside, name="partial_rotary_factor")
+        # Null rotates whole heads, where a missing key has the family's fraction.
+        beside = config.fields.get("partial_rotary_factor", partial)
+        self.rotated_fraction = self.number(
+            "partial_rotary_factor", 1.0 if beside is None else beside, name="partial_rotary_factor"
+        )
         if self.rotated_fraction != 1 and (partial is None or self.rotated_fraction > 1):
             most = "1: this family rotates whole heads" if partial is None else "at most 1"
             raise config.error("partial_rotary_factor", self.rotated_fraction, expected=most)

@@ -15,9 +15,9 @@ from pi_compile.checkpoint.gguf.file import BLOCK_TYPES, GgufFile
 from pi_compile.checkpoint.gguf.of_families import LONG_FACTORS
 from pi_compile.checkpoint.tensors import BF16, Array, Index, Values, as_float32
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import Format
+from pi_runtime.artifact.formats import FORMATS, Format
 
-_GRIDS = {Type.Q4_0: "q4", Type.Q4_1: "q4_1", Type.Q5_0: "q5"}
+_GRIDS = {Type[f.gguf]: f.name for f in FORMATS.values() if f.gguf and 0 < f.block_bits < 8}
 """Tensor type → the block format in which its blocks can be stored as they are."""
 _EXPERTS = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))_exps(\.weight)")
 _FUSED = re.compile(r"(blk\.\d+\.attn_)qkv(\.(?:weight|bias))")

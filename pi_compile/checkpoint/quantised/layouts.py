@@ -17,22 +17,22 @@ the first in the lowest bits. Shape letters: N rows (outputs), K columns (inputs
 AWQ has column 8 w + (0, 2, 4, 6, 1, 3, 5, 7)[i] at place i of word w. compressed-tensors stores q + 2^(B−1), and so its
 zeros, if there are any: [⌈N·B/32⌉, G] along N; beside int8, and in older files, they are int8 [N, G] as they are.
 
-Sources: AutoGPTQ and GPTQModel (`qlinear`), AutoAWQ (`packing_utils`), compressed-tensors (`pack_quantized`).
+Sources: AutoGPTQ and GPTQModel (`qlinear`), AutoAWQ (`packing_utils`), compressed-tensors (`pack_quantized`),
+transformers (`integrations/bitnet.py`).
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pi_compile.checkpoint.quantised import ternary
 from pi_compile.checkpoint.quantised.scheme import BITS, Scheme
-from pi_compile.checkpoint.quantised.ternary import TernaryMatrix
 from pi_compile.checkpoint.tensors import BF16, Array, Index, Values, as_float32, type_name
-from pi_runtime.artifact.formats import BLOCK, Format
+from pi_compile.checkpoint.tensors import FORMATS as STORED
+from pi_runtime.artifact.formats import BLOCK, FORMATS, Format
 
 WORD = 32
 _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
@@ -43,6 +43,11 @@ _INT8, _INT32 = np.dtype("<i1"), np.dtype("<i4")
 _INTEGERS = (_INT32, np.dtype("<i2"), np.dtype("<i8"))
 _FLOATS = (np.dtype("<f2"), BF16, np.dtype("<f4"))
 Tensors = Mapping[str, Array]
+
+
+def _of_bits(bits: int, offset: str = "") -> tuple[str, ...]:
+    """The block formats of such integers."""
+    return tuple(f.name for f in FORMATS.values() if (f.block_bits, f.offset) == (bits, offset))
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +80,8 @@ class QuantisedMatrix:
 
     @property
     def grids(self) -> tuple[str, ...]:
-        """q4z where scales are binary16 numbers by their type."""
-        return ("q4z",) if self._in_blocks and self.scale_NG.dtype == np.float16 else ()
+        """The format with zeros, where scales are binary16 numbers by their type."""
+        return _of_bits(self.bits, "zero") if self._in_blocks and self.scale_NG.dtype == np.float16 else ()
 
     @property
     def _in_blocks(self) -> bool:
@@ -85,8 +90,8 @@ class QuantisedMatrix:
         return self.bits == 4 and len(group_BJ) > 0 and bool((group_BJ == group_BJ[:, :1]).all())
 
     def on_grid(self, fmt: Format, rows: Index, /) -> tuple[Array, Array] | None:
-        """Integers of 4 bits, scales and zeros for blocks of 32, if each lies in one group and q4z or q4 holds them."""
-        if fmt.name not in ("q4", "q4z") or not self._in_blocks:
+        """Integers of 4 bits, scales and zeros for blocks of 32, if each lies in one group and a format holds them."""
+        if fmt.bits != self.bits or fmt.offset == "minimum" or not self._in_blocks:
             return None
         group_B = self.group_K[::BLOCK]
         scale_RB = as_float32(self.scale_NG[rows])[:, group_B]
@@ -143,6 +148,69 @@ class MxMatrices:
     def on_grid(self, _fmt: Format, _index: Index, /) -> tuple[Array, Array] | None:
         """Quantising finds these powers of two again (see `quantise`)."""
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class TernaryMatrix:
+    """A matrix [N, K] of −1, 0 and 1 times one scale, of which some rows are read at a time, as float32."""
+
+    shape: tuple[int, int]
+    ternary: Callable[[Index], Array]
+    """The integers of some rows, int8."""
+    scale: np.float32
+    nbytes: int
+    bits = 2
+    is_permuted = False
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: Index, /) -> Values:
+        return self.ternary(rows).astype(np.float32, order="C") * self.scale
+
+    @property
+    def grids(self) -> tuple[str, ...]:
+        """The smallest with these integers, where binary16 has the scale."""
+        kept = np.float32(np.float16(self.scale)) == self.scale and self.shape[1] % BLOCK == 0
+        return _of_bits(4) if kept else ()
+
+    def on_grid(self, fmt: Format, rows: Index, /) -> tuple[Array, Array] | None:
+        """Integers, and the scale for each block."""
+        if fmt.name not in self.grids:
+            return None
+        q = self.ternary(rows)
+        return q, np.full((len(q), q.shape[1] // BLOCK), self.scale, np.float16)
+
+    @property
+    def turned(self) -> "TernaryMatrix":
+        """Its columns as rows."""
+        return replace(self, shape=self.shape[::-1], ternary=lambda columns: self.ternary(slice(None))[:, columns].T)
+
+
+def _packed_ternary(words: Array, scale: np.float32) -> TernaryMatrix:
+    """Words [N/4, K] of bytes: row i N/4 + j plus 1 is in bits 2 i and 2 i + 1 of row j."""
+    quarter, columns = words.shape
+
+    def rows(index: Index) -> Array:
+        row = np.arange(4 * quarter)[index]
+        shift = (2 * (row // quarter)).astype(np.uint8)[:, None]
+        found: Array = (words[row % quarter] >> shift & np.uint8(3)).view(np.int8) - np.int8(1)
+        return found
+
+    return TernaryMatrix((4 * quarter, columns), rows, np.float32(scale), words.nbytes + 2)
+
+
+def _rounded_ternary(weights: Array) -> TernaryMatrix:
+    """Master weights w, as they are used: the nearest of −1, 0, 1 to w ÷ mean |w|, times that mean in their format."""
+    parts = (as_float32(weights[start : start + 256]) for start in range(0, len(weights), 256))
+    mean = np.float32(sum(float(np.abs(part).sum(dtype=np.float64)) for part in parts) / weights.size)
+    inverse, fmt = np.float32(1) / max(mean, np.float32(1e-5)), FORMATS[STORED[weights.dtype]]
+    return TernaryMatrix(
+        (weights.shape[0], weights.shape[1]),
+        lambda rows: np.clip(np.rint(as_float32(weights[rows]) * inverse), -1, 1).astype(np.int8),
+        fmt.decode(fmt.encode(np.array([1], np.float32) / inverse), 1)[0],
+        weights.nbytes,
+    )
 
 
 @dataclass(frozen=True)
@@ -244,11 +312,11 @@ def _mx(tensors: Tensors, _: Scheme) -> MxMatrices:
 def _ternary(tensors: Tensors, scheme: Scheme) -> TernaryMatrix:
     packed = _check("weight", tensors["weight"], (_UINT8,), 2)
     scale = as_float32(_check("weight_scale", tensors["weight_scale"], _FLOATS, (1,)))[0]
-    return ternary.packed(packed, np.float32(1) / scale if scheme.divides else scale)
+    return _packed_ternary(packed, np.float32(1) / scale if scheme.divides else scale)
 
 
 def _rounded(tensors: Tensors, _: Scheme) -> TernaryMatrix:
-    return ternary.rounded(_check("weight", tensors["weight"], _FLOATS, 2))
+    return _rounded_ternary(_check("weight", tensors["weight"], _FLOATS, 2))
 
 
 LAYOUTS: Mapping[str, tuple[Layout, ...]] = {

@@ -4,11 +4,11 @@ It is read strictly. A key that is not known here, or a value that is not, might
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pi_compile.checkpoint.config import Config, short
+from pi_compile.checkpoint.config import Config, is_neutral, short
 from pi_compile.errors import CheckpointError
 
 KEY = "quantization_config"
@@ -74,30 +74,23 @@ def read_scheme(config: Config) -> Scheme | None:
 
 
 def _gptq(config: Config, fields: Mapping[str, Any]) -> Scheme:
-    _check_keys(config, fields, _GPTQ.split())
+    _check_keys(config, fields, _PACKED)
     bits = _one_of(config, fields, "bits", BITS)
     form = _form(config, fields, ("checkpoint_format", "format"), ("gptq", "gptq_v2"))
-    permuted = _one_of(config, {"desc_act": False, **fields}, "desc_act", (False, True))
-    for key in ("dynamic", "extension"):
-        if fields.get(key):
-            raise _refused(config, key, fields[key], "none: bits of single layers are not read")
+    permuted = _one_of(config, fields, "desc_act", (False, True), missing=False)
     return Scheme(method="gptq", bits=bits, stored_zero=form == "gptq", layers=(Layers(permuted=permuted),))
 
 
 def _awq(config: Config, fields: Mapping[str, Any]) -> Scheme:
-    _check_keys(config, fields, _AWQ.split())
-    bits = _one_of(config, {"bits": fields.get("w_bit"), **fields}, "bits", (4,))
+    _check_keys(config, fields, _PACKED | {"desc_act": (False,)})  # no group of each column is stored
+    bits = _one_of(config, fields, "bits", (4,), missing=fields.get("w_bit"))
     _form(config, fields, ("version", "checkpoint_format", "format"), ("gemm",))
-    if fields.get("desc_act"):
-        raise _refused(config, "desc_act", True, "false: AWQ stores no group of each column")
     return Scheme(method="awq", bits=bits)
 
 
 def _compressed_tensors(config: Config, fields: Mapping[str, Any]) -> Scheme:
-    _check_keys(config, fields, _COMPRESSED.split())
-    _one_of(config, fields, "format", ("pack-quantized", "int-quantized", "naive-quantized"))
-    if fields.get("kv_cache_scheme"):
-        raise _refused(config, "kv_cache_scheme", fields["kv_cache_scheme"], "none: keys and values are not rounded")
+    _check_keys(config, fields, _COMPRESSED)
+    _one_of(config, fields, "format", _FORMATS)
     sparsity = fields.get("sparsity_config") or {}
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
         raise _refused(config, "sparsity_config", sparsity, "none, or the format 'dense'")
@@ -109,10 +102,11 @@ def _compressed_tensors(config: Config, fields: Mapping[str, Any]) -> Scheme:
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
             raise _refused(config, f"config_groups {name} weights", weights, "how its weights are quantised")
-        _one_of(config, {"type": "int", **weights}, "type", ("int",))
+        _check_keys(config, group, _GROUP)
+        _check_keys(config, weights, _WEIGHTS)
         _one_of(config, weights, "num_bits", BITS)
         _one_of(config, weights, "strategy", ("tensor", "channel", "group"))
-        symmetric = _one_of(config, {"symmetric": True, **weights}, "symmetric", (True, False))
+        symmetric = _one_of(config, weights, "symmetric", (True, False), missing=True)
         order = repr(weights.get("actorder"))
         if order not in _ORDERS:
             raise _refused(config, "actorder", weights["actorder"], " or ".join(_ORDERS))
@@ -136,17 +130,14 @@ def _targets(config: Config, group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _mxfp4(config: Config, fields: Mapping[str, Any]) -> Scheme:
-    _check_keys(config, fields, ("quant_method", "modules_to_not_convert"))
+    _check_keys(config, fields, _MXFP4)
     return Scheme(method="mxfp4", bits=4)
 
 
 def _bitnet(config: Config, fields: Mapping[str, Any]) -> Scheme:
-    _check_keys(config, fields, _BITNET.split())
-    linear = {"linear_class": "bitlinear", "quantization_mode": "offline", **fields}
-    kind = _one_of(config, linear, "linear_class", ("bitlinear", "autobitlinear"))
-    mode = _one_of(config, linear, "quantization_mode", ("offline", "online"))
-    if fields.get("use_rms_norm"):
-        raise _refused(config, "use_rms_norm", True, "false: no norm before each linear layer")
+    _check_keys(config, fields, _BITNET)
+    kind = _one_of(config, fields, "linear_class", ("bitlinear", "autobitlinear"), missing="bitlinear")
+    mode = _one_of(config, fields, "quantization_mode", ("offline", "online"), missing="offline")
     is_online = kind == "autobitlinear" and mode == "online"
     kept = fields.get("modules_to_not_convert") or []
     if is_online and kept != ["lm_head"] * len(kept):
@@ -171,31 +162,47 @@ _ORDERS = dict.fromkeys(("None", "False", "'weight'", "'static'"), False)
 _ORDERS |= dict.fromkeys(("True", "'group'", "'dynamic'"), True)
 """How columns were ordered for compressed-tensors → whether those of a group need not lie side by side."""
 
-# Keys about how the integers were found, not about what they mean, beside those that are read above.
-_GPTQ = """
-    quant_method bits group_size sym desc_act checkpoint_format dynamic extension damp_percent damp_auto_increment
-    static_groups true_sequential mse act_group_aware model_name_or_path model_file_base_name is_marlin_format
-    lm_head meta pack_dtype format method dataset tokenizer batch_size cache_block_outputs block_name_to_quantize
-    module_name_preceding_first_block modules_in_block_to_quantize model_seqlen pad_token_id use_cuda_fp16
-    max_input_length use_exllama exllama_config disable_exllama backend hyb_act offload_to_disk
-"""
-_AWQ = """
-    quant_method bits w_bit group_size q_group_size version format zero_point modules_to_not_convert backend do_fuse
-    fuse_max_seq_len modules_to_fuse exllama_config checkpoint_format sym desc_act lm_head meta pack_dtype dynamic
-    method
-"""
-_BITNET = "quant_method linear_class quantization_mode use_rms_norm rms_norm_eps modules_to_not_convert"
-_COMPRESSED = """
-    quant_method format config_groups ignore kv_cache_scheme sparsity_config quantization_status
-    global_compression_ratio version transform_config
-"""
+Keys = Mapping[str, tuple[Any, ...] | None]
+"""Keys of an object → the values at which weights mean what they mean without; None for any value. Null always does."""
 
 
-def _check_keys(config: Config, fields: Mapping[str, Any], known: Collection[str]) -> None:
-    unknown = sorted(key for key, value in fields.items() if key not in known and value not in (None, False, [], {}))
-    if unknown or fields.get("transform_config"):
-        name = (unknown or ["transform_config"])[0]
-        raise _refused(config, name, fields[name], "keys whose meaning is known")
+def _about(words: str) -> dict[str, tuple[Any, ...] | None]:
+    """Keys that are read above, or that say how the integers were found and not what they mean."""
+    return dict.fromkeys(words.split())
+
+
+_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
+# transformers writes GPTQ's keys for AWQ too.
+_PACKED = _about("""
+    quant_method bits w_bit group_size q_group_size sym zero_point desc_act checkpoint_format format version method
+    lm_head pack_dtype meta damp_percent damp_auto_increment static_groups true_sequential mse act_group_aware hyb_act
+    model_name_or_path model_file_base_name dataset tokenizer batch_size cache_block_outputs block_name_to_quantize
+    module_name_preceding_first_block modules_in_block_to_quantize modules_to_not_convert model_seqlen pad_token_id
+    use_cuda_fp16 max_input_length use_exllama exllama_config disable_exllama backend offload_to_disk do_fuse
+    fuse_max_seq_len modules_to_fuse
+""")
+_PACKED |= {"is_marlin_format": (False,), "dynamic": ({}, False), "extension": ({}, False)}
+_BITNET = _about("quant_method linear_class quantization_mode rms_norm_eps modules_to_not_convert")
+_BITNET |= {"use_rms_norm": (False,)}
+_MXFP4 = _about("quant_method modules_to_not_convert dequantize")
+_COMPRESSED = _about("""
+    quant_method format config_groups ignore sparsity_config quantization_status global_compression_ratio version
+    run_compressed
+""")
+_COMPRESSED |= {"kv_cache_scheme": ({},), "transform_config": ({},)}
+_GROUP = _about("targets weights input_activations output_activations") | {"format": _FORMATS}
+_WEIGHTS = _about("""
+    num_bits symmetric group_size strategy actorder observer observer_kwargs scale_dtype zp_dtype
+""")
+_WEIGHTS |= {"type": ("int",), "dynamic": (False,)}
+
+
+def _check_keys(config: Config, fields: Mapping[str, Any], known: Keys) -> None:
+    for key, value in sorted(fields.items()):
+        neutral = known.get(key, ())
+        if neutral is not None and not is_neutral(value, neutral):
+            expected = " or ".join(map(repr, (*neutral, None))) if neutral else "keys whose meaning is known"
+            raise _refused(config, key, value, expected)
 
 
 def _form(config: Config, fields: Mapping[str, Any], names: tuple[str, ...], allowed: tuple[str, ...]) -> str:
@@ -209,8 +216,11 @@ def _form(config: Config, fields: Mapping[str, Any], names: tuple[str, ...], all
     return values[0] if values else allowed[0]
 
 
-def _one_of(config: Config, fields: Mapping[str, Any], key: str, allowed: tuple[Any, ...]) -> Any:
-    value = fields.get(key)
+def _one_of(
+    config: Config, fields: Mapping[str, Any], key: str, allowed: tuple[Any, ...], *, missing: object = None
+) -> Any:
+    """The value of a key; `missing` where it is missing or null."""
+    value = missing if fields.get(key) is None else fields[key]
     if type(value) is type(allowed[0]) and value in allowed:
         return value
     raise _refused(config, key, value, " or ".join(map(repr, allowed)))

@@ -3,9 +3,8 @@
 from math import prod
 from pathlib import Path
 
-from pi_compile.checkpoint.quantised.layouts import LAYOUTS, Layout, MxMatrices, QuantisedMatrix
+from pi_compile.checkpoint.quantised.layouts import LAYOUTS, Layout, MxMatrices, QuantisedMatrix, TernaryMatrix
 from pi_compile.checkpoint.quantised.scheme import Scheme
-from pi_compile.checkpoint.quantised.ternary import TernaryMatrix
 from pi_compile.checkpoint.tensors import Array, FolderTensors, RowReader
 from pi_compile.errors import CheckpointError
 

@@ -15,8 +15,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from pi_compile.placement.solvers.lagrangian_bounds import COSTS, Multipliers, scale
-from pi_compile.placement.solvers.layered_graph import NEVER, Ints, LayeredGraph
+from pi_compile.placement.solvers.layered_graph import COSTS, NEVER, Ints, LayeredGraph, Multipliers, scale
 
 _STEPS = 400
 """Most steps of the simplex method; fewer give a lower bound that is not the best one."""

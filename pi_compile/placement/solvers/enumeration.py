@@ -9,8 +9,7 @@ from typing import Self
 
 import numpy as np
 
-from pi_compile.placement.solvers.lagrangian_bounds import COSTS, Relaxation
-from pi_compile.placement.solvers.layered_graph import NEVER, Ints, LayeredGraph, Node, ShortestPath
+from pi_compile.placement.solvers.layered_graph import COSTS, NEVER, Ints, LayeredGraph, Node, Relaxation, ShortestPath
 
 CANDIDATES = 1 << 18
 """Most labels that are extended at once."""

@@ -49,10 +49,6 @@ class LlamaCpp:
         """Read a prompt of random tokens; returns the time."""
         return float(self._call("read_prompt", tokens))
 
-    def shares(self, _batch: int) -> tuple[None, None]:
-        """It does not say."""
-        return None, None
-
     def close(self) -> None:
         """End it."""
         self._child.kill()

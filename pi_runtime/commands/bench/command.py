@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,7 @@ def run_bench(
     finally:
         if bench.rows:
             rows = [rendering.values(*pair) for pair in rendering.with_dense(bench.rows)]
-            drafted = [asdict(answer) for answer in bench.drafted]
-            figures = {"device": bench.device, "threads": spec.threads, "rows": rows, "drafts": drafted}
-            figures["left_out"] = bench.left_out
+            figures = {"device": bench.device, "threads": spec.threads, "rows": rows, "left_out": bench.left_out}
             _print(rendering.report(path, **figures), rendering.cells(bench.rows), as_json, as_markdown)
         for slow in rendering.slower_than_dense(bench.rows):
             console.say(f"dense is quicker than {slow} here: --mode dense")

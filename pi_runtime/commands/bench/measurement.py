@@ -1,7 +1,4 @@
-"""Timing decoding in batches, and prompts, of one artifact, its modes in turns, within a limit of time.
-
-Shape letters: L layers.
-"""
+"""Timing decoding in batches, and prompts, of one artifact, its modes in turns, within a limit of time."""
 
 import math
 import time
@@ -15,22 +12,16 @@ from statistics import mean, median, stdev
 from typing import Literal
 
 import numba
-import numpy as np
 
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.commands.bench.beside import LlamaCpp
-from pi_runtime.commands.bench.kept_neurons import KeptNeurons
 from pi_runtime.commands.bench.sequences import LEAD, STEPS, Sequences
 from pi_runtime.console import Progress, size
 from pi_runtime.engine.model import Model
 from pi_runtime.errors import Setting, UsageError
 from pi_runtime.execution.devices import available_memory
-from pi_runtime.sequence.sampling import Sampling
-
-ANSWER_TOKENS = 64
-"""Tokens of the answer that is drawn with drafts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +73,6 @@ class Row:
     """Tokens of each sequence in one step, or of the prompt."""
     seconds: tuple[float, ...]
     """Time of a step, or of the prompt, in each repetition."""
-    own_share_L: tuple[float, ...] | None = None
-    """Share of a layer's neurons that one token keeps, mean over the tokens; None for prompts, which are dense."""
-    union_share_L: tuple[float, ...] | None = None
-    """Share of a layer's neurons that any token of a step keeps, mean over the steps."""
 
     @property
     def rates(self) -> tuple[float, ...]:
@@ -111,40 +98,6 @@ class Row:
         return stdev(self.rates) if len(self.rates) > 1 else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class DraftedAnswer:
-    """What drafts gained in an answer that a model draws by itself, after a random token."""
-
-    mode: str
-    tokens: int
-    tokens_per_s: float | None
-    acceptance: float | None
-    accepted_length: float | None
-    drafts_won_s: float
-    by_head: float | None
-    """Share of the drafted tokens that a guess head drafted."""
-
-    @classmethod
-    def of(cls, model: Model) -> "DraftedAnswer":
-        """Draw the answer."""
-        first = int(np.random.default_rng(0).integers(model.manifest.decoder.vocab_size))
-        count, sampling = min(ANSWER_TOKENS, model.context - LEAD), Sampling(temperature=1, seed=0)
-        prompt = [*model.manifest.text.prefix_ids, first][-LEAD:]
-        answer = model.generate(prompt, max_tokens=count, min_tokens=count, sampling=sampling)
-        for _ in answer:
-            pass
-        s = answer.stats
-        return cls(
-            mode=model.mode,
-            tokens=s.generated_tokens,
-            tokens_per_s=s.decode_tokens_per_s,
-            acceptance=s.acceptance,
-            accepted_length=s.accepted_length,
-            drafts_won_s=s.drafts_won_s,
-            by_head=s.head_guessed_tokens / s.guessed_tokens if s.guessed_tokens else None,
-        )
-
-
 Contender = Sequences | LlamaCpp
 """What is timed: this model in a mode, or another engine's."""
 
@@ -166,8 +119,6 @@ class Bench:
     beside: Callable[[int, int], Contender] | None = None
     """Opens another engine's model, with a context and threads."""
     rows: list[Row] = field(default_factory=list)
-    drafted: list[DraftedAnswer] = field(default_factory=list)
-    """An answer with drafts in each mode for which there was time."""
     left_out: list[str] = field(default_factory=list)
     """What was not measured, and why."""
     device: str = ""
@@ -189,7 +140,9 @@ class Bench:
                     models.append(stack.enter_context(self.open_model(modes.pop(0))))
                 self._check_room(models[0])
                 self.device = models[0].device
-                contenders: list[Contender] = [self._contender(model, stack) for model in models]
+                for model in models:
+                    model.warm_up()
+                contenders: list[Contender] = [Sequences(model) for model in models]
                 if self.beside is not None:
                     contenders.append(stack.enter_context(closing(self.beside(models[0].context, self.spec.threads))))
                 if self._end == math.inf:
@@ -199,23 +152,6 @@ class Bench:
                     self._waiting -= len(models)
                     self.rows += rows
                     progress(total - self._waiting, total)
-                for model in models:
-                    self._draft(model)
-
-    def _contender(self, model: Model, stack: ExitStack) -> Sequences:
-        model.warm_up()
-        if model.mode == "dense":
-            return Sequences(model, None)
-        cache_format = "q8" if model.executor.new_pool().format == "q8" else "auto"
-        kept = KeptNeurons(
-            self.path, model.mode, context=model.context, threads=self.spec.threads, cache_format=cache_format
-        )
-        return Sequences(model, stack.enter_context(closing(kept)))
-
-    def _draft(self, model: Model) -> None:
-        token_s = [mean(r.seconds) for r in self.rows if (r.mode, r.phase, r.batch) == (model.mode, "decode", 1)]
-        if token_s and ANSWER_TOKENS * token_s[0] < self._end - time.perf_counter():
-            self.drafted.append(DraftedAnswer.of(model))
 
     def _check_room(self, model: Model) -> None:
         if model.context < LEAD + STEPS:
@@ -236,8 +172,7 @@ class Bench:
                 self.left_out.append(f"{what}: {needed}, {size(available)} of memory are available")
                 yield []
                 continue
-            # Each new sequence is sampled, and then runs with its neurons listed, which takes about twice as long.
-            new = max(0, batch - those[0].held) * (LEAD + 3 * STEPS)
+            new = max(0, batch - those[0].held) * (LEAD + STEPS)  # each of them is sampled
             if not self._has_time(what, token_s * (new + batch * (1 + STEPS))):
                 yield []
                 continue
@@ -246,10 +181,7 @@ class Bench:
                 one.grow(batch)
             seconds = self._in_turns([partial(one.seconds_a_step, batch) for one in those], STEPS, began)
             token_s = sum(each[-1] for each in seconds) / batch
-            yield [
-                Row(one.mode, "decode", batch, 1, each, *one.shares(batch))
-                for one, each in zip(those, seconds, strict=True)
-            ]
+            yield [Row(one.mode, "decode", batch, 1, each) for one, each in zip(those, seconds, strict=True)]
 
     def _prompts(self, contenders: Sequence[Contender], context: int) -> Iterator[list[Row]]:
         token_s = 0.0

@@ -6,6 +6,7 @@ from typing import Any
 
 from pi_runtime import console
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.commands.bench.beside import LlamaCpp
 from pi_runtime.commands.bench.measurement import Row
 from pi_runtime.execution.devices import processor_name
 from pi_runtime.kernels.codegen.isa import ISA
@@ -13,8 +14,7 @@ from pi_runtime.kernels.codegen.isa import ISA
 CURVE = "curve"
 """The name of the column with bars."""
 COLUMNS = """\
-× alone: over one sequence. × dense: over dense in turns, median (least to greatest). own: neurons that a token keeps.
-union: those that any of the sequences keeps, which are the ones read: mean (least to greatest) of the layers."""
+× alone: over one sequence. × dense: over dense in turns, median (least to greatest)."""
 """What the columns of rows mean."""
 
 
@@ -37,8 +37,6 @@ def values(row: Row, dense: Row | None) -> dict[str, Any]:
         "tokens_per_s_deviation": row.deviation,
         "seconds": row.seconds,
         "times_dense": None if dense is None else row.times(dense),
-        "own_share_by_layer": row.own_share_L,
-        "union_share_by_layer": row.union_share_L,
     }
 
 
@@ -51,7 +49,8 @@ def with_dense(rows: Sequence[Row]) -> list[tuple[Row, Row | None]]:
 def slower_than_dense(rows: Sequence[Row]) -> list[str]:
     """Modes of this artifact that decode one sequence more slowly than dense in every turn."""
     alone = [(row, dense) for row, dense in with_dense(rows) if (row.phase, row.batch) == ("decode", 1)]
-    return [row.mode for row, dense in alone if dense and row.own_share_L and row.times(dense)[2] < 1]
+    ours = [(row, dense) for row, dense in alone if dense and row.mode != LlamaCpp.mode]
+    return [row.mode for row, dense in ours if row.times(dense)[2] < 1]
 
 
 def text(found: Mapping[str, Any], cells: Sequence[Mapping[str, str]]) -> str:
@@ -76,18 +75,7 @@ def _facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("artifact", f"{Path(found['artifact']).name}, {console.size(found['bytes'])}, digest {found['digest'][:16]}"),
         ("processor", f"{found['processor']}, {found['isa']}, threads: {found['threads']}"),
         ("device", found["device"] if found["device"] != "cpu" else ""),
-        *(("drafts", _drafted(answer)) for answer in found.get("drafts", ())),
     ]
-
-
-def _drafted(answer: Mapping[str, Any]) -> str:
-    """What drafts gained in an answer."""
-    if answer["accepted_length"] is None:
-        return f"{answer['mode']}: no draft ran"
-    length, right = f"{answer['accepted_length']:.2f} tokens a draft", f"{answer['acceptance']:.0%} right"
-    if answer.get("by_head"):
-        right += f", {answer['by_head']:.0%} by the guess head"
-    return f"{answer['mode']}: {length}, {right}, {answer['drafts_won_s']:+.2f} s won in {answer['tokens']} tokens"
 
 
 def cells(rows: Sequence[Row]) -> list[dict[str, str]]:
@@ -105,17 +93,7 @@ def cells(rows: Sequence[Row]) -> list[dict[str, str]]:
                 "× alone": "–" if ratio is None else f"{ratio:.2f}",
                 "× dense": "–" if dense in (None, row) else "{:.2f} ({:.2f} to {:.2f})".format(*row.times(dense)),
                 "ms": f"{1e3 * sum(row.seconds) / len(row.seconds):.1f}",
-                "own": _share(row.own_share_L),
-                "union (layers)": _share(row.union_share_L, spread=True),
                 "runs": str(len(row.seconds)),
             }
         )
     return found
-
-
-def _share(share_L: Sequence[float] | None, *, spread: bool = False) -> str:
-    """A share as text: its mean over layers, and on request its least and largest."""
-    if share_L is None:
-        return "–"
-    mean = f"{sum(share_L) / len(share_L):.1%}"
-    return f"{mean} ({min(share_L):.1%} to {max(share_L):.1%})" if spread else mean

@@ -1,7 +1,6 @@
 """Sequences to decode in batches: they begin at tokens of their own and go on as the model samples them.
 
-So a batch fires what texts fire, and needs no text. Shape letters: L layers, B sequences of a batch, N neurons of a
-layer.
+So a batch fires what texts fire, and needs no text.
 """
 
 import math
@@ -10,7 +9,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pi_runtime.commands.bench.kept_neurons import Flags, KeptNeurons
 from pi_runtime.engine.model import Model
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.kv_cache import KVCache, pages_of
@@ -27,13 +25,11 @@ class Sequences:
     most = math.inf
     """Most sequences that are decoded together."""
 
-    def __init__(self, model: Model, kept: KeptNeurons | None) -> None:
-        self.mode = model.mode
-        self._model, self._kept = model, kept
+    def __init__(self, model: Model) -> None:
+        self.mode, self._model = model.mode, model
         self._pool = model.executor.new_pool()
         self._caches: list[KVCache] = []
         self._tokens: list[list[int]] = []
-        self._kept_LBN: list[Flags] = []
 
     @property
     def held(self) -> int:
@@ -41,19 +37,13 @@ class Sequences:
         return len(self._caches)
 
     def bytes_for(self, batch: int) -> int:
-        """Bytes of keys and values that so many sequences take, with copies while their neurons are listed."""
-        return 2 * batch * pages_of(LEAD + STEPS) * self._pool.page_nbytes
+        """Bytes of keys and values that so many sequences take."""
+        return batch * pages_of(LEAD + STEPS) * self._pool.page_nbytes
 
     def grow(self, batch: int) -> None:
         """See to it that there are `batch` sequences at least."""
-        if not (new := range(self.held, batch)):
-            return
-        self._sample(new)
-        if self._kept is not None:
-            forks = [self._caches[n].fork() for n in new]
-            listed = [self._kept.step(self._steps(new, forks, LEAD + step)) for step in range(STEPS)]
-            before = self._kept_LBN or [kept_LBN[:, :0] for kept_LBN in listed]
-            self._kept_LBN = [np.concatenate(both, axis=1) for both in zip(before, listed, strict=True)]
+        if new := range(self.held, batch):
+            self._sample(new)
 
     def _sample(self, new: range) -> None:
         """Begin sequences at random tokens and let the model go on."""
@@ -98,16 +88,6 @@ class Sequences:
             block = token_T[start : start + executor.block_tokens]
             executor.step([SequenceStep(cache=cache, tokens=block, select=False)])
         return time.perf_counter() - began
-
-    def shares(self, batch: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """(Own share, union's share) of each layer, for the first `batch` sequences."""
-        if self._kept is None:
-            ones_L = (1.0,) * self._model.manifest.decoder.n_layers
-            return ones_L, ones_L
-        some = [kept_LBN[:, :batch] for kept_LBN in self._kept_LBN]
-        own_L = np.mean([kept_LBN.mean((1, 2)) for kept_LBN in some], axis=0)
-        union_L = np.mean([kept_LBN.any(1).mean(1) for kept_LBN in some], axis=0)
-        return tuple(own_L.tolist()), tuple(union_L.tolist())
 
     def close(self) -> None:
         """Let go of its sequences; the model is closed by whoever opened it."""

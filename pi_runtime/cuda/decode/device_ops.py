@@ -11,6 +11,8 @@ In a mixture of experts the router is where the attention is. A token's experts 
 input. Their neurons on the GPU are a list, as selected neurons are. Selected cold rows are named by their rows in the
 whole layer (expert · F + neuron), hot ones by their rows on the GPU. Without experts the two are the same.
 
+Rungs that read only some rows of `first` name them by a low-rank predictor (`prepare_selector`).
+
 Shape letters: M tokens, D model width, F neurons of an expert, N of them, K experts of a token, L layers, P pages, G
 key-value heads, S positions of a page, E head width.
 """
@@ -23,10 +25,9 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.cuda.decode.decoder_parts import DecoderParts
-from pi_runtime.cuda.decode.selectors import Selector, picks
 from pi_runtime.cuda.kernels import ffn_neurons, moe, residual
-from pi_runtime.cuda.kernels.activations import CODES
 from pi_runtime.cuda.kernels.compaction import NeuronList, compact
+from pi_runtime.cuda.kernels.ffn_neurons import CODES
 from pi_runtime.cuda.kernels.gathered_sum import gathered_sums
 from pi_runtime.cuda.kernels.moe import DeviceCuts, Routing
 from pi_runtime.cuda.kernels.row_dot import linear
@@ -85,14 +86,19 @@ class DeviceOps:
             moe.route(ws.router_MX, self._routing, normalised=self.decoder.router_normalised)
 
     def prepare_selector(self, layer: int) -> None:
-        """Compute what the selection of hot and cold neurons shares."""
-        self._selector(layer).prepare()
+        """Compute what the selection of hot and cold neurons shares: down · x of the predictor."""
+        down, x_MD = self.weights.matrix(f"layers/{layer}/predictor/down"), self.workspace.handover.x_MD
+        linear(down, None, x_MD, self._reduced(layer), self.device.tiling, expert_MK=self._expert_MK)
 
-    def _selector(self, layer: int) -> Selector:
-        how, expert_MK = self.layers[layer], None if self._routing is None else self._routing.expert_MK
-        assert picks(how), how
-        prefix, tiling = f"layers/{layer}/predictor/", self.device.tiling
-        return Selector(how, prefix, self.weights, self.workspace, tiling, expert_MK, self.decoder.d_ff)
+    @property
+    def _expert_MK(self) -> torch.Tensor | None:
+        """The tokens' experts; None without experts."""
+        return None if self._routing is None else self._routing.expert_MK
+
+    def _reduced(self, layer: int) -> torch.Tensor:
+        """Room for R numbers of each token, or of each of its experts."""
+        slots = 1 if self._expert_MK is None else self._expert_MK.shape[1]
+        return self.workspace.r_MR[:, : slots * self.weights.matrix(f"layers/{layer}/predictor/up").columns]
 
     def select_cold(self, layer: int) -> None:
         """List the selected cold neurons in the handover."""
@@ -119,10 +125,16 @@ class DeviceOps:
         self, layer: int, low: int, high: int, found: NeuronList, candidates: NeuronList | None = None,
         names: NeuronList | None = None,
     ) -> None:  # fmt: skip
-        """List the selected ones of the neurons [low, high); of the candidates among them, by their `names`."""
-        ws, room = self.workspace, high - low if candidates is None else candidates.room
-        marks_MN = ws.marks_MF[:, :room]
-        tile = self._selector(layer).mark(low, high, candidates, marks_MN)
+        """List the neurons of [low, high) whose score  up · (down · x) + bias  is above 0.
+
+        Of candidates among them, which are rows expert · F + neuron, they are listed by their `names`.
+        """
+        ws, w, at = self.workspace, self.weights, f"layers/{layer}/predictor/"
+        marks_MN = ws.marks_MF[:, : high - low if candidates is None else candidates.room]
+        tile = ffn_neurons.predict(
+            w.matrix(f"{at}up")[low:high], w.arrays[f"{at}bias"][low:high], self._reduced(layer), marks_MN,
+            ws.counts_MF, self.device.tiling, candidates, self._expert_MK, self.decoder.d_ff,
+        )  # fmt: skip
         compact(marks_MN, ws.counts_MF, tile, found, low=low, within=names)
 
     def _expert_hot(self, layer: int, rows_MF: torch.Tensor | None) -> NeuronList:
@@ -177,7 +189,7 @@ class DeviceOps:
         Selected neurons were listed here, or by the host where the predictor is there.
         """
         ws, hot = self.workspace, self.cuts[layer].hot
-        if picks(self.layers[layer]):
+        if RUNGS[self.layers[layer].rung].picks:
             return ws.hot.first(hot) if layer in self.cache else ws.handover.listed(hot)
         return None if self._routing is None else self._expert_hot(layer, None)
 

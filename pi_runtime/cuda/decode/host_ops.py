@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer
-from pi_runtime.cuda.decode.selectors import picks
 from pi_runtime.cuda.memory.handover import HandoverArrays, PinnedBuffers
 from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.execution.host import positions_of
@@ -22,8 +22,7 @@ from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.ops import CpuOps
 from pi_runtime.execution.plan_layout import Cuts
 from pi_runtime.execution.rows import FfnTokens, MemoryRows
-from pi_runtime.kernels.ffn.experts import tokens_by_expert
-from pi_runtime.kernels.ffn.memory import READ, Batch
+from pi_runtime.kernels.ffn.memory import READ, Batch, tokens_by_expert
 from pi_runtime.kernels.split_ffn import NeuronLists, cold_sum, predict
 
 
@@ -99,7 +98,7 @@ class HostOps(CpuOps):
 
     def _cold_sum(self, layer: int, x_MD: Floats, routed: HandoverArrays, cold: NeuronLists, sum_MD: Floats) -> None:
         """Sum the cold neurons of a handover's experts; where the rung selects, the listed ones."""
-        m, cut_X, selected = self.host, self._cut_LX[layer], picks(self.layers[layer])
+        m, cut_X, selected = self.host, self._cut_LX[layer], RUNGS[self.layers[layer].rung].picks
         one = self._one_expert
         expert_MK, weight_MK = (routed.expert_MK, routed.route_weight_MK) if len(cut_X) > 1 else one
         w_X, tally_M3 = m.table_LX[layer], self._tally_M3

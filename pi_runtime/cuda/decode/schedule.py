@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.cuda.decode.device_ops import DeviceOps
 from pi_runtime.cuda.decode.host_ops import HostOps
-from pi_runtime.cuda.decode.selectors import picks
 from pi_runtime.cuda.memory.devices import Device, Event, Op
 from pi_runtime.execution.executor import Floats
 from pi_runtime.execution.plan_layout import CPU, GPU
@@ -143,7 +143,7 @@ class DeviceCalls:
     def ffn(self, layer: int) -> None:
         """Sums of hot neurons on the GPU, while the CPU computes the cold ones' and hands it over."""
         s, device_ops, host_ops = self.s, self.device_ops, self.host_ops
-        selects, cuts = picks(device_ops.layers[layer]), device_ops.cuts[layer]
+        selects, cuts = RUNGS[device_ops.layers[layer].rung].picks, device_ops.cuts[layer]
         if selects:
             s.gpu(partial(device_ops.prepare_selector, layer))
         if cuts.cold:
@@ -193,7 +193,7 @@ class HostCalls:
         if not hot:
             s.call("cpu", partial(host_ops.ffn, layer))
             return
-        selects = picks(device_ops.layers[layer])
+        selects = RUNGS[device_ops.layers[layer].rung].picks
         s.call("cpu", host_ops.send_handover)
         if selects:
             s.call("cpu", partial(host_ops.select, layer))

@@ -7,10 +7,15 @@ import torch
 import triton
 import triton.language as tl
 
-from pi_runtime.cuda.kernels.block_formats import (
+from pi_runtime.cuda.kernels.matrix import DeviceMatrix
+from pi_runtime.cuda.kernels.stored_rows import (
+    element_column,
+    element_weights,
     has_offsets,
     runs_per_word,
+    stored_tile,
     upper_tile,
+    values_per_element,
     word_column,
     word_minima,
     word_run,
@@ -18,8 +23,6 @@ from pi_runtime.cuda.kernels.block_formats import (
     word_tile,
     words_of,
 )
-from pi_runtime.cuda.kernels.matrix import DeviceMatrix
-from pi_runtime.cuda.kernels.stored_elements import element_column, element_weights, stored_tile, values_per_element
 
 _ROWS, _WIDTH, _WORDS = 64, 32, 32
 """Rows of a tile, and its width in stored elements or words."""

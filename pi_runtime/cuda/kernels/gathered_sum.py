@@ -10,21 +10,24 @@ import torch
 import triton
 import triton.language as tl
 
-from pi_runtime.cuda.kernels.block_formats import (
+from pi_runtime.cuda.kernels.compaction import NeuronList, list_entry, list_length
+from pi_runtime.cuda.kernels.matrix import DeviceMatrix
+from pi_runtime.cuda.kernels.stored_rows import (
     add_words,
     added_words,
+    element_column,
+    element_weights,
     nibble_mask_of,
     runs_per_word,
+    stored_tile,
     upper_tile,
+    values_per_element,
     word_column,
     word_minima,
     word_scales,
     word_tile,
     words_of,
 )
-from pi_runtime.cuda.kernels.compaction import NeuronList, list_entry, list_length
-from pi_runtime.cuda.kernels.matrix import DeviceMatrix
-from pi_runtime.cuda.kernels.stored_elements import element_column, element_weights, stored_tile, values_per_element
 from pi_runtime.cuda.kernels.tiling import Tiling, tile_and_token
 
 

@@ -1,24 +1,20 @@
 """Stored matrices in the memory of a torch device, as kernels take them.
 
-A further block format needs its branches in `block_formats`; a further float format its dtype here.
+What they do with a format follows from its object in `artifact.formats`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton.language as tl
 
-from pi_runtime.artifact.formats import BLOCK, FORMATS
+from pi_runtime.artifact.formats import BLOCK, FORMATS, WEIGHT_FORMATS
 
 DTYPES: Mapping[str, torch.dtype] = {
-    "f32": torch.float32,
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
     "u64": torch.int64,
-    **{name: torch.from_numpy(np.empty(0, f.stored)).dtype for name, f in FORMATS.items() if f.quantised},
+    **{name: getattr(torch, FORMATS[name].number or FORMATS[name].stored.name) for name in WEIGHT_FORMATS},
 }
 """Torch's dtype for the stored values of each format; scales are float16."""
 _GROUP = 8

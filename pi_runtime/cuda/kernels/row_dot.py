@@ -3,7 +3,7 @@
 A row is read in the order in which it is stored (see `artifact.formats`). Block formats store columns out of order, so
 the vector is gathered. It stays float32 (only the CPU rounds it to bytes): a product is Σ_j w_j x_j in float32, with
 w = scale · q in a block format. Whole groups of blocks are read as words, what is behind them element by element (see
-`block_formats`).
+`stored_rows`).
 
 Shape letters: M tokens, R rows, C stored elements, D and N columns and rows of a matrix, K experts of a token.
 """
@@ -12,14 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
-from pi_runtime.cuda.kernels.block_formats import in_blocks, word_dots
 from pi_runtime.cuda.kernels.matrix import DeviceMatrix
-from pi_runtime.cuda.kernels.stored_elements import (
+from pi_runtime.cuda.kernels.stored_rows import (
     element_column,
     element_weights,
     first_left_element,
+    in_blocks,
     stored_tile,
     values_per_element,
+    word_dots,
 )
 from pi_runtime.cuda.kernels.tiling import Tiling, tile_and_token
 

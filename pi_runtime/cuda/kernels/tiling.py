@@ -1,7 +1,7 @@
 """How much of a matrix a program takes at once: sizes of the tiles that kernels are compiled for.
 
 Small tiles fill a GPU's hundred and more multiprocessors even where few rows are selected. A tile of 4096 stored
-elements keeps enough bytes in flight. Rows of block formats are read as words of 32 bits (see `block_formats`): a
+elements keeps enough bytes in flight. Rows of block formats are read as words of 32 bits (see `stored_rows`): a
 thread takes four neighbouring words in each of eight rows, so that a number of the vector, once fetched, is used eight
 times. Only the order of float32 additions depends on tiles.
 

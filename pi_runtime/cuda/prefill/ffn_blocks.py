@@ -24,12 +24,12 @@ from pi_runtime.cuda.decode.device_ops import DeviceOps
 from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.kernels import gemm
 from pi_runtime.cuda.memory.devices import Device, allocate, allocate_pinned
-from pi_runtime.cuda.memory.weight_streaming import WeightStreamer
+from pi_runtime.cuda.memory.weights import WeightStreamer
 from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.execution.host import token_blocks
 from pi_runtime.execution.plan_layout import GPU
 from pi_runtime.kernels import moe
-from pi_runtime.kernels.ffn.experts import tokens_by_expert
+from pi_runtime.kernels.ffn.memory import tokens_by_expert
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ from pi_runtime.cuda.decode.device_ops import DeviceOps
 from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.kernels import gemm
 from pi_runtime.cuda.memory.devices import Device
-from pi_runtime.cuda.memory.pinned_staging import NBYTES, PinnedStaging
-from pi_runtime.cuda.memory.weight_streaming import WeightStreamer
+from pi_runtime.cuda.memory.weights import NBYTES, PinnedStaging, WeightStreamer
 from pi_runtime.cuda.prefill.ffn_blocks import BlockBuffers, FfnBlocks
 from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.execution.ops import CpuOps
@@ -39,7 +38,7 @@ from pi_runtime.execution.plan_layout import CPU, GPU
 from pi_runtime.execution.rows import Piece
 from pi_runtime.execution.schedule import schedule_of
 from pi_runtime.kernels.benchmarks import product_flops
-from pi_runtime.kernels.codegen import progress
+from pi_runtime.kernels.codegen.threads import advance_progress
 from pi_runtime.kernels.forward import head
 
 
@@ -78,7 +77,7 @@ class Prefill:
         self._on_host.take_block(tokens, wanted, logits_TV)
         for operation in self._schedule:
             operation.run({GPU: self._on_device, CPU: self._on_host})
-            progress.advance()
+            advance_progress()
 
     def close(self) -> None:
         if self._streamer is not None:

@@ -82,7 +82,8 @@ class CallParser:
     def _begin_call(self, raw: str) -> None:
         self._raw = raw
         self._scanner = JsonScanner()
-        self._key, self._member, self._name = "", "", ""
+        self._key = self._name = ""
+        self._member: list[str] = []
         self._in_arguments = self._has_begun = False
         self._level = 1
         """How many brackets stand around the members that are read: the name and the arguments."""
@@ -92,7 +93,7 @@ class CallParser:
         """What was read behind the call, or behind those before it, after white space."""
         self._quoted: QuotedScanner | None = None
         """Follows arguments that are text."""
-        self._pending = ""
+        self._pending: list[str] = []
         """Arguments that were not shown yet."""
 
     @property
@@ -145,7 +146,7 @@ class CallParser:
             match = PLAIN.match(text, at)
             if match is not None:
                 self._keep(match[0])
-                self._pending += match[0]
+                self._pending.append(match[0])
                 self._show_arguments()
                 return match.end()
         elif self._read == self._read_text and not self._may_be_bare:
@@ -264,14 +265,14 @@ class CallParser:
         state = self._scanner.state
         if state == AFTER:
             self._quoted, self._key = None, ""
-            if not quoted.has_ended and quoted.other.strip() not in {"", "null"}:
+            if not quoted.has_ended and "".join(quoted.other).strip() not in {"", "null"}:
                 self._break_off("")
             return
         shown = quoted.push(char, is_between=state == STRING)
         if shown is None:
             self._break_off("")
         elif shown:
-            self._pending += shown
+            self._pending.append(shown)
             self._in_arguments = not quoted.has_ended
             self._show_arguments()
 
@@ -279,13 +280,13 @@ class CallParser:
         """Take a character of a call outside its arguments."""
         state = self._scanner.state
         if state in {KEY, FIRST_KEY} or (state == VALUE and char == ":"):
-            self._member = ""
+            self._member = []
             return
-        self._member += char
+        self._member.append(char)
         if char == '"' and state == COLON:
-            self._key = json.loads(self._member)
+            self._key = json.loads("".join(self._member))
         elif char == '"' and state == AFTER and self._key in NAME and not self._name:
-            self._name = json.loads(self._member)
+            self._name = json.loads("".join(self._member))
             if self._name in self._names:
                 self._show_arguments()
             else:
@@ -294,7 +295,7 @@ class CallParser:
     def _end_object(self) -> None:
         """End a call that is JSON; one without arguments begins here."""
         if self._name and not self._has_begun:
-            self._pending = "{}"
+            self._pending = ["{}"]
             self._show_arguments()
         if self._has_begun:
             self._end_call()
@@ -302,21 +303,21 @@ class CallParser:
             self._break_off("")
 
     def _add_argument(self, char: str) -> None:
-        self._pending += char
+        self._pending.append(char)
         self._in_arguments = self._scanner.depth > self._base
         self._show_arguments()
 
     def _show_arguments(self) -> None:
         """Show the arguments up to here, if the name is known."""
-        if not self._name or not self._pending:
+        if not self._name or not any(self._pending):
             return
         if not self._has_begun:
             self._has_begun = self._follows_call = True
             self._may_be_bare = False
             self._deltas.append(CallBegan(self._count, self._make_id(), self._name))
             self._count += 1
-        self._deltas.append(CallArguments(self._count - 1, self._pending))
-        self._pending = ""
+        self._deltas.append(CallArguments(self._count - 1, "".join(self._pending)))
+        self._pending = []
         if not self._in_arguments:
             self._raw = ""  # the call is whole, whatever comes
 

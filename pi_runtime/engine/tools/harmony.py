@@ -38,7 +38,7 @@ class HarmonyParser:
         """The name of the tool whose arguments the message is."""
         self._count = 0
         """Calls that have begun."""
-        self._raw = ""
+        self._raw: list[str] = []
         """The call as it was written up to here."""
         self._scanner = JsonScanner()
 
@@ -101,7 +101,7 @@ class HarmonyParser:
         if recipient is None:
             self.thinks = header.rpartition(CHANNEL)[2].split()[:1] == ["analysis"]
         elif recipient[1] in self._names:
-            self._call, self._raw, self._scanner = recipient[1], header + MESSAGE, JsonScanner()
+            self._call, self._raw, self._scanner = recipient[1], [header + MESSAGE], JsonScanner()
         else:
             return [TextDelta(header + MESSAGE)]
         return []
@@ -117,7 +117,7 @@ class HarmonyParser:
                     rest = text[n:]
                     break
                 shown += char
-            self._raw += char
+        self._raw.append(text[: len(text) - len(rest)])
         deltas: list[Delta] = []
         if shown:
             if begins:
@@ -131,7 +131,8 @@ class HarmonyParser:
         call, self._call, self.thinks = self._call, "", False
         if not call or self._scanner.state == DONE:
             return []
-        return [CallBroken(self._count - 1, self._raw) if self._scanner.depth else TextDelta(self._raw)]
+        raw = "".join(self._raw)
+        return [CallBroken(self._count - 1, raw) if self._scanner.depth else TextDelta(raw)]
 
 
 def _may_be_header(text: str) -> bool:

@@ -31,7 +31,7 @@ class JsonScanner:
         self.state = VALUE
         self._open: list[str] = []
         self._is_key = False
-        self._scalar = ""
+        self._scalar: list[str] = []
         self._digits = 0
 
     @property
@@ -50,9 +50,9 @@ class JsonScanner:
             return self._push_string(char)
         if self.state == SCALAR_TEXT:
             if char not in SPACE + ",]}":
-                self._scalar += char
+                self._scalar.append(char)
                 return True
-            if not SCALAR.fullmatch(self._scalar):
+            if not SCALAR.fullmatch("".join(self._scalar)):
                 return False
             self.state = AFTER
         return char in SPACE or self._push_structure(char)
@@ -90,7 +90,7 @@ class JsonScanner:
         elif state in {VALUE, FIRST_VALUE} and self._open and char == '"':
             self.state = STRING
         elif state in {VALUE, FIRST_VALUE} and self._open and char in "-0123456789tfn":
-            self.state, self._scalar = SCALAR_TEXT, char
+            self.state, self._scalar = SCALAR_TEXT, [char]
         else:
             return False
         return True
@@ -107,7 +107,7 @@ class QuotedScanner:
     def __init__(self) -> None:
         self.object = JsonScanner()
         """Follows the object itself."""
-        self.other = ""
+        self.other: list[str] = []
         """The text, where it is no object."""
         self._escape = ""
 
@@ -138,6 +138,6 @@ class QuotedScanner:
             if self.has_ended:
                 return None
             if self.other or char != "{":
-                self.other += char
+                self.other.append(char)
                 return ""
         return char if self.object.push(char) else None

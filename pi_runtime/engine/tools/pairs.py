@@ -86,7 +86,7 @@ class PairParser(CallParser):
     def _begin_call(self, raw: str) -> None:
         super()._begin_call(raw)
         self._text = raw.strip().removeprefix(self._format.trigger)
-        """What was read of the present part: the name, a tag, a key, or a value that is not shown yet."""
+        """What was read of the present part: the name, a tag, or the end of a value that is shown as it comes."""
         self._expected: tuple[str, ...] = (self._key_tag, *self._ends)
         """The tags that may come next."""
         self._schema: Any = {}
@@ -95,7 +95,7 @@ class PairParser(CallParser):
         """Whether the present value is text as it is written; whether some of it has come."""
         self._part = StopStrings([])
         self._value: list[str] = []
-        """The present value, where it is not shown as it comes."""
+        """The present key, or the present value where it is not shown as it comes."""
         self._after: list[str] = []
         """What was read behind what may be the end of a value; `_tag` is the beginning of a tag in it."""
         self._tag = ""
@@ -147,10 +147,10 @@ class PairParser(CallParser):
     def _read_key(self, char: str) -> None:
         self._keep(char)
         shown, ended = self._part.push(char)
-        self._text += shown
+        self._value.append(shown)
         if not ended:
             return
-        key, self._text = self._text.strip(), ""
+        key, self._value = "".join(self._value).strip(), []
         whole = self._functions[self._name]
         properties = whole.get("properties")
         known = properties if isinstance(properties, Mapping) else {}
@@ -211,7 +211,7 @@ class PairParser(CallParser):
         return _as_json(text, types(self._schema, self._functions[self._name]))
 
     def _add(self, arguments: str) -> None:
-        self._pending += arguments
+        self._pending.append(arguments)
         self._show_arguments()
 
 

@@ -87,7 +87,8 @@ def cache_folder() -> Path:
     else (read-only home) the temporary folder. Raises UsageError where none can be written."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.binding.get_host_cpu_name()} {ISA.name}".encode())
     digest.update(llvmlite.binding.get_host_cpu_features().flatten().encode())
-    # Kernels hold codes, alignments and sizes of the contract as constants.
+    digest.update(repr(formats.FORMATS).encode())
+    # Kernels hold codes, alignments and sizes of the contract as constants, and code for each format.
     contract = (Path(str(module.__file__)) for module in (decoder, footprint, formats, rungs, sizes))
     ours = Path(__file__).parents[2]
     for source in (*sorted(ours.glob("kernels/**/*.py")), *sorted(ours.glob("disk/kernels/*.py")), *contract):

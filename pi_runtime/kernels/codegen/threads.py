@@ -1,9 +1,20 @@
-"""The threads of parallel kernels: how they wait for work, and which library runs them."""
+"""The threads of parallel kernels: how they wait for work, which library runs them, and whether work goes on.
 
+A count of this process grows with every layer of a step, and with rows that come. A step may take minutes because its
+work is large. It is stuck where the count stands still. One count serves all models, because their steps take turns.
+"""
+
+import ctypes
 import os
 import threading
+from typing import Any
 
+import llvmlite.binding
 import numba
+from llvmlite import ir
+from numba import types
+
+from pi_runtime.kernels.codegen.intrinsics import emits
 
 SPIN = 1_000
 """Turns that a waiting thread spins before it sleeps. libgomp's own default is milliseconds: on a machine with anything
@@ -36,3 +47,26 @@ def threading_layer() -> str:
     """Name of the library behind numba's threads: `omp`, `tbb` or `workqueue` (the slow one that is always there)."""
     start_threads()
     return str(numba.threading_layer())
+
+
+_COUNT, _NAME = ctypes.c_int64(0), "pi_runtime progress"
+llvmlite.binding.add_symbol(_NAME, ctypes.addressof(_COUNT))
+
+
+def progress_count() -> int:
+    """How far the work of this process has come; a larger number than before means that it went on."""
+    return _COUNT.value
+
+
+def advance_progress() -> None:
+    """Say that work goes on, where no kernel does."""
+    _COUNT.value += 1
+
+
+@emits(types.none())
+def advanced(b: Any) -> Any:
+    """Say in a kernel that work goes on."""
+    word = ir.IntType(64)
+    known = b.module.globals.get(_NAME)
+    place = ir.GlobalVariable(b.module, word, _NAME) if known is None else known
+    b.atomic_rmw("add", place, word(1), "monotonic")

@@ -17,15 +17,14 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pi_runtime.artifact.formats import BLOCK, FORMATS, RUN, WEIGHT_FORMATS
-from pi_runtime.kernels.codegen import float16
-from pi_runtime.kernels.codegen.intrinsics import emits
+from pi_runtime.kernels.codegen.intrinsics import emits, narrow_half, widen_half
 from pi_runtime.kernels.codegen.jit import device, public
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.int8]
 
-F32, F16, BF16 = (FORMATS[name].code for name in ("f32", "f16", "bf16"))
+F32, F16 = (FORMATS[name].code for name in ("f32", "f16"))
 _WEIGHTS = [FORMATS[name] for name in WEIGHT_FORMATS]
 _WITH_OFFSETS = tuple(f.code for f in _WEIGHTS if f.offset)
 _QUANTISED = tuple(f.code for f in _WEIGHTS if f.quantised)
@@ -60,13 +59,13 @@ def address_of(typing_context: Any, array: Any) -> Any:
 @emits(types.float32(types.uint16))
 def half_to_float(b: Any, bits: Any) -> Any:
     """Convert binary16 in a uint16 to float32. numba has no float16 arrays on the CPU."""
-    return float16.widen(b, bits)
+    return widen_half(b, bits)
 
 
 @emits(types.uint16(types.float32))
 def float_to_half(b: Any, number: Any) -> Any:
     """Convert float32 to binary16 in a uint16: rounded to nearest even, infinite where it is out of range."""
-    return float16.narrow(b, number)
+    return narrow_half(b, number)
 
 
 @emits(types.float32(types.float32, types.float32, types.float32))

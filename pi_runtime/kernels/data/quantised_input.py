@@ -16,7 +16,7 @@ from numba import carray
 
 from pi_runtime.artifact.footprint import INPUT, PAD
 from pi_runtime.artifact.formats import BLOCK
-from pi_runtime.kernels.codegen.footprint import padded_width
+from pi_runtime.kernels.codegen.intrinsics import padded_width
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import Floats, is_quantised, pointer_of
 from pi_runtime.kernels.data.weight_formats import GROUP_COLUMNS

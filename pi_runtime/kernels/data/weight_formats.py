@@ -9,7 +9,7 @@ stands for 0, and how stored bytes become registers of weights.
 # ruff: noqa: ARG002
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,9 +18,8 @@ from numba import types
 from numba.core import cgutils
 
 from pi_runtime.artifact.formats import BLOCK, FORMATS, Format
-from pi_runtime.kernels.codegen import float16
 from pi_runtime.kernels.codegen import simd as v
-from pi_runtime.kernels.codegen.intrinsics import emits
+from pi_runtime.kernels.codegen.intrinsics import emits, widen_half
 from pi_runtime.kernels.codegen.isa import ISA
 
 GROUP_COLUMNS = 8 * BLOCK
@@ -54,7 +53,7 @@ class FloatFormat:
         """Load one number as float32, on every processor."""
         at = b.mul(column, v.offset(self.nbytes))
         if self.stored == v.HALF:
-            return float16.widen(b, v.load(b, base, at, v.I16))
+            return widen_half(b, v.load(b, base, at, v.I16))
         found = v.load(b, base, at, self.stored)
         return found if self.stored == v.F32 else b.bitcast(b.shl(b.zext(found, v.I32), v.I32(16)), v.F32)
 
@@ -266,21 +265,16 @@ class _HalfBytes(BlockFormat):
         return b.zext(found, v.I32)
 
 
-def _by_code(formats: Mapping[str, Any]) -> dict[int, Any]:
-    return {FORMATS[name].code: each for name, each in formats.items()}
-
-
-FLOAT_FORMATS: dict[int, FloatFormat] = _by_code(
-    {
-        "f32": FloatFormat(v.F32, 4, FLOAT_LANES),
-        "f16": FloatFormat(v.HALF, 2, REGISTER),
-        "bf16": FloatFormat(v.I16, 2, REGISTER),
-    }
-)
+_NUMBERS = {
+    "float32": FloatFormat(v.F32, 4, FLOAT_LANES),
+    "float16": FloatFormat(v.HALF, 2, REGISTER),
+    "bfloat16": FloatFormat(v.I16, 2, REGISTER),
+}
+FLOAT_FORMATS = {f.code: _NUMBERS[f.number] for f in FORMATS.values() if f.number}
 """By code."""
-BLOCK_FORMATS: dict[int, BlockFormat] = _by_code(
-    {name: _Bytes() if f.bits == 8 else _HalfBytes(f) for name, f in FORMATS.items() if f.quantised}
-)
+BLOCK_FORMATS: dict[int, BlockFormat] = {
+    f.code: _Bytes() if f.bits == 8 else _HalfBytes(f) for f in FORMATS.values() if f.quantised
+}
 """By code."""
 
 

@@ -13,7 +13,7 @@ P padded columns.
 import numpy as np
 
 from pi_runtime.artifact.footprint import CHUNKS, FEW_TOKENS, GROUP
-from pi_runtime.kernels.codegen.footprint import input_nbytes
+from pi_runtime.kernels.codegen.intrinsics import input_nbytes
 from pi_runtime.kernels.codegen.jit import device
 from pi_runtime.kernels.data.matrix_view import (
     Floats,
@@ -47,7 +47,7 @@ from pi_runtime.kernels.ffn.memory import (
     weights_of,
 )
 from pi_runtime.kernels.ffn.selection import scored_of, scores_of
-from pi_runtime.kernels.ops.activations import activate, times_up
+from pi_runtime.kernels.ops.linear import activate, times_up
 from pi_runtime.kernels.ops.row_products import AHEAD_NBYTES, row_products
 
 

@@ -10,7 +10,7 @@ Shape letters: T tokens, D model width, F neurons.
 import numpy as np
 from numba import carray, prange
 
-from pi_runtime.kernels.codegen.footprint import input_nbytes
+from pi_runtime.kernels.codegen.intrinsics import input_nbytes
 from pi_runtime.kernels.codegen.jit import device, loop_body, parallel, public
 from pi_runtime.kernels.data.matrix_view import (
     Floats,
@@ -26,8 +26,7 @@ from pi_runtime.kernels.data.matrix_view import (
 from pi_runtime.kernels.data.weight_table import LayerRecords
 from pi_runtime.kernels.ffn.blocks import factor
 from pi_runtime.kernels.ffn.memory import FIRES, KEPT, READ, Ffn
-from pi_runtime.kernels.ops.activations import activate
-from pi_runtime.kernels.ops.linear import linear, prepare_inputs
+from pi_runtime.kernels.ops.linear import activate, linear, prepare_inputs
 from pi_runtime.kernels.ops.row_products import row_products
 
 NEURONS_AT_ONCE = 32

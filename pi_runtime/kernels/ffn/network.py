@@ -58,8 +58,7 @@ from pi_runtime.kernels.ffn.memory import (
     weights_of,
 )
 from pi_runtime.kernels.ffn.selection import name_neurons, scored_of, scores_of, selector_format
-from pi_runtime.kernels.ops.activations import activate
-from pi_runtime.kernels.ops.linear import prepare_inputs
+from pi_runtime.kernels.ops.linear import activate, prepare_inputs
 
 SLICES = 16
 """Parts of the columns that threads merge the chunks' sums in."""

@@ -8,7 +8,7 @@ Shape letters: F neurons in stored order; D model width, R predictor rank, T tok
 import numpy as np
 from numba import carray, prange
 
-from pi_runtime.kernels.codegen.footprint import input_nbytes
+from pi_runtime.kernels.codegen.intrinsics import input_nbytes
 from pi_runtime.kernels.codegen.jit import device, loop_body, parallel
 from pi_runtime.kernels.data.matrix_view import (
     F32,

@@ -37,9 +37,8 @@ from pi_runtime.kernels.data.matrix_view import (
     vector,
 )
 from pi_runtime.kernels.ops.key_products import key_products
+from pi_runtime.kernels.ops.reductions import squares, weigh
 from pi_runtime.kernels.ops.row_sums import row_sums
-from pi_runtime.kernels.ops.softmax import weigh
-from pi_runtime.kernels.ops.vector_sums import squares
 
 LARGEST_HALF = np.float32(65504)
 """The largest float16 number."""

@@ -25,11 +25,9 @@ from numba import carray, types
 from numba.core import cgutils
 
 from pi_runtime.artifact.formats import BLOCK
-from pi_runtime.kernels.codegen import float16
 from pi_runtime.kernels.codegen import simd as v
-from pi_runtime.kernels.codegen.footprint import padded_width
 from pi_runtime.kernels.codegen.indirect_calls import by_address
-from pi_runtime.kernels.codegen.intrinsics import emits
+from pi_runtime.kernels.codegen.intrinsics import HALF_IS_NATIVE, emits, padded_width
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import (
@@ -299,7 +297,7 @@ def mixed_row_products(m: MatrixView, rows: RowList, x: Vectors, out: int, out_s
         vector_row_products(m, rows, x, out, out_stride)
 
 
-_without_vectors = mixed_row_products if float16.NATIVE else portable_row_products
+_without_vectors = mixed_row_products if HALF_IS_NATIVE else portable_row_products
 _few_row_products = by_address(vector_row_products if ISA.lanes else _without_vectors)
 
 

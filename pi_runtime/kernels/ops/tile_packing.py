@@ -18,8 +18,7 @@ from numba.core import cgutils
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen import amx
 from pi_runtime.kernels.codegen import simd as v
-from pi_runtime.kernels.codegen.footprint import padded_width
-from pi_runtime.kernels.codegen.intrinsics import emits
+from pi_runtime.kernels.codegen.intrinsics import emits, padded_width
 from pi_runtime.kernels.codegen.jit import device
 from pi_runtime.kernels.data.matrix_view import MatrixView, RowList, Vectors, integers, pointer_of, values_of_row
 from pi_runtime.kernels.data.quantised_input import block_sums_at, column_order_at, scales_at

@@ -1,12 +1,14 @@
 """Requests as pydantic types, and what is wrong with one as an error in OpenAI's form.
 
 The types are the one list of what the server understands: they check requests, and the OpenAPI document is made of
-them. A field that is known and not supported allows only the values that ask for nothing.
+them. A field that is known and not supported, of OpenAI's or of another server's, allows only values that ask for
+nothing: a table of each type has these fields.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from itertools import islice
-from typing import Annotated, Any, Self, cast
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -17,7 +19,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, PydanticKnownError, core_schema
+from pydantic_core import CoreSchema, ErrorDetails, PydanticKnownError, core_schema
 
 from pi_runtime.server.errors import ApiError
 
@@ -71,8 +73,74 @@ Metadata = Annotated[
 ]
 
 
+class Unsupported(NamedTuple):
+    """A field that is known and not supported: values that ask for nothing beside null, and what a refusal says."""
+
+    allowed: tuple[Any, ...]
+    why: str
+
+    def allows(self, value: Any) -> bool:
+        """Whether a value asks for nothing. Where false is one 0 is none, though Python has them equal."""
+        return value is None or any(isinstance(value, bool) == isinstance(x, bool) and value == x for x in self.allowed)
+
+
+def unsupported(why: str, *names: str, allowed: tuple[Any, ...] = ()) -> dict[str, Unsupported]:
+    """Rows of a table of fields."""
+    return dict.fromkeys(names, Unsupported(allowed, why))
+
+
+def accepted(*names: str) -> dict[str, None]:
+    """Rows of a table of fields on which no answer depends."""
+    return dict.fromkeys(names)
+
+
+Known = Mapping[str, Unsupported | None]
+OTHER_SERVERS: Known = {
+    **unsupported(
+        "only 0, which is off",
+        *("mirostat", "dynatemp_range", "xtc_probability", "dry_multiplier", "n_indent"),
+        allowed=(0,),
+    ),
+    **accepted("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold", "cache_prompt", "id_slot"),
+    **accepted("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+    **unsupported("only 1, which changes nothing", "typical_p", "tfs_z", "length_penalty", allowed=(1,)),
+    **unsupported("only -1 or 0, which are off", "top_n_sigma", allowed=(-1, 0)),
+    **unsupported("the order of the filters is fixed", "samplers", allowed=("", "edkypmxt", [])),
+    **unsupported("only 0, which changes nothing", "min_keep", allowed=(0,)),
+    **unsupported("use logprobs", "n_probs", allowed=(0,)),
+    **unsupported("use min_tokens", "ignore_eos", allowed=(False,)),
+    **unsupported("use max_tokens", "t_max_predict_ms", allowed=(0, -1)),
+    **unsupported("there are no adapters", "lora", allowed=([],)),
+    **unsupported("use response_format of /v1/chat/completions", "grammar", allowed=("",)),
+    **unsupported(
+        "use response_format of /v1/chat/completions",
+        *("json_schema", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    ),
+    **unsupported(
+        "only false, which is off",
+        *("use_beam_search", "early_stopping", "include_stop_str_in_output"),
+        allowed=(False,),
+    ),
+    **unsupported("use stop", "stop_token_ids", allowed=([],)),
+    **unsupported("special tokens have no text", "skip_special_tokens", allowed=(True,)),
+    **unsupported("use logit_bias", "allowed_token_ids", "bad_words", "logits_processors", allowed=([],)),
+    **unsupported("a prompt that is too long is a 400", "truncate_prompt_tokens"),
+    **unsupported("use echo and logprobs of /v1/completions", "prompt_logprobs"),
+}
+"""Fields of llama.cpp's server, of vLLM and of others for the settings of answers."""
+ONE_ANSWER: Known = {
+    **unsupported("there is one answer", "n", allowed=(1,)),
+    **unsupported("answers are not compared", "best_of", allowed=(1,)),
+    **unsupported("only false, which is off", "echo", allowed=(False,)),
+}
+"""Fields that ask for several answers or an echo, for forms that give one answer."""
+
+
 class Body(BaseModel):
     """A JSON object of a request. A value of another type than the field's is an error."""
+
+    known: ClassVar[Known] = {}
+    """Fields that are known and not supported, or of no effect, beside those of its bases; None takes every value."""
 
     # Fields that are not known are taken, for an error of each costs much, and dropped by `of`.
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
@@ -88,11 +156,27 @@ class Body(BaseModel):
     @classmethod
     def _few_unknown(cls, value: Any) -> Any:
         """An object with no more unknown fields than an error or a warning names."""
-        if not isinstance(value, dict) or len(value) <= len(cls.model_fields) + MOST_NAMED:
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields) + len(cls.all_known()) + MOST_NAMED:
             return value
-        names = {field.alias or name for name, field in cls.model_fields.items()}
+        names = {field.alias or name for name, field in cls.model_fields.items()} | cls.all_known().keys()
         kept = names.union(islice((name for name in value if name not in names), MOST_NAMED))
         return {name: item for name, item in value.items() if name in kept}
+
+    @classmethod
+    @cache
+    def all_known(cls) -> Known:
+        """The fields that are known here and in its bases, but for those that it has."""
+        tables = (vars(base).get("known", {}) for base in reversed(cls.__mro__))
+        return {name: row for table in tables for name, row in table.items() if name not in cls.model_fields}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        found = handler(schema)
+        shown = handler.resolve_ref_schema(found).setdefault("properties", {})
+        for name, row in cls.all_known().items():
+            said = f"Not supported: {row.why}" if row else "Accepted; no answer depends on it."
+            shown[name] = {"description": said, **({"enum": [None, *row.allowed]} if row else {})}
+        return found
 
     @classmethod
     def of(cls, value: object, unknown: list[str] | None = None) -> Self:
@@ -121,30 +205,6 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     return value.items() if isinstance(value, dict) else ()
 
 
-class Unsupported:
-    """Marks a field that is known and not supported; its type has the values that ask for nothing."""
-
-    def __init__(self, why: str) -> None:
-        self._why = f"not supported: {why}"
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_wrap_validator_function(self._validate, handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return handler(schema) | {"description": self._why[:1].upper() + self._why[1:]}
-
-    def _validate(self, value: Any, validate: Any) -> Any:
-        refused = PydanticCustomError("unsupported_parameter", "{why}", {"why": self._why})
-        try:
-            found = validate(value)
-        except ValidationError:
-            raise refused from None
-        # Where false is allowed 0 is not, nor the other way round, though Python has them equal.
-        if isinstance(value, bool) != isinstance(found, bool):
-            raise refused
-        return found
-
-
 def invalid(param: str | None, message: str, *, code: str | None = "invalid_value") -> ApiError:
     """The error for a wrong value of a field."""
     return ApiError(400, message if param is None else f"{param}: {message}", param=param, code=code)
@@ -157,8 +217,6 @@ def _api_error(errors: Sequence[ErrorDetails], value: object) -> ApiError:
     if not path:
         return ApiError(400, "the body is not a JSON object", code="invalid_type")
     param = _spelled(path)
-    if error["type"] == "unsupported_parameter":
-        return invalid(param, error["msg"], code="unsupported_parameter")
     if error["type"] == "missing":
         return invalid(param, "the field is required", code="missing_required_parameter")
     messages = dict.fromkeys(_lowered(other["msg"]) for where, other in found if where == path)
@@ -186,9 +244,16 @@ def _path(error: ErrorDetails, value: Any) -> tuple[str | int, ...]:
 
 
 def _drop_unknown(value: object, path: tuple[str | int, ...], names: list[str]) -> None:
-    """Take the fields out that are not known, here and below, and name the first of them."""
+    """Take the fields out that are not known, here and below, and name the first of them.
+
+    Those that are known and ask for nothing go too. Raises ApiError for one that asks for something.
+    """
     if isinstance(value, Body):
-        unknown = value.__pydantic_extra__ or {}
+        unknown, known = value.__pydantic_extra__ or {}, value.all_known()
+        for name in [name for name in unknown if name in known]:
+            given, row = unknown.pop(name), known[name]
+            if row is not None and not row.allows(given):
+                raise invalid(_spelled((*path, name)), f"not supported: {row.why}", code="unsupported_parameter")
         names += [_spelled((*path, name)) for name in islice(unknown, MOST_NAMED - len(names))]
         unknown.clear()
         for name, field in type(value).model_fields.items():

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
@@ -20,14 +20,13 @@ from pi_runtime.engine.events import (
 from pi_runtime.sequence.logprobs import TokenLogprobs
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.answer import GatheredAnswer, Lazily
-from pi_runtime.server.api.body import MANY, Body, Unsupported, invalid
+from pi_runtime.server.api.body import Body, Known, invalid, unsupported
 from pi_runtime.server.api.chat_prompt import chat_prompt, chat_text, text_of
 from pi_runtime.server.api.choices import ChoicesWriter, Chunk, Whole
-from pi_runtime.server.api.conversation import ConversationFields, Text, allowed_tools, schema_of
+from pi_runtime.server.api.conversation import ConversationFields, Text, schema_of
 from pi_runtime.server.api.logprobs import ChatLogprobs, chat_logprob, chat_logprobs
-from pi_runtime.server.api.other_servers import Empty
 from pi_runtime.server.api.prompt import Prompt
-from pi_runtime.server.api.sampling import IgnoredFields, LengthFields, Most, StreamingFields, only_one
+from pi_runtime.server.api.sampling import IgnoredFields, LengthFields, MostOrNone, StreamingFields, only_one
 from pi_runtime.server.api.served import Served
 
 
@@ -41,24 +40,26 @@ class Prediction(Body):
 class ChatRequest(LengthFields, StreamingFields, ConversationFields, IgnoredFields):
     """Messages, to which the assistant's next one is wanted."""
 
+    known: ClassVar[Known] = {
+        **unsupported("this server reads and writes text", "modalities", allowed=(["text"], [])),
+        **unsupported("this server reads and writes text", "audio"),
+        **unsupported("say it in a message", "verbosity", allowed=("medium",)),
+        **unsupported("this server searches nothing", "web_search_options"),
+        **unsupported("use tools", "functions", allowed=([],)),
+        **unsupported("use tool_choice", "function_call", allowed=("none", "auto")),
+    }
     model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
-    max_tokens: Most | None = Field(default=None, description="The same as `max_completion_tokens`.")
-    max_completion_tokens: Most | None = Field(
-        default=None, description="Most tokens of an answer, thoughts included; without it the context is the limit."
+    max_tokens: MostOrNone | None = Field(default=None, description="The same as `max_completion_tokens`.")
+    max_completion_tokens: MostOrNone | None = Field(
+        default=None,
+        description="Most tokens of an answer, thoughts included; without it the context is the limit. 0 reads the "
+        "prompt ahead: nothing is answered, and a later prompt that begins alike is read sooner.",
     )
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         default=None, description="Only with `logprobs`, but for 0."
     )
     prediction: Prediction | None = None
-    modalities: Annotated[
-        Annotated[list[Literal["text"]], MANY] | None, Unsupported("this server reads and writes text")
-    ] = None
-    audio: Annotated[None, Unsupported("this server reads and writes text")] = None
-    verbosity: Annotated[Literal["medium"] | None, Unsupported("say it in a message")] = None
-    web_search_options: Annotated[None, Unsupported("this server searches nothing")] = None
-    functions: Annotated[Empty | None, Unsupported("use tools")] = None
-    function_call: Annotated[Literal["none", "auto"] | None, Unsupported("use tool_choice")] = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -142,7 +143,7 @@ def chat_request(body: ChatRequest, served: Served) -> Prompt:
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "allowed only with logprobs: true")
     text = chat_text(body, served)
-    tools, choice = allowed_tools(body.tools or [], body.tool_choice)
+    tools, choice = body.allowed_tools
     prompt = chat_prompt(
         served,
         text,
@@ -151,9 +152,10 @@ def chat_request(body: ChatRequest, served: Served) -> Prompt:
         parallel=body.parallel_tool_calls is not False,
         schema=schema_of(body.response_format),
     )
+    most = served.most_tokens(body.most_tokens)
     settings = body.answer_settings(
         served,
-        max_tokens=served.most_tokens(body.most_tokens),
+        max_tokens=most or None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt=prompt,
     )
@@ -162,6 +164,7 @@ def chat_request(body: ChatRequest, served: Served) -> Prompt:
         count=count,
         settings=settings,
         streams=bool(body.stream),
+        goal="reading" if most == 0 else "answers",
         prediction=text_of(body.prediction.content) if body.prediction else "",
         cache_salt=body.cache_salt,
     )

@@ -15,13 +15,15 @@ from pi_runtime.server.api.conversation import (
     RefusalPart,
     TextPart,
     ToolCall,
-    allowed_tools,
 )
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import described, refused
 from pi_runtime.text.grammar import Grammar
 from pi_runtime.text.grammar_check import LIMITS, check_grammar
+
+GRAMMARS_S = 2 * LIMITS.seconds
+"""Time in which it is found out what can be followed of one request's schemas."""
 
 
 def chat_prompt(
@@ -41,8 +43,7 @@ def chat_prompt(
     without calls must be. `choice` is `auto`, `none`, `required`, or the function that must be called. Raises ApiError
     for what does not fit the context, or cannot be followed.
     """
-    ids = served.encode(text, field)
-    served.check_length(len(ids), field)
+    ids = served.tokens(text, field)
     output = served.model.output
     make = partial(output.grammar, text, tools=tools, choice=choice, parallel=parallel, schema=schema)
     grammar = _grammar(served, make, "tools" if schema is None else schema_field, schema_field)
@@ -54,14 +55,15 @@ def _grammar(served: Served, make: Callable[..., Grammar | None], field: str, sc
     """The grammar of answers, which is compiled now, and kept: the engine's error would not name the field.
 
     `make` makes it. Where it cannot be compiled, the schema of each tool is tried alone, and `make` told of the result.
+    All tries together have `GRAMMARS_S`.
     """
+    until = time.monotonic() + GRAMMARS_S
     grammar = _made(make, schema_field)
-    if grammar is None or _compiles(grammar, field, served):
+    if grammar is None or _compiles(grammar, field, served, until):
         return grammar
-    until = time.monotonic() + LIMITS.seconds
-    is_good = lambda alone: time.monotonic() < until and _compiles(Grammar.json_schema(alone), field, served)  # noqa: E731
+    is_good = lambda alone: _compiles(Grammar.json_schema(alone), field, served, until)  # noqa: E731
     grammar = _made(partial(make, is_good=is_good), schema_field)
-    if grammar is not None and not _compiles(grammar, field, served):
+    if grammar is not None and not _compiles(grammar, field, served, until):
         raise invalid(field, "cannot be used: it is too complex, or no text follows it")
     return grammar
 
@@ -74,10 +76,11 @@ def _made(make: Callable[..., Grammar | None], schema_field: str) -> Grammar | N
         raise invalid(schema_field if name == "schema" else name, spelled(error.reason)) from None
 
 
-def _compiles(grammar: Grammar, field: str, served: Served) -> bool:
-    """Whether a grammar can be compiled."""
+def _compiles(grammar: Grammar, field: str, served: Served, until: float) -> bool:
+    """Whether a grammar can be compiled, and that is found out in time."""
     try:
-        served.model.tokenizer.grammars.start(grammar, nbytes=check_grammar(grammar))
+        nbytes = check_grammar(grammar, seconds=max(0.0, until - time.monotonic()))
+        served.model.tokenizer.grammars.start(grammar, nbytes=nbytes)
     except MissingExtraError as error:
         raise invalid(field, f"{spelled(error.what)}: {spelled(error.remedy)}", code="unsupported_value") from None
     except UsageError:
@@ -124,7 +127,7 @@ def chat_text(body: ConversationFields, served: Served) -> str:
     """The text that the model's template makes of a chat. Raises ApiError for what is wrong with it."""
     if body.add_generation_prompt and body.continue_final_message:
         raise invalid("continue_final_message", "not with add_generation_prompt: the turn has begun already")
-    tools, _ = allowed_tools(body.tools or [], body.tool_choice)
+    tools, _ = body.allowed_tools
     messages = [template_message(message) for message in body.messages]
     effort = reasoning_variables(body.reasoning_effort, served)
     return rendered(

@@ -1,18 +1,18 @@
 """`/v1/completions`: texts continued, and with `echo` and `logprobs` the log-probabilities of the texts themselves."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from pi_runtime.engine.events import End, Event, PromptLogprobs, TextDelta
 from pi_runtime.server.api.answer import GatheredAnswer
-from pi_runtime.server.api.body import TOKENS, Unsupported, invalid
+from pi_runtime.server.api.body import TOKENS, Known, invalid, unsupported
 from pi_runtime.server.api.choices import ChoicesWriter, Chunk, Whole
 from pi_runtime.server.api.logprobs import CompletionLogprobs, CompletionLogprobsWriter, joined
-from pi_runtime.server.api.prompt import Prompt
-from pi_runtime.server.api.sampling import LengthFields, StreamingFields, only_one
+from pi_runtime.server.api.prompt import Goal, Prompt
+from pi_runtime.server.api.sampling import LengthFields, MostOrNone, StreamingFields, only_one
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.text.tokenizer import TextStream, Tokenizer
@@ -28,13 +28,18 @@ Lists = Annotated[list[Ids], Field(min_length=1), TOKENS]
 class CompletionRequest(LengthFields, StreamingFields):
     """A text, a list of token ids, or a list of either, to be continued."""
 
+    known: ClassVar[Known] = {
+        **unsupported("a text is continued at its end alone", "suffix", allowed=("",)),
+        **unsupported("give token ids, which are taken as they are", "add_special_tokens", allowed=(True,)),
+    }
     model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
     prompt: str | Ids | Texts | Lists | None = Field(
         description="Token ids are taken as they are; a text is framed as the model was trained."
     )
-    max_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+    max_tokens: MostOrNone | None = Field(
         default=None,
-        description=f"0 with `echo` answers with the prompt alone; −1: until the end; {DEFAULT_TOKENS} if left out.",
+        description="0 reads the prompt ahead, and with `echo` answers with it alone; −1: until the end; "
+        f"{DEFAULT_TOKENS} if left out.",
     )
     echo: bool | None = Field(default=None, description="The answer begins with the prompt.")
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = Field(
@@ -42,10 +47,6 @@ class CompletionRequest(LengthFields, StreamingFields):
     )
     best_of: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="Answers are not compared, so only the value of `n` is allowed."
-    )
-    suffix: Annotated[Literal[""] | None, Unsupported("a text is continued at its end alone")] = None
-    add_special_tokens: Annotated[Literal[True] | None, Unsupported("give token ids, which are taken as they are")] = (
-        None
     )
 
     @property
@@ -86,14 +87,16 @@ def completion_request(body: CompletionRequest, served: Served) -> Prompt:
     if body.best_of not in {None, count}:
         raise invalid("best_of", f"not supported: answers are not compared; only {count}, the value of n")
     most = served.most_tokens(body.most_tokens, DEFAULT_TOKENS)
-    generates = most != 0
-    ids = [served.tokens(prompt, place, beside=int(generates)) for place, prompt in prompts.items()]
+    goal: Goal = "answers" if most != 0 else "texts" if body.echo else "reading"
+    if goal == "reading" and len(prompts) > 1:
+        raise invalid("prompt", f"one prompt is read ahead at a time; found {len(prompts)}")
+    ids = [served.tokens(prompt, place, beside=int(goal != "texts")) for place, prompt in prompts.items()]
     return Prompt(
         texts=ids,
         count=count,
-        settings=body.answer_settings(served, max_tokens=most if generates else 1, logprobs=body.logprobs),
+        settings=body.answer_settings(served, max_tokens=most or None, logprobs=body.logprobs),
         streams=bool(body.stream),
-        generates=generates,
+        goal=goal,
         logprobs=body.logprobs if body.echo else None,
         cache_salt=body.cache_salt,
     )
@@ -109,7 +112,10 @@ class CompletionWriter(ChoicesWriter):
         super().__init__(body, prompt, served)
         self._echo = [""] * len(prompt.texts)
         if body.echo:
-            given, show = _prompts(body.prompt).values(), TextStream.begun if prompt.generates else Tokenizer.decode
+            given, show = (
+                _prompts(body.prompt).values(),
+                Tokenizer.decode if prompt.goal == "texts" else TextStream.begun,
+            )
             self._echo = [text if isinstance(text, str) else show(served.model.tokenizer, text) for text in given]
         self._prompt_logprobs: dict[int, CompletionLogprobs] = {}
         """Log-probabilities of prompts, by their places; all answers to one prompt show the same."""
@@ -136,7 +142,6 @@ class CompletionWriter(ChoicesWriter):
         """Keep the log-probabilities of a prompt as completions have them, once for all its answers."""
         if prompt not in self._prompt_logprobs:
             writer, ids = CompletionLogprobsWriter(self.served.model.tokenizer), self._prompt.texts[prompt]
-            assert not isinstance(ids, str)
             self._prompt_logprobs[prompt] = joined([writer.first(ids[0]), writer.write(event.found)])
 
     def _choice(self, answer: GatheredAnswer, events: Sequence[Event]) -> CompletionChoice:
@@ -146,7 +151,6 @@ class CompletionWriter(ChoicesWriter):
         if answer.index not in self._logprobs:
             text = echo + text
             ids = self._prompt.texts[answer.prompt]
-            assert not isinstance(ids, str)
             self._logprobs[answer.index] = CompletionLogprobsWriter(self.served.model.tokenizer, len(echo), after=ids)
             parts = [self._prompt_logprobs[answer.prompt]] if answer.prompt in self._prompt_logprobs else []
         found = [logprob for event in events for logprob in event.logprobs]

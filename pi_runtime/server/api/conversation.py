@@ -1,12 +1,12 @@
 """What a chat is made of: messages, tools, and the form of the answer, as clients send them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from pi_runtime.server.api.body import MANY, TOKENS, Body, Unsupported, invalid
-from pi_runtime.server.api.other_servers import OtherServersChatFields
+from pi_runtime.server.api.body import MANY, ONE_ANSWER, TOKENS, Body, Known, invalid, unsupported
 from pi_runtime.text.grammar import with_white_space
 
 Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_.:/-]{1,128}$")]
@@ -24,8 +24,8 @@ class TextFormat(Body):
 class JsonObjectFormat(Body):
     """A JSON object."""
 
+    known: ClassVar[Known] = unsupported("use json_schema", "schema")
     type: Literal["json_object"]
-    schema_: Annotated[None, Unsupported("use json_schema")] = Field(default=None, alias="schema")
 
 
 class JsonSchema(Body):
@@ -149,6 +149,11 @@ class UserMessage(Body):
 class AssistantMessage(Body):
     """What the model said."""
 
+    known: ClassVar[Known] = {
+        **unsupported("this server reads and writes text", "audio"),
+        **unsupported("use tool_calls", "function_call"),
+        **unsupported("use continue_final_message", "prefix", allowed=(False,)),
+    }
     role: Literal["assistant"]
     content: str | Annotated[list[AssistantPart], MANY] | None = None
     refusal: str | None = None
@@ -160,9 +165,6 @@ class AssistantMessage(Body):
     annotations: Annotated[list[Any], TOKENS] | None = Field(
         default=None, description="Accepted, as answers have it; not used."
     )
-    audio: Annotated[None, Unsupported("this server reads and writes text")] = None
-    function_call: Annotated[None, Unsupported("use tool_calls")] = None
-    prefix: Annotated[Literal[False] | None, Unsupported("use continue_final_message")] = None
 
 
 class ToolMessage(Body):
@@ -241,9 +243,19 @@ ToolChoice = (
 )
 
 
-class ConversationFields(OtherServersChatFields):
+class ConversationFields(Body):
     """A chat, and what may follow."""
 
+    known: ClassVar[Known] = {
+        **{name: ONE_ANSWER[name] for name in ("best_of", "echo")},
+        **unsupported("the template writes them", "add_special_tokens", allowed=(False,)),
+        **unsupported("the model's own template is used", "chat_template"),
+        **unsupported("put them into a message", "documents", allowed=([],)),
+        **unsupported("use chat_template_kwargs", "enable_thinking"),
+        **unsupported("use reasoning_effort", "reasoning"),
+        **unsupported("thoughts come as they are", "include_reasoning", allowed=(True,)),
+        **unsupported("thoughts come as reasoning_content", "reasoning_format", allowed=("auto", "deepseek")),
+    }
     messages: Annotated[list[Message], Field(min_length=1), MANY]
     response_format: ResponseFormat | None = None
     tools: Annotated[list[AnyTool], MANY] | None = None
@@ -262,6 +274,11 @@ class ConversationFields(OtherServersChatFields):
     continue_final_message: bool | None = Field(
         default=None, description="The answer goes on where the last message, an assistant's, ends."
     )
+
+    @cached_property
+    def allowed_tools(self) -> tuple[list[dict[str, Any]], Any]:
+        """The tools that may be called, and the choice among them, as `allowed_tools` finds them."""
+        return allowed_tools(self.tools or [], self.tool_choice)
 
 
 def schema_of(response_format: ResponseFormat | JsonSchema | None) -> Mapping[str, Any] | bool | None:

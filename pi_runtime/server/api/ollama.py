@@ -8,14 +8,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from pi_runtime.engine.events import CallBroken, End, Event, GatheredCall, ReasoningDelta, TextDelta
 from pi_runtime.server.api.answer import NDJSON, GatheredAnswer, bounded, to_json
-from pi_runtime.server.api.body import MANY, AtMost, Body, Unsupported, invalid
+from pi_runtime.server.api.body import MANY, OTHER_SERVERS, Body, Known, accepted, invalid, unsupported
 from pi_runtime.server.api.chat_prompt import chat_prompt, reasoning_variables, rendered
 from pi_runtime.server.api.conversation import AnyTool, allowed_tools
 from pi_runtime.server.api.ollama_models import LATEST
@@ -25,12 +25,18 @@ from pi_runtime.server.api.served import Served
 from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.errors import ApiError
 
-Machine = Annotated[Any, Field(description="Accepted; the machine is the server's affair.")]
+NO_IMAGES = unsupported("this server reads text", "images", allowed=([],))
 
 
 class Options(Body):
     """Ollama's names for settings."""
 
+    known: ClassVar[Known] = {
+        **{name: OTHER_SERVERS[name] for name in ("typical_p", "tfs_z", "mirostat", "mirostat_tau", "mirostat_eta")},
+        **unsupported("penalties look at all tokens", "penalize_newline", allowed=(True,)),
+        **accepted("numa", "num_batch", "num_gpu", "main_gpu", "use_mmap", "use_mlock", "num_thread", "low_vram"),
+        **accepted("f16_kv", "vocab_only", "embedding_only", "logits_all"),  # the machine is the server's affair
+    }
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     top_p: Probability | None = None
@@ -46,24 +52,6 @@ class Options(Body):
     repeat_last_n: Annotated[int, Field(ge=-1)] | None = Field(
         default=None, description="With a penalty only −1: penalties look at the whole text."
     )
-    typical_p: Annotated[Literal[1] | None, Unsupported("only 1, which changes nothing")] = None
-    tfs_z: Annotated[Literal[1] | None, Unsupported("only 1, which changes nothing")] = None
-    mirostat: Annotated[Literal[0] | None, Unsupported("only 0, which is off")] = None
-    mirostat_tau: float | None = Field(default=None, description="Accepted; mirostat is off.")
-    mirostat_eta: float | None = Field(default=None, description="Accepted; mirostat is off.")
-    penalize_newline: Annotated[Literal[True] | None, Unsupported("penalties look at all tokens")] = None
-    numa: Machine = None
-    num_batch: Machine = None
-    num_gpu: Machine = None
-    main_gpu: Machine = None
-    use_mmap: Machine = None
-    use_mlock: Machine = None
-    num_thread: Machine = None
-    low_vram: Machine = None
-    f16_kv: Machine = None
-    vocab_only: Machine = None
-    embedding_only: Machine = None
-    logits_all: Machine = None
 
     def sampling_fields(self) -> SamplingFields:
         """These settings as requests in OpenAI's form have them."""
@@ -91,18 +79,22 @@ class OllamaCall(Body):
 class OllamaMessage(Body):
     """A message of a chat."""
 
+    known: ClassVar[Known] = NO_IMAGES
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
     tool_calls: Annotated[list[OllamaCall], MANY] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
-    images: Annotated[Annotated[list[str], AtMost(0)] | None, Unsupported("this server reads text")] = None
 
 
 class OllamaFields(Body):
     """The fields that Ollama's requests for a chat and for the answer to a prompt share."""
 
+    known: ClassVar[Known] = {
+        **unsupported("use /v1/chat/completions", "logprobs", allowed=(False,)),
+        **unsupported("use /v1/chat/completions", "top_logprobs", allowed=(0,)),
+    }
     model: str = Field(description="The name that `/api/tags` gives, with or without `:latest`.")
     stream: bool | None = Field(default=None, description="Lines of JSON, unless it is `false`.")
     options: Options | None = None
@@ -113,8 +105,6 @@ class OllamaFields(Body):
         default=None, description="Whether the model is to think first, where its template knows that."
     )
     keep_alive: str | float | None = Field(default=None, description="Accepted; the model stays.")
-    logprobs: Annotated[Literal[False] | None, Unsupported("use /v1/chat/completions")] = None
-    top_logprobs: Annotated[Literal[0] | None, Unsupported("use /v1/chat/completions")] = None
 
 
 class OllamaChatRequest(OllamaFields):
@@ -127,13 +117,15 @@ class OllamaChatRequest(OllamaFields):
 class OllamaGenerateRequest(OllamaFields):
     """A prompt."""
 
+    known: ClassVar[Known] = {
+        **NO_IMAGES,
+        **unsupported("a text is continued at its end alone", "suffix", allowed=("",)),
+        **unsupported("the model's own template is used", "template", allowed=("",)),
+        **unsupported("use /api/chat, or raw prompts", "context", allowed=([],)),
+    }
     prompt: str = ""
     system: str | None = None
     raw: bool | None = Field(default=None, description="The prompt is continued as it is, without the template.")
-    suffix: Annotated[Literal[""] | None, Unsupported("a text is continued at its end alone")] = None
-    template: Annotated[Literal[""] | None, Unsupported("the model's own template is used")] = None
-    context: Annotated[Annotated[list[int], AtMost(0)] | None, Unsupported("use /api/chat, or raw prompts")] = None
-    images: Annotated[Annotated[list[str], AtMost(0)] | None, Unsupported("this server reads text")] = None
 
 
 class OllamaSaid(TypedDict):
@@ -233,9 +225,7 @@ def _raw_prompt(body: OllamaGenerateRequest, served: Served) -> Prompt:
     """A prompt as it is: the model reads nothing else."""
     if body.format or body.system:
         raise invalid("format" if body.format else "system", "not with a raw prompt, nor for a model without template")
-    ids = served.encode(body.prompt, "prompt")
-    served.check_length(len(ids), "prompt")
-    return Prompt(texts=[ids], rendered=body.prompt)
+    return Prompt(texts=[served.tokens(body.prompt, "prompt")], rendered=body.prompt)
 
 
 class OllamaChatWriter:
@@ -324,7 +314,7 @@ class OllamaGenerateWriter(OllamaChatWriter):
 
 def _template_message(message: OllamaMessage) -> dict[str, Any]:
     """A message as `ChatModel.chat_prompt` takes it."""
-    found = {"content": "", **message.model_dump(exclude_none=True, exclude={"images", "tool_name"})}
+    found = {"content": "", **message.model_dump(exclude_none=True, exclude={"tool_name"})}
     if message.tool_name is not None:
         found["name"] = message.tool_name
     for call in found.get("tool_calls", ()):

@@ -2,26 +2,28 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from pi_runtime.engine.sessions.session import Session
 from pi_runtime.engine.tools.output import PLAIN, OutputFormat
 from pi_runtime.sequence.settings import AnswerSettings
+
+Goal = Literal["answers", "reading", "texts"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """What the engine is asked for, read and checked, whatever form of API it came in."""
 
-    texts: Sequence[Sequence[int] | str]
-    """What is continued: token ids, taken as they are; or text that continues a session."""
+    texts: Sequence[Sequence[int]]
+    """What is continued: token ids, taken as they are."""
     count: int = 1
     """Answers to each text."""
     settings: AnswerSettings = field(default_factory=AnswerSettings)
     streams: bool = False
     """Whether events are written as they come."""
-    generates: bool = True
-    """False where only the texts are wanted, and their log-probabilities."""
+    goal: Goal = "answers"
+    """`reading`: the texts are computed, so that later answers to them come sooner. `texts`: they are only given back,
+    with their log-probabilities where these are wanted."""
     logprobs: int | None = None
     """How many likeliest tokens come with the log-probabilities of the texts; None where these are not wanted."""
     rendered: str = ""
@@ -34,12 +36,8 @@ class Prompt:
     """Text that is likely to come."""
     cache_salt: str | None = None
     """Given by the request, where only those with the same are to share what is kept of its texts."""
-    session: Session | None = None
-    """The session whose text goes on; it has one answer."""
-    stop_tokens: Sequence[int] = ()
-    """Tokens that end a session's turn, and become part of its text."""
 
     @property
     def answers(self) -> int:
         """Answers that the engine writes."""
-        return len(self.texts) * self.count * self.generates
+        return len(self.texts) * self.count * (self.goal == "answers")

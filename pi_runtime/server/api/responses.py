@@ -3,14 +3,14 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from pi_runtime.engine.events import End, Event, NothingShown, PromptLogprobs
 from pi_runtime.server.api.answer import SSE, GatheredAnswer, sse
-from pi_runtime.server.api.body import MANY, Body, Metadata, Unsupported
+from pi_runtime.server.api.body import MANY, ONE_ANSWER, Body, Known, Metadata, unsupported
 from pi_runtime.server.api.chat_prompt import chat_prompt, reasoning_variables, rendered
 from pi_runtime.server.api.conversation import (
     AllowedTools,
@@ -24,7 +24,6 @@ from pi_runtime.server.api.conversation import (
     schema_of,
 )
 from pi_runtime.server.api.logprobs import TokenLogprob, chat_logprobs
-from pi_runtime.server.api.other_servers import OneAnswerFields
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.response_items import (
     AllowedChoice,
@@ -40,7 +39,6 @@ from pi_runtime.server.api.served import Served, new_id
 from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.errors import ApiError
 
-ONE_REQUEST = "requests do not know of each other; send the whole conversation as input"
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 LOGPROBS = "message.output_text.logprobs"
 
@@ -54,29 +52,44 @@ class JsonSchemaText(JsonSchema):
 class TextSettings(Body):
     """What the text of the answer must be."""
 
+    known: ClassVar[Known] = unsupported("say it in a message", "verbosity", allowed=("medium",))
     format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaText, Field(discriminator="type")] | None = None
-    verbosity: Annotated[Literal["medium"] | None, Unsupported("say it in a message")] = None
 
 
 class ReasoningSettings(Body):
     """How much the model is to think; passed over where its template does not know that."""
 
+    known: ClassVar[Known] = {
+        **unsupported("thoughts come as they are, without a summary", "summary", "generate_summary", allowed=("auto",)),
+        **unsupported("the template decides which thoughts it shows", "context", allowed=("auto",)),
+        **unsupported("there is one mode", "mode", allowed=("standard",)),
+    }
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Annotated[Literal["auto"] | None, Unsupported("thoughts come as they are, without a summary")] = None
-    generate_summary: Annotated[None, Unsupported("thoughts come as they are, without a summary")] = None
-    context: Annotated[Literal["auto"] | None, Unsupported("the template decides which thoughts it shows")] = None
-    mode: Annotated[Literal["standard"] | None, Unsupported("there is one mode")] = None
 
 
 class ResponseStreamOptions(Body):
     """What a stream carries."""
 
-    include_obfuscation: Annotated[Literal[False] | None, Unsupported("this server pads no events")] = None
+    known: ClassVar[Known] = unsupported("this server pads no events", "include_obfuscation", allowed=(False,))
 
 
-class ResponseRequest(SamplingFields, OneAnswerFields, CacheFields, IgnoredFields):
+class ResponseRequest(SamplingFields, CacheFields, IgnoredFields):
     """A conversation, whose next turn is wanted."""
 
+    known: ClassVar[Known] = {
+        **ONE_ANSWER,
+        **unsupported("a conversation that is too long is a 400", "truncation", allowed=("disabled",)),
+        **unsupported("an answer is written while its client waits", "background", allowed=(False,)),
+        **unsupported("an answer is written while its client waits", "background_options"),
+        **unsupported(
+            "requests do not know of each other; send the whole conversation as input",
+            *("previous_response_id", "conversation", "context_management"),
+        ),
+        **unsupported("there are no stored prompts", "prompt"),
+        **unsupported("there are no built-in tools", "max_tool_calls"),
+        **unsupported("there are none", "access_programs"),
+        **unsupported("this server reads and writes text", "image"),
+    }
     model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
     input: Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1), MANY]
     instructions: str | None = Field(default=None, description="A system message before the input.")
@@ -99,16 +112,6 @@ class ResponseRequest(SamplingFields, OneAnswerFields, CacheFields, IgnoredField
         | None
     ) = None
     parallel_tool_calls: bool | None = None
-    truncation: Annotated[Literal["disabled"] | None, Unsupported("a conversation that is too long is a 400")] = None
-    background: Annotated[Literal[False] | None, Unsupported("an answer is written while its client waits")] = None
-    background_options: Annotated[None, Unsupported("an answer is written while its client waits")] = None
-    previous_response_id: Annotated[None, Unsupported(ONE_REQUEST)] = None
-    conversation: Annotated[None, Unsupported(ONE_REQUEST)] = None
-    context_management: Annotated[None, Unsupported(ONE_REQUEST)] = None
-    prompt: Annotated[None, Unsupported("there are no stored prompts")] = None
-    max_tool_calls: Annotated[None, Unsupported("there are no built-in tools")] = None
-    access_programs: Annotated[None, Unsupported("there are none")] = None
-    image: Annotated[None, Unsupported("this server reads and writes text")] = None
 
 
 class IncompleteDetails(TypedDict):

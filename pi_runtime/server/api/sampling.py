@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
 from pi_runtime.sequence.sampling import Sampling
 from pi_runtime.sequence.settings import AnswerSettings
-from pi_runtime.server.api.body import MANY, Body, Metadata, Unsupported, invalid
-from pi_runtime.server.api.other_servers import OtherServersFields
+from pi_runtime.server.api.body import MANY, OTHER_SERVERS, Body, Known, Metadata, invalid, unsupported
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.served import Served
 
@@ -21,26 +20,23 @@ Count = Annotated[int, Field(ge=1)]
 SALT_CHARS = 256
 """Characters of a salt: each stored beginning keeps its own."""
 Most = Annotated[int, Field(ge=1)] | Literal[-1]
+MostOrNone = Annotated[int, Field(ge=-1)]
+"""Most tokens of an answer; 0 reads the prompt ahead."""
 T = TypeVar("T", bound=float)
 
 
 class StreamOptions(Body):
     """What a stream carries beside its text."""
 
+    known: ClassVar[Known] = unsupported("this server pads no chunks", "include_obfuscation", allowed=(False,))
     include_usage: bool | None = Field(default=None, description="A last chunk without choices has the usage.")
-    include_obfuscation: Annotated[Literal[False] | None, Unsupported("this server pads no chunks")] = None
 
 
-class CacheOptions(Body):
-    """How a prompt is cached: by itself."""
-
-    mode: Literal["implicit"] | None = None
-
-
-class SamplingFields(OtherServersFields):
+class SamplingFields(Body):
     """Settings of answers. What is left out, or null, is as the server's flags say, or the checkpoint's generation
     defaults, or has no effect; where nobody says how to draw, temperature is 0.8, top_p 0.95 and min_p 0.05."""
 
+    known: ClassVar[Known] = OTHER_SERVERS
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(default=None, description="0 is greedy.")
     top_p: Probability | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = Field(default=None, description="0 and −1 keep all tokens.")
@@ -64,6 +60,9 @@ class SamplingFields(OtherServersFields):
     )
     min_tokens: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="Up to so many tokens neither the model nor a stop string ends the text."
+    )
+    repeat_last_n: Annotated[int, Field(ge=-1)] | None = Field(
+        default=None, description="With a penalty only −1: penalties look at the whole text."
     )
     user: str | None = Field(default=None, description="Accepted; nothing depends on it.")
 
@@ -117,7 +116,7 @@ class SamplingFields(OtherServersFields):
 class LengthFields(Body):
     """How long an answer may be, as llama.cpp spells it."""
 
-    n_predict: Most | None = Field(default=None, description="The same as `max_tokens`; −1: until the end.")
+    n_predict: MostOrNone | None = Field(default=None, description="The same as `max_tokens`; −1: until the end.")
 
 
 def only_one(**given: T | None) -> T | None:
@@ -175,9 +174,13 @@ def logit_bias(bias: dict[str, float] | None, served: Served) -> dict[int, float
 class IgnoredFields(Body):
     """Fields that change nothing here, accepted with the values that ask for nothing this server has not."""
 
+    known: ClassVar[Known] = {
+        **unsupported("there is one tier", "service_tier", allowed=("auto", "default")),
+        **unsupported("prompts are cached by themselves", "prompt_cache_options", allowed=({}, {"mode": "implicit"})),
+        **unsupported("there is no model for it", "moderation"),
+    }
     metadata: Metadata | None = Field(default=None, description="Accepted; nothing is stored.")
     store: bool | None = Field(default=None, description="Accepted; answers are not stored.")
-    service_tier: Annotated[Literal["auto", "default"] | None, Unsupported("there is one tier")] = None
     safety_identifier: str | None = Field(default=None, description="Accepted; nothing depends on it.")
     prompt_cache_key: str | None = Field(
         default=None, description="Accepted; the longest stored beginning of a prompt is found without it."
@@ -185,5 +188,3 @@ class IgnoredFields(Body):
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
         default=None, description="Accepted; prompts are kept in memory, as long as there is room."
     )
-    prompt_cache_options: Annotated[CacheOptions | None, Unsupported("prompts are cached by themselves")] = None
-    moderation: Annotated[None, Unsupported("there is no model for it")] = None

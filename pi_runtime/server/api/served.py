@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 from pi_runtime.engine.model import Model
 from pi_runtime.errors import PromptError, TemplateError
@@ -72,7 +72,7 @@ class Served:
             )
 
     def encode(self, text: str, param: str, *, prefix: bool = True, beside: int = 1) -> list[int]:
-        """The tokens of a text. Raises ApiError for one that surely does not fit the context, and for no Unicode."""
+        """The tokens of a text. Raises ApiError for one that is too long to be tokenized, and for no Unicode."""
         self.check_text(text, param, beside=beside)
         try:
             return self.model.tokenizer.encode(text, prefix=prefix)
@@ -89,18 +89,23 @@ class Served:
         return ids
 
     def check_text(self, text: str, param: str, *, beside: int = 1) -> None:
-        """Raise ApiError where a text has more tokens than fit the context, as far as its length says."""
-        self.check_length(self.model.tokenizer.least_tokens(text), param, beside=beside, least=True)
+        """Raise ApiError for a text longer than the longest tokens that fit the context.
 
-    def check_length(self, tokens: int, param: str, *, beside: int = 1, least: bool = False) -> None:
-        """Raise ApiError where tokens do not fit the context beside others: the first of an answer, as a rule.
-
-        `least`: there may be more of them.
+        Tokenizing a text takes a hundred times its memory, so one that is far too long is not even tokenized.
         """
+        nbytes, longest = len(text.encode("utf-8", "surrogatepass")), self.model.tokenizer.longest
+        if nbytes > longest * max(0, self.model.context - beside):
+            self._refuse(f"{nbytes} bytes, and no token has more than {longest}", param, beside)
+
+    def check_length(self, tokens: int, param: str, *, beside: int = 1) -> None:
+        """Raise ApiError where tokens do not fit the context beside others: the first of an answer, as a rule."""
+        if tokens > max(0, self.model.context - beside):
+            self._refuse(f"{tokens} tokens", param, beside)
+
+    def _refuse(self, found: str, param: str, beside: int) -> NoReturn:
         most = max(0, self.model.context - beside)
-        if tokens > most:
-            found = f"at least {tokens}" if least else str(tokens)
-            raise invalid(param, f"{found} tokens; at most {most} fit the context", code="context_length_exceeded")
+        said = f"{found}; at most {most} tokens fit the context"
+        raise invalid(param, said, code="context_length_exceeded")
 
     def check_tokens(self, ids: Sequence[int], param: str) -> None:
         """Raise ApiError where one of the ids is none of the model's."""

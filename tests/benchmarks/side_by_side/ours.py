@@ -11,13 +11,13 @@ import numpy as np
 import sparse_model
 
 from pi_runtime import Engine, Model, Sampling, load
-from pi_runtime.artifact import Artifact
-from pi_runtime.commands.bench.kept_neurons import KeptNeurons
+from pi_runtime.artifact.reader import Artifact
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PAGE_POSITIONS
 from pi_runtime.kernels import reference
 from pi_runtime.kernels.codegen.isa import ISA
+from side_by_side.kept_neurons import KeptNeurons
 from side_by_side.process import threads
 
 _models: dict[str, Model] = {}

@@ -12,7 +12,7 @@ import torch
 from support import families, hf
 
 from pi_compile.calibration.quantising import sensitivities
-from pi_compile.calibration.quantising.sensitivity import Sensitivity, rounded
+from pi_compile.calibration.quantising.loss import Sensitivity, rounded
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.torch_model import decoder as td
 from pi_runtime.artifact.formats import FORMATS

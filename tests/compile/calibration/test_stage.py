@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from support import families, hf
 
-from pi_compile.calibration.quantising import QuantiseSpec, estimate, memory_bytes, quantise_weights
-from pi_compile.calibration.quantising import moments as moments_module
-from pi_compile.calibration.quantising.moments import FIRST, OUT, QKV, down, neuron_ranges, second_moments, sizes
+from pi_compile.calibration.quantising import QuantiseSpec, compensation, estimate, memory_bytes, quantise_weights
+from pi_compile.calibration.quantising.compensation import FIRST, OUT, QKV, down, neuron_ranges, second_moments, sizes
 from pi_compile.calibration.quantising.stage import _Run
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.errors import CorpusError, ProfileError
@@ -192,7 +191,7 @@ def test_neurons_are_kept_together_by_expert_and_within_a_bound(
 ) -> None:
     d = mixtral.decoder
     assert neuron_ranges(d) == [range(e * d.d_ff, (e + 1) * d.d_ff) for e in range(d.n_experts)]
-    monkeypatch.setattr(moments_module, "MOST_NEURONS", d.d_ff // 3)
+    monkeypatch.setattr(compensation, "MOST_NEURONS", d.d_ff // 3)
     parts = neuron_ranges(d)
     assert [i for part in parts for i in part] == list(range(d.neurons))
     assert max(map(len, parts)) <= d.d_ff // 3

@@ -20,9 +20,8 @@ from support.hf import edit_json, edit_tensors
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import CheckpointError
-from pi_compile.pipeline.init_recipe import create_recipe
 from pi_compile.pipeline.packed import pack_model
-from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
+from pi_compile.pipeline.recipe_checkpoint import create_recipe, recipe_checkpoint
 from pi_compile.recipe import GuessSection, Recipe
 from pi_runtime import Sampling, load
 from pi_runtime.artifact.reader import Artifact

@@ -13,8 +13,7 @@ import tokenizers
 from support.gguf_vocabularies import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, byte_level, sentencepiece, vocabulary
 from support.hf import edit_json, write_tokenizer
 
-from pi_compile.checkpoint.end_tokens import named_ends
-from pi_compile.checkpoint.tokenizer_files import read_text_files
+from pi_compile.checkpoint.tokenizer_files import named_ends, read_text_files
 
 FAMILIES = {
     "Llama 3": ["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"],

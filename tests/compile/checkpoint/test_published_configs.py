@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from support.documents import page
 
-from pi_compile.checkpoint.config import Config
+from pi_compile.checkpoint.config import Config, read_json
 from pi_compile.checkpoint.families.registry import decoder_of, find_adapter
-from pi_compile.checkpoint.json_file import read_json
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import Decoder
 

@@ -14,7 +14,7 @@ from support.hf import edit_json, write_opt_tokenizer, write_tokenizer
 from transformers import AutoTokenizer
 
 from pi_compile.checkpoint import tokenizer_files
-from pi_compile.checkpoint.json_file import read_json
+from pi_compile.checkpoint.config import read_json
 from pi_compile.checkpoint.tokenizer_files import TextFiles, read_text_files
 from pi_compile.errors import CheckpointError
 

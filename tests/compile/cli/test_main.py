@@ -27,7 +27,8 @@ from pi_compile.cli.rendering import artifact_text
 from pi_compile.machine.profile import read_machine
 from pi_compile.recipe import Recipe, default_recipe, read_recipe
 from pi_runtime import console
-from pi_runtime.artifact import inspection, verify
+from pi_runtime.artifact import inspection
+from pi_runtime.artifact.verification import verify
 from pi_runtime.commands.run import app as pi_run
 from pi_runtime.kernels.codegen import jit
 

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from support.commands import FIT, INPUT, INTERRUPTED, USAGE, assert_a_message, child
 from support.synthetic import random_artifact, small_decoder
 
-from pi_runtime.artifact import verify
+from pi_runtime.artifact.verification import verify
 from pi_runtime.commands.run import app as pi_run
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="signals and limits of POSIX")

@@ -1,6 +1,6 @@
 """Where there is no terminal, something that takes minutes says how long, and goes on saying where it is."""
 
-from pi_compile.cli.progress_lines import ProgressLines
+from pi_compile.cli.artifact import ProgressLines
 
 
 def told(steps: list[tuple[float, int]], total: int) -> list[str]:

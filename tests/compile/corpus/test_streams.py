@@ -19,8 +19,9 @@ import tokenizers
 
 from pi_compile.corpus import python_docs, sources, streams
 from pi_compile.corpus.sources import documents, source_files
-from pi_compile.corpus.streams import CHARACTERS, CorpusSpec, Streams, read_streams
+from pi_compile.corpus.streams import CorpusSpec, Streams, read_streams
 from pi_compile.errors import CorpusError
+from pi_runtime.files import CHARACTERS
 
 WINDOW = 8
 SPEC = CorpusSpec(text=("text.txt",), report=(), field="text", fit_tokens=400, tune_tokens=60, report_tokens=50)

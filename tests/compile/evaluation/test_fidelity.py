@@ -21,8 +21,7 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import CheckpointError, CorpusError
 from pi_compile.evaluation import window_scores
-from pi_compile.evaluation.fidelity import CHARACTERS, LEAST_TIMED, _tokens_per_s, _windows, evaluate
-from pi_compile.evaluation.load_options import LoadOptions
+from pi_compile.evaluation.fidelity import LEAST_TIMED, LoadOptions, _tokens_per_s, _windows, evaluate
 from pi_compile.evaluation.window_scores import Score, score_windows
 from pi_compile.packing import PackSpec, pack
 from pi_compile.results.activation_profile import ActivationProfile
@@ -32,6 +31,7 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.inspection import other_bytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import FfnBytes
+from pi_runtime.files import CHARACTERS
 from pi_runtime.kernels import reference
 
 KEYS = {
@@ -275,12 +275,12 @@ def test_of_a_folder_no_more_is_read_than_is_scored(tmp_path: Path, model: torch
     artifact, folder = packed(tmp_path, None), tmp_path / "texts"
     (folder / ".hidden").mkdir(parents=True)
     (folder / ".hidden/a.txt").write_text("Hidden. " * 99)
-    (folder / "b.txt").write_text(TEXT)
-    (folder / "c.txt").write_bytes(b"\xff is not read, for b.txt has enough")
+    (folder / "b.TXT").write_text(TEXT, encoding="utf-8-sig")
+    (folder / "c.txt").write_bytes(b"\xff is not read, for b.TXT has enough")
     with load(artifact) as opened:
         ids = opened.tokenizer.encode(TEXT, prefix=False)
         np.testing.assert_array_equal(_windows(opened, [folder], 96, 32).ravel(), ids[:96])
-        (folder / "b.txt").write_text(TEXT * 1000)
+        (folder / "b.TXT").write_text(TEXT * 1000)
         opened.tokenizer.encode = Mock(side_effect=opened.tokenizer.encode)
         np.testing.assert_array_equal(_windows(opened, [folder], 96, 32).ravel(), ids[:96])
         assert len(opened.tokenizer.encode.call_args.args[0]) <= 96 * CHARACTERS

@@ -9,7 +9,7 @@ pytest.importorskip("scipy")
 
 pytest.importorskip("torch")
 
-from pi_compile.evaluation.intervals import accuracy_interval, increase_interval
+from pi_compile.evaluation.window_scores import accuracy_interval, increase_interval
 
 
 @pytest.mark.parametrize(("right", "items"), [(0, 4), (1, 2), (23, 100), (100, 100)])

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import CheckpointError, TaskError
-from pi_compile.evaluation.scoring import likelihood, requests, score
-from pi_compile.evaluation.task_accuracy import evaluate_tasks
+from pi_compile.evaluation.task_accuracy import evaluate_tasks, likelihood, requests, score
 from pi_compile.evaluation.task_files import LAST_WORD, MULTIPLE_CHOICE, Item, Task, read_task
 from pi_compile.packing import PackSpec, pack
 from pi_runtime import load

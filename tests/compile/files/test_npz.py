@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pi_compile.errors import ProfileError
-from pi_compile.files.npz import read_arrays, write_array_stream, write_arrays
+from pi_compile.files import read_arrays, write_array_stream, write_arrays
 
 
 @pytest.mark.parametrize("way", ["plain", "compressed", "stream"])

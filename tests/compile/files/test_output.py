@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.paths import GOLDEN
 
-from pi_compile.files.output import artifact_path
+from pi_compile.files import artifact_path
 from pi_runtime.errors import UsageError
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pi_compile import files
 from pi_compile.errors import ProfileError
-from pi_compile.files import check_arrays, read_arrays, shared, write_arrays, write_text
+from pi_compile.files import check_arrays, read_arrays, write_arrays, write_text
 from pi_compile.workers import StageDoneError, Worker, WorkFolder
 from pi_runtime.errors import UsageError
 from pi_runtime.errors.exit_codes import code_and_message
@@ -23,7 +24,7 @@ Stale = Callable[..., list[str]]
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses that were made, none of which takes time."""
     made: list[float] = []
-    monkeypatch.setattr(shared.time, "sleep", made.append)
+    monkeypatch.setattr(files.time, "sleep", made.append)
     return made
 
 
@@ -83,7 +84,7 @@ def test_a_claim_without_its_text_is_removed(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(Path, "open", opened)
     with pytest.raises(OSError, match="No space"):
-        shared.make(tmp_path / "a.claim-0", "me")
+        files.make(tmp_path / "a.claim-0", "me")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -102,9 +103,9 @@ def test_arrays_and_texts_are_read_and_written_again(tmp_path: Path, stale: Stal
 def test_a_server_that_is_gone_is_an_error_after_some_tries(tmp_path: Path, stale: Stale, pauses: list[float]) -> None:
     calls = stale(Path, "iterdir", 1000)
     with pytest.raises(OSError, match="Stale file handle") as found:
-        shared.names_in(tmp_path)
-    assert len(calls) == len(shared.PAUSES) + 1
-    assert pauses == list(shared.PAUSES)
+        files.names_in(tmp_path)
+    assert len(calls) == len(files.PAUSES) + 1
+    assert pauses == list(files.PAUSES)
     code, message = code_and_message(found.value)
     assert code == UsageError.exit_code
     assert message.startswith(f"error: {tmp_path}: Stale file handle\n  try: see whether the file server answers")
@@ -124,7 +125,7 @@ def test_other_errors_are_not_tried_again(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Path, "iterdir", refuse)
     with pytest.raises(PermissionError):
-        shared.names_in(tmp_path)
+        files.names_in(tmp_path)
     (tmp_path / "a.npz").write_bytes(b"PK damaged")
     with pytest.raises(ProfileError):
         read_arrays(tmp_path / "a.npz")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pi_compile.machine import gpu_probe, measurement
-from pi_compile.machine.gpu_probe import LAUNCHES, RESIDUAL, WIDTH, probe
+from pi_compile.machine import measurement
+from pi_compile.machine.measurement import LAUNCHES, RESIDUAL, WIDTH, probe
 from pi_runtime.errors import DoesNotFitError
 
 
@@ -63,7 +63,7 @@ class Tensor:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     card = Card()
-    monkeypatch.setattr(gpu_probe.time, "perf_counter", lambda: card.now)
+    monkeypatch.setattr(measurement.time, "perf_counter", lambda: card.now)
     return card
 
 

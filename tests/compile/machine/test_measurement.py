@@ -12,7 +12,7 @@ import pytest
 
 from pi_compile.cli.main import app
 from pi_compile.machine import measurement
-from pi_compile.machine.disk_probe import DEPTHS, SIZES_KIB, probe_disk
+from pi_compile.machine.measurement import DEPTHS, SIZES_KIB, probe_disk
 from pi_compile.machine.profile import Disk, read_machine
 from pi_runtime import console
 from pi_runtime.artifact.formats import WEIGHT_FORMATS

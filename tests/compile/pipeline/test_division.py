@@ -21,7 +21,7 @@ from pi_compile.pipeline.packed import pack_plain
 from pi_compile.pipeline.pipeline import Pipeline
 from pi_compile.recipe import default_recipe, read_recipe
 from pi_compile.results import Division
-from pi_compile.results.built import store_folder
+from pi_compile.results.predictor_set import store_folder
 from pi_runtime import load
 from pi_runtime.artifact.quantisation import as_stored
 from pi_runtime.artifact.reader import Artifact

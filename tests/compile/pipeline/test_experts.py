@@ -26,12 +26,10 @@ from pi_compile.packing import PackSpec, pack
 from pi_compile.pipeline.summary import profile_report
 from pi_compile.placement.formulation import Problem, Sizes
 from pi_compile.placement.stage import ladder, place
-from pi_compile.results.activation_profile import ActivationProfile, LayerWork
-from pi_compile.results.neuron_order import order_neurons
+from pi_compile.results.activation_profile import ActivationProfile, LayerWork, order_neurons
 from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.torch_model import decoder as td
-from pi_compile.torch_model.predictor import Predictor
-from pi_compile.torch_model.sparse_ffn import SparseFfn
+from pi_compile.torch_model.predictor import Predictor, SparseFfn
 from pi_compile.training import Texts, TrainSpec, train_predictors
 from pi_compile.workers import work_folder
 from pi_runtime import load

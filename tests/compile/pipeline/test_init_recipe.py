@@ -13,8 +13,7 @@ from support.hf import edit_json
 from support.paths import ROOT
 
 from pi_compile.checkpoint import open_checkpoint
-from pi_compile.pipeline.init_recipe import create_recipe
-from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
+from pi_compile.pipeline.recipe_checkpoint import create_recipe, recipe_checkpoint
 
 CONFIGS = ROOT / "tests" / "compile" / "checkpoint" / "configs"
 KEYS = {

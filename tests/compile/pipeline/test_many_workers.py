@@ -20,7 +20,7 @@ from support.killing import kill_worker
 from support.paths import SUPPORT
 from support.small_project import small_project, small_recipe
 
-from pi_runtime.artifact import verify
+from pi_runtime.artifact.verification import verify
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,8 +15,8 @@ from support.commands import USAGE, child
 from support.gguf_files import rounded_checkpoint, write_byte_tokenizer, write_gguf
 
 from pi_compile.machine.doctor import EXTRAS
-from pi_compile.pipeline.init_recipe import create_recipe
 from pi_compile.pipeline.packed import pack_model, pack_plain
+from pi_compile.pipeline.recipe_checkpoint import create_recipe
 from pi_runtime import load
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.console import progress

@@ -30,8 +30,8 @@ from pi_compile.pipeline import stages
 from pi_compile.pipeline.pipeline import Pipeline
 from pi_compile.pipeline.store import code_digest, sources_of
 from pi_runtime import console, load
-from pi_runtime.artifact import verify
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.verification import verify
 from pi_runtime.errors import DoesNotFitError
 
 
@@ -216,7 +216,7 @@ def test_what_changed_and_what_depends_on_it_runs_again(built: Path, change: obj
         ("pi_compile.calibration.profiling", ["profile"]),
         ("pi_compile.torch_model.predictor", ["train"]),
         pytest.param("pi_compile.torch_model.decoder", ["profile", "train"], marks=pytest.mark.long),
-        pytest.param("pi_compile.cost_model.ffn_time", ["train"], marks=pytest.mark.long),
+        pytest.param("pi_compile.cost_model.token_time", ["train"], marks=pytest.mark.long),
         ("pi_compile.results.predictor_set", ["train", "pack"]),
         ("pi_compile.packing", ["pack"]),
         ("pi_compile.pipeline.summary", []),

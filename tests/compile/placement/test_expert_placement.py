@@ -16,9 +16,8 @@ from pi_compile.machine.profile import Machine
 from pi_compile.pipeline.lock_file import lock_text
 from pi_compile.pipeline.recipe_placement import Placed
 from pi_compile.placement.formulation import Problem, Sizes
-from pi_compile.placement.hot_mass import least_neurons
-from pi_compile.placement.placement import Placement
-from pi_compile.placement.stage import ladder, place
+from pi_compile.placement.greedy import least_neurons
+from pi_compile.placement.stage import Placement, ladder, place
 from pi_compile.planning.baselines import Baselines
 from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.errors import DoesNotFitError

@@ -13,7 +13,7 @@ from pi_compile.cost_model.workload import Workload
 from pi_compile.errors import ProfileError
 from pi_compile.machine.profile import Gpu, Machine, bundled_machines, find_machine, read_machine
 from pi_compile.placement.formulation import Problem, Sizes
-from pi_compile.placement.hot_mass import least_neurons
+from pi_compile.placement.greedy import least_neurons
 from pi_compile.placement.stage import ladder, place
 from pi_compile.results.activation_profile import LayerWork
 from pi_runtime.errors import DoesNotFitError

@@ -14,8 +14,7 @@ from pi_compile.cost_model.row_options import RowModel
 from pi_compile.machine import Disk, Machine
 from pi_compile.placement import three_tiers
 from pi_compile.placement.formulation import Assignment, Problem
-from pi_compile.placement.placement import Placement
-from pi_compile.placement.stage import RAM_LADDER, ladder, place, ram_ladder
+from pi_compile.placement.stage import RAM_LADDER, Placement, ladder, place, ram_ladder
 from pi_compile.placement.three_tiers import ThreeTiers
 from pi_compile.results import LayerWork
 from pi_runtime.artifact.buffers import workspace_bytes

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.synthetic import small_decoder
 
 from pi_compile.errors import ProfileError
-from pi_compile.files.bundled import bundled_folder
+from pi_compile.files import bundled_folder
 from pi_compile.planning.activation_curves import WHOLE, Curve, curve_counts, find_curve, read_curve
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.errors import UsageError

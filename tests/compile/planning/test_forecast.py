@@ -22,17 +22,16 @@ from support.planned import CONFIG, MACHINE
 from support.synthetic import small_decoder
 
 from pi_compile.cli.main import app
-from pi_compile.cli.plan_text import plan_text
+from pi_compile.cli.planning import plan_text
 from pi_compile.cost_model.workload import PREDICTOR_SHARE, Workload, untrained_layers
 from pi_compile.errors import CheckpointError
 from pi_compile.files import bundled_folder
 from pi_compile.machine.profile import Disk, Machine, find_machine
 from pi_compile.pipeline.lock_file import lock_path
 from pi_compile.placement.formulation import Assignment, Problem
-from pi_compile.planning.forecast import PlanSpec
+from pi_compile.planning.forecast import PlanSpec, block_ps
 from pi_compile.planning.forecast import plan as planned
 from pi_compile.planning.model_config import bundled_models, find_planned
-from pi_compile.planning.prefill_time import block_ps
 from pi_compile.recipe import read_recipe
 from pi_compile.results.activation_profile import ActivationProfile, LayerWork
 from pi_runtime import console

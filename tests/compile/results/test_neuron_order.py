@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pi_compile.results.activation_profile import GROUP
-from pi_compile.results.neuron_order import LARGEST, LOSS, bands, order_neurons, similarity_order
+from pi_compile.results.activation_profile import GROUP, LARGEST, LOSS, bands, order_neurons, similarity_order
 
 
 def adversarial_counts() -> st.SearchStrategy[np.ndarray]:

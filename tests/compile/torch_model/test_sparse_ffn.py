@@ -19,10 +19,9 @@ from pi_compile.packing import PackSpec, pack
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.torch_model import decoder as td
-from pi_compile.torch_model.predictor import Predictor
-from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
-from pi_compile.training.layer_sums import LayerSums
-from pi_compile.training.spec import BYTES
+from pi_compile.torch_model.predictor import DENSE, Predictor, SparseFfn
+from pi_compile.training.candidates import BYTES
+from pi_compile.training.samples import LayerSums
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import PARTS, FfnBytes

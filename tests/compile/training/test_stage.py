@@ -37,18 +37,16 @@ from support.synthetic import small_decoder
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.cost_model.processors import Processor
 from pi_compile.errors import CorpusError, ProfileError
-from pi_compile.files.npz import read_arrays
+from pi_compile.files import read_arrays
 from pi_compile.pipeline.summary import train_report
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.torch_model import decoder as td
-from pi_compile.torch_model.predictor import Predictor
-from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
+from pi_compile.torch_model.predictor import DENSE, Predictor, SparseFfn
 from pi_compile.training import candidates, stage
+from pi_compile.training.candidates import BYTES, TUNE_FRACTIONS
 from pi_compile.training.layer_search import LayerSearch
-from pi_compile.training.quality import MeasuredText
-from pi_compile.training.rung_choice import PASSES
-from pi_compile.training.spec import BYTES, TUNE_FRACTIONS
+from pi_compile.training.rung_choice import PASSES, MeasuredText
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.errors import NotMetError

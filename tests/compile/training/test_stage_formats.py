@@ -20,16 +20,14 @@ from support.planted import TEXTS, planted, trained_on
 from support.synthetic import small_decoder
 
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.cost_model.ffn_time import Reads
-from pi_compile.files.npz import read_arrays
+from pi_compile.cost_model.token_time import Reads
+from pi_compile.files import read_arrays
 from pi_compile.packing import PackSpec, pack
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.torch_model import decoder as td
-from pi_compile.torch_model.predictor import Predictor, energy
-from pi_compile.torch_model.sparse_ffn import DENSE, SparseFfn
-from pi_compile.training.candidates import LOST_ENERGY, ValueHistogram, initial_ranks
-from pi_compile.training.spec import BYTES
+from pi_compile.torch_model.predictor import DENSE, Predictor, SparseFfn, energy
+from pi_compile.training.candidates import BYTES, LOST_ENERGY, ValueHistogram, initial_ranks
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import PARTS, FfnBytes, array_specs

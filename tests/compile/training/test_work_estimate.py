@@ -1,5 +1,6 @@
 """Estimates of a training, against the work that it does."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +10,10 @@ pytest.importorskip("torch")
 
 from support.synthetic import small_decoder
 
+from pi_compile.calibration import profiling, quantising
 from pi_compile.training import work_estimate
-from pi_compile.training.candidates import initial_ranks
+from pi_compile.training.candidates import TrainSpec, initial_ranks
 from pi_compile.training.rung_choice import PASSES
-from pi_compile.training.spec import TrainSpec
 from pi_compile.training.work_estimate import ProgressMeter, TrainingWork
 
 SPEC = TrainSpec(rungs=("gate", "predicted"), steps=300)
@@ -59,6 +60,21 @@ def test_a_long_search_is_split_and_its_tasks_are_all_of_it() -> None:
     tasks = [long.begun(), *(long.of_ranks([rank]) for rank in (*long.ranks, *long.further()))]
     assert sum(task.products for task in tasks) == pytest.approx(long.search().products + labels)
     assert long.memory_bytes < work(spec=replace(SPEC, steps=1000, device="cuda")).memory_bytes
+
+
+LAYERWISE = profiling.ProfileSpec(layers_at_once=1)
+TAKEN: dict[str, Callable[[Any, int], int]] = {
+    "training": lambda d, window: work(d, replace(SPEC, window=window)).memory_bytes,
+    "profiling": lambda d, window: profiling.memory_bytes(d, replace(LAYERWISE, window=window)),
+    "states of profiling": lambda d, window: profiling.estimate(d, 4096, replace(LAYERWISE, window=window)).disk_bytes,
+    "rounding": lambda d, window: quantising.memory_bytes(d, quantising.QuantiseSpec(window=window, formats={})),
+}
+
+
+@pytest.mark.parametrize("stage", TAKEN)
+def test_a_window_is_no_longer_than_the_context(stage: str) -> None:
+    d = small_decoder(n_layers=3, d_model=64, d_ff=192, context_length=128, vocab_size=500_000)
+    assert TAKEN[stage](d, 64) < TAKEN[stage](d, 128) == TAKEN[stage](d, 2048)
 
 
 def test_more_to_try_takes_longer() -> None:

@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 from support.killing import kill_worker
 from support.small_project import small_project
 
-from pi_runtime.artifact import verify
+from pi_runtime.artifact.verification import verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 COMMAND = [sys.executable, "-m", "pi_compile", "build", "small.toml", "-o", "small.pi", "--json", "--heartbeat", "1"]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pi_compile.files import shared
+from pi_compile import files
 from pi_compile.workers import PATIENCE, Worker
 from pi_compile.workers import worker as worker_module
 
@@ -65,6 +65,6 @@ def test_a_worker_that_cannot_show_itself_does_not_begin(tmp_path: Path, monkeyp
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shared, "replace", full)
+    monkeypatch.setattr(files, "replace", full)
     with pytest.raises(OSError, match="No space"), Worker(tmp_path):
         pytest.fail("begins")

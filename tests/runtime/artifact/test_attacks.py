@@ -14,12 +14,13 @@ from support.forge import PREFIX, Forged, change_manifest, put_together, refused
 from support.paths import GOLDEN
 from support.synthetic import bare_manifest, small_decoder
 
-from pi_runtime.artifact import layout, verify
+from pi_runtime.artifact import layout
 from pi_runtime.artifact.decoding import canonical_json
 from pi_runtime.artifact.features import used
 from pi_runtime.artifact.records import EndRecord, central_record
 from pi_runtime.artifact.schema import ArrayEntry, FileEntry
 from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.artifact.verification import verify
 
 DATA = GOLDEN.read_bytes()
 ZEROS = "0" * 64

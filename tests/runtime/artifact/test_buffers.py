@@ -15,6 +15,7 @@ from pi_runtime.artifact.buffers import (
     table_bytes,
     workspace_bytes,
 )
+from pi_runtime.artifact.decoder import rotary_table
 from pi_runtime.artifact.footprint import GEMM_NEURONS, POSITIONS, PartBytes
 from pi_runtime.artifact.gpu_buffers import (
     WEIGHT_ALIGN,
@@ -25,7 +26,6 @@ from pi_runtime.artifact.gpu_buffers import (
 )
 from pi_runtime.artifact.sizes import PARTS, array_specs
 from pi_runtime.kernels.data.workspace import Workspace, allocate_workspace
-from pi_runtime.kernels.reference_attention import rotary_table
 
 SHAPES = {"plain": {}, "experts": {"n_experts": 3, "experts_per_token": 2}, "narrow": {"d_embedding": 16}}
 

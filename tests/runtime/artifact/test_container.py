@@ -16,11 +16,14 @@ from hypothesis import strategies as st
 from support.paths import GOLDEN
 from support.synthetic import bare_manifest, byte_letters, byte_tokenizer, random_artifact, random_values, small_decoder
 
-from pi_runtime.artifact import Artifact, ArtifactWriter, Decoder, array_specs, verify
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.layout import manifest_specs, place_arrays
 from pi_runtime.artifact.quantisation import dequantise, quantise
-from pi_runtime.artifact.sizes import PARTS, is_scales, scales_name
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.sizes import PARTS, array_specs, is_scales, scales_name
+from pi_runtime.artifact.verification import verify
+from pi_runtime.artifact.writer import ArtifactWriter
 from pi_runtime.errors import ArtifactError
 
 GOLDEN_SHA256 = "dec9ea963711b5d95a420aaf21274165f9ce73b32abf18416359e44c42c59b1c"

@@ -13,7 +13,8 @@ from support.forge import refusal, refused, take_apart
 from support.paths import GOLDEN
 from support.synthetic import random_artifact, small_decoder
 
-from pi_runtime.artifact import Artifact, verify
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.verification import verify
 
 DATA = GOLDEN.read_bytes()
 

@@ -10,11 +10,11 @@ import pytest
 from support.forge import put_together, take_apart
 from support.synthetic import FACTS, golden_artifact, random_artifact, small_decoder, small_guess_head
 
-from pi_runtime.artifact import verify
 from pi_runtime.artifact.decoding import canonical_json
 from pi_runtime.artifact.features import FEATURES
 from pi_runtime.artifact.manifest_file import read_manifest
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.verification import verify
 from pi_runtime.errors import ArtifactError
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pi_runtime.artifact.file_identity import FileIdentity
+from pi_runtime.artifact.reader import FileIdentity
 from pi_runtime.errors import ArtifactError
 
 

@@ -16,10 +16,12 @@ import pytest
 from support.paths import ROOT
 from support.synthetic import bare_manifest, random_artifact, small_decoder
 
-from pi_runtime.artifact import Artifact, ArtifactWriter, array_specs, verify
 from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.quantisation import quantise
-from pi_runtime.artifact.sizes import PARTS, ArraySpec, is_scales
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs, is_scales
+from pi_runtime.artifact.verification import verify
+from pi_runtime.artifact.writer import ArtifactWriter
 from pi_runtime.errors import DoesNotFitError, InputError, UsageError
 from pi_runtime.files import Replacement
 

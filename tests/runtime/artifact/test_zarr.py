@@ -7,9 +7,9 @@ import numpy.typing as npt
 import pytest
 from support.paths import GOLDEN
 
-from pi_runtime.artifact import Artifact
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.quantisation import dequantise
+from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import scales_name
 
 zarr = pytest.importorskip("zarr")

@@ -9,7 +9,8 @@ from zlib import crc32
 import pytest
 from support.synthetic import random_artifact, small_decoder
 
-from pi_runtime.artifact import Artifact, records, verify
+from pi_runtime.artifact import records
+from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.records import (
     EndRecord,
     Entry,
@@ -19,6 +20,7 @@ from pi_runtime.artifact.records import (
     parse_end,
     place,
 )
+from pi_runtime.artifact.verification import verify
 from pi_runtime.errors import ArtifactError
 
 

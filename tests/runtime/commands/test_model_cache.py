@@ -1,5 +1,6 @@
 """Models that are packed on the way, and the cache they are kept in."""
 
+import json
 import os
 import resource
 import shutil
@@ -13,10 +14,11 @@ from pathlib import Path
 import pytest
 from support.paths import GOLDEN
 
-from pi_runtime import console
+from pi_runtime import Engine, console, load
 from pi_runtime.commands import model_cache
 from pi_runtime.commands.model_cache import app, artifact_of
 from pi_runtime.errors import UsageError
+from pi_runtime.files import hold, unused
 
 PI_RUN = [sys.executable, "-m", "pi_runtime"]
 ASK = ("-p", "once", "-n", "2", "--temperature", "0")
@@ -308,6 +310,44 @@ def test_a_limit_removes_nothing_that_another_process_uses(cache: Path, tmp_path
     assert entries(cache) == []
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="without locks")
+def test_what_is_being_removed_is_not_begun_to_be_used(tmp_path: Path) -> None:
+    mark = tmp_path / ".a.pi.used"
+    with unused(mark) as free:
+        assert free
+        other = threading.Thread(target=hold, args=(mark,))
+        other.start()
+        other.join(0.5)
+        assert other.is_alive()
+        mark.unlink()
+    other.join()
+    with unused(mark) as free:
+        assert not free
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="without locks")
+@pytest.mark.parametrize("gone", ["mark", "entry", "both"])
+def test_what_others_remove_meanwhile(gone: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that fails removes its mark, `pi-run rm` the entry too: it is packed again, and held."""
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    packed = []
+
+    def pack(_: Path, target: Path) -> None:
+        packed.append(shutil.copy(GOLDEN, target))
+        if len(packed) == 1:
+            if gone != "entry":
+                model_cache._mark(target).unlink()
+            if gone != "mark":
+                target.unlink()
+
+    monkeypatch.setattr(model_cache, "_pack", pack)
+    path = artifact_of(tmp_path / "a.gguf", None)
+    assert len(packed) == (1 if gone == "mark" else 2)
+    assert entries(cache) == [path.name]
+    model_cache._keep_within(1, cache / "other.pi")
+    assert path.exists()
+
+
 def test_what_a_killed_packer_left_is_removed(three: list[Path]) -> None:
     left = three[0].with_name(".gone-0123.pi.999999-5.tmp")
     left.write_bytes(b"x" * 100)
@@ -394,6 +434,33 @@ def test_the_cache_is_listed(three: list[Path], capsys: pytest.CaptureFixture[st
     assert err.startswith("4 packed models, ")
     assert console.run(app, ["list", "--json"]) == 0
     assert '"name": "one"' in capsys.readouterr().out
+
+
+def test_keys_and_values_of_a_folder_are_listed_and_removed(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "pages"
+    for mode in ("dense", "gate"):
+        with load(GOLDEN, mode=mode, device="cpu") as model, Engine(model, kv_disk=folder) as engine:
+            "".join(engine.generate([5] * 40, max_tokens=2))
+    capsys.readouterr()
+    assert console.run(app, ["list", "--kv-disk", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["models"] == []
+    assert [(run["model"], run["mode"]) for run in found["kv_disk"]["runs"]] == [
+        (GOLDEN.name, "gate"),
+        (GOLDEN.name, "dense"),
+    ]
+    assert console.run(app, ["list", "--kv-disk", str(folder)]) == 0
+    shown = capsys.readouterr()
+    assert GOLDEN.name in shown.out
+    assert "keys and values of 2 runs" in shown.err
+    name = found["kv_disk"]["runs"][0]["name"]
+    assert console.run(app, ["rm", name, "--kv-disk", str(folder)]) == 0
+    assert [path.name.partition("-")[0] for path in folder.glob("*.pages")] == [found["kv_disk"]["runs"][1]["name"]]
+    assert console.run(app, ["rm", GOLDEN.name, "--kv-disk", str(folder)]) == 0
+    assert not [*folder.glob("*.pages")]
+    assert console.run(app, ["rm", name, "--kv-disk", str(folder)]) == 2
 
 
 def test_models_are_removed_by_name(three: list[Path], capsys: pytest.CaptureFixture[str]) -> None:

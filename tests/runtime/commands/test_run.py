@@ -382,6 +382,8 @@ FLAGS = {
     "--kv-budget": (None, "PI_KV_BUDGET"),
     "--piece": (None, None),
     "--speculate": (None, "PI_SPECULATE"),
+    "--kv-disk": (None, "PI_KV_DISK"),
+    "--kv-disk-budget": (None, "PI_KV_DISK_BUDGET"),
     "--stats": (None, None),
     "--json": (None, None),
     "--debug": (None, "PI_DEBUG"),

@@ -39,7 +39,7 @@ from pi_runtime.artifact.gpu_buffers import (
     weight_padding,
 )
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.cuda import opening
+from pi_runtime.cuda import executor as cuda_executor
 from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.cuda.prefill.prefill import crossover_tokens
@@ -137,7 +137,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch, gpu: Device) -> None:
     """A machine with one GPU, of 1 MiB."""
     monkeypatch.setattr(devices, "_gpus", lambda: 1)
     monkeypatch.setattr(devices, "gpu_driver", lambda: True)
-    monkeypatch.setattr(opening, "Cuda", lambda _index: of_size(gpu, 1 << 20))
+    monkeypatch.setattr(cuda_executor, "Cuda", lambda _index: of_size(gpu, 1 << 20))
 
 
 @pytest.mark.parametrize("shape", [{}, EXPERTS], ids=["plain", "experts"])

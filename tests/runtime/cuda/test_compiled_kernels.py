@@ -24,8 +24,8 @@ from support.ptx.texts import changed, without
 from support.ptx.traffic import traffic
 
 from pi_runtime.cuda.kernels import ffn_neurons, row_dot
-from pi_runtime.cuda.kernels.activations import CODES
 from pi_runtime.cuda.kernels.compaction import NeuronList
+from pi_runtime.cuda.kernels.ffn_neurons import CODES
 from pi_runtime.cuda.kernels.gathered_sum import gathered_sums
 
 MOST = 1.3

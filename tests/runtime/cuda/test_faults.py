@@ -9,9 +9,8 @@ from support.gpu_running import CONTEXT, NEURONS, of_size
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.cuda import executor, opening
-from pi_runtime.cuda.memory.devices import Device
-from pi_runtime.cuda.memory.driver_errors import device_error, translated_errors
+from pi_runtime.cuda import executor
+from pi_runtime.cuda.memory.devices import Device, device_error, translated_errors
 from pi_runtime.errors import DoesNotFitError, PiError
 
 
@@ -62,10 +61,10 @@ def test_memory_comes_back_from_a_model_that_could_not_be_opened(
         held.append(weakref.ref(device_ops.weights))
         raise RuntimeError("CUDA out of memory.")
 
-    monkeypatch.setattr(opening, "Cuda", lambda _index: of_size(gpu, 1 << 30, limit=limit))
+    monkeypatch.setattr(executor, "Cuda", lambda _index: of_size(gpu, 1 << 30, limit=limit))
     monkeypatch.setattr(executor, "build_schedule", fail)
     plan = stored_plan((64, 64), 1 << 19, 1 << 18, attention=("gpu", "gpu"), embedding="gpu", head="gpu")
     path = random_artifact(tmp_path / "a.pi", small_decoder(d_ff=NEURONS), plans=(plan,))
     with Artifact.open(path) as artifact, pytest.raises(DoesNotFitError, match="ran out"):
-        opening.open_on_gpu(artifact, "auto", CONTEXT, 1, index=0, vram_budget=None)
+        executor.open_on_gpu(artifact, "auto", CONTEXT, 1, index=0, vram_budget=None)
     assert seen == [True]

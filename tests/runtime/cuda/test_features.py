@@ -9,7 +9,7 @@ from support.synthetic import FACTS, bare_manifest, small_decoder
 
 from pi_runtime.artifact.features import LACKING_ON_GPU
 from pi_runtime.artifact.sizes import PARTS
-from pi_runtime.cuda.opening import check_features
+from pi_runtime.cuda.executor import check_features
 from pi_runtime.errors import DoesNotFitError
 
 

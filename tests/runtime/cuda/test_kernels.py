@@ -12,8 +12,8 @@ from support.stored import LayerWeights, store
 from support.synthetic import small_decoder
 
 from pi_runtime.cuda.kernels import attention, dequantise, ffn_neurons, residual, row_dot
-from pi_runtime.cuda.kernels.activations import CODES
 from pi_runtime.cuda.kernels.compaction import NeuronList, compact
+from pi_runtime.cuda.kernels.ffn_neurons import CODES
 from pi_runtime.cuda.kernels.gathered_sum import gathered_sums
 from pi_runtime.cuda.kernels.matrix import DTYPES, DeviceMatrix
 from pi_runtime.cuda.kernels.tiling import Tiling

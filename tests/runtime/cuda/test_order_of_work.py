@@ -105,7 +105,7 @@ def test_a_prompt_ends_with_a_wait(gpu: Device, tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_chunk_in_use_is_not_filled_again(gpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pi_runtime.cuda.memory.weight_streaming.GEMM_NEURONS", 32)
+    monkeypatch.setattr("pi_runtime.cuda.memory.weights.GEMM_NEURONS", 32)
     path, prompt = model(tmp_path / "m.pi"), range(1, 7)
     with running(path, SPLIT, gpu, stream_from=2) as executor:
         wanted = read(executor, executor.new_cache(), prompt)

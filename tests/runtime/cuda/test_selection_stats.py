@@ -23,11 +23,10 @@ from support.gpu_running import (
 )
 from support.steps import examined, step
 
-from pi_compile.evaluation.fidelity import evaluate
-from pi_compile.evaluation.load_options import LoadOptions
+from pi_compile.evaluation.fidelity import LoadOptions, evaluate
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Plan
-from pi_runtime.cuda import opening
+from pi_runtime.cuda import executor as cuda_executor
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.execution import devices
 from pi_runtime.execution.executor import Executor
@@ -96,7 +95,7 @@ def test_dense_blocks(plan: Plan, family: str, more: dict[str, Any], tmp_path: P
 def test_eval_on_a_gpu(tmp_path: Path, gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """`eval` on a GPU finds what it finds on the CPU, and says which placement it took."""
     monkeypatch.setattr(devices, "_gpus", lambda: 1)
-    monkeypatch.setattr(opening, "Cuda", lambda _index: gpu)
+    monkeypatch.setattr(cuda_executor, "Cuda", lambda _index: gpu)
     plan = replace(plan_of(["cpu", "cpu", "gpu"], (0, 0, 64), "cpu-cpu"), vram_bytes=1 << 30)
     path, text = model(tmp_path / "a.pi", plans=(plan,)), tmp_path / "text.txt"
     text.write_text("Once")

@@ -31,10 +31,10 @@ from pi_runtime.artifact.gpu_buffers import host_bytes, pinned_buffers, pinned_p
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import all_rows, least_row_buffers, slot_nbytes
 from pi_runtime.artifact.schema import Plan
-from pi_runtime.cuda import opening
+from pi_runtime.cuda import executor as cuda_executor
 from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.memory.devices import Device
-from pi_runtime.cuda.memory.pinned_staging import STAGING_NBYTES
+from pi_runtime.cuda.memory.weights import STAGING_NBYTES
 from pi_runtime.disk.arena import PAGE
 from pi_runtime.disk.ram_plan import fixed_bytes, resident_nbytes
 from pi_runtime.errors import ArtifactError, DoesNotFitError
@@ -68,12 +68,12 @@ def within(path: Path, plan: Plan, gpu: Device, share: float, mode: str = "auto"
         taken, m = taken_of(artifact, plan), artifact.manifest
         both = sum(slot_nbytes(m.decoder, m.formats["ffn"]).values())
         with pytest.raises(DoesNotFitError) as error:
-            opening.cold_rows(artifact, mode, 1, taken, 0, KV)
+            cuda_executor.cold_rows(artifact, mode, 1, taken, 0, KV)
     least = int(str(error.value.expected).split()[2])
     budget = least + int(share * all_rows(m.decoder, both))
     assert least > least_row_buffers(m.decoder, both)
     artifact = Artifact.open(path)
-    rows = opening.cold_rows(artifact, mode, 1, taken, budget, KV)
+    rows = cuda_executor.cold_rows(artifact, mode, 1, taken, budget, KV)
     executor = CudaExecutor(artifact, mode, 1, taken, gpu, rows=rows)
     try:
         yield executor
@@ -162,7 +162,7 @@ def fail(*_: object) -> None:
 def test_a_model_is_opened_within_both_budgets(tmp_path: Path, gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_gpus", lambda: 1)
     monkeypatch.setattr(devices, "gpu_driver", lambda: True)
-    monkeypatch.setattr(opening, "Cuda", lambda _index: of_size(gpu, 1 << 30))
+    monkeypatch.setattr(cuda_executor, "Cuda", lambda _index: of_size(gpu, 1 << 30))
     path = model(tmp_path / "a.pi", plans=(ONE,))
     texts = []
     for limits in ({}, {"ram_budget": 1 << 29, "vram_budget": 1 << 26}):

@@ -14,12 +14,12 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 from pi_runtime import console
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.commands.run import app
-from pi_runtime.cuda import executor, opening
+from pi_runtime.cuda import executor
 from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.memory import weights
 from pi_runtime.cuda.memory.devices import Device, configure_libraries
-from pi_runtime.cuda.memory.pinned_staging import PinnedStaging
+from pi_runtime.cuda.memory.weights import PinnedStaging
 from pi_runtime.execution import devices
 from pi_runtime.execution.plan_choice import choose_plan
 
@@ -39,7 +39,7 @@ def run(tmp_path: Path, gpu: Device, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(devices, "_gpus", lambda: 1)
     monkeypatch.setattr(devices, "gpu_driver", lambda: True)
     monkeypatch.setattr(devices, "gpu_kernels_are_cold", lambda: True)
-    monkeypatch.setattr(opening, "Cuda", lambda _index: card)
+    monkeypatch.setattr(executor, "Cuda", lambda _index: card)
     monkeypatch.setattr(executor, "measured_crossover", lambda *_: 10**6)
     plan = stored_plan((0, 64), 1 << 19, 1 << 18)
     path = random_artifact(tmp_path / "a.pi", small_decoder(d_ff=NEURONS), plans=(plan,))
@@ -70,7 +70,7 @@ def test_nothing_fits(run: Run) -> None:
 
 
 def test_automatic_says_why_the_gpu_is_not_used(run: Run, gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "Cuda", lambda _index: of_size(gpu, 1000))
+    monkeypatch.setattr(executor, "Cuda", lambda _index: of_size(gpu, 1000))
     code, _, err = run()
     assert code == 0
     assert "the GPU is not used" in err

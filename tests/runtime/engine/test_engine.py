@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.requests import alone, found_by, random_requests, together
+from support.requests import alone, found_by, random_requests, settle, together
 from support.scripted import saying, scripted_artifact
 
 from pi_runtime import Engine, Model, Sampling, load
@@ -135,30 +135,12 @@ def test_a_prompt_is_shared_while_its_answer_is_still_written(talker: Model) -> 
 PROMPT = [n % 200 for n in range(70)]
 
 
-def drafted(engine: Engine, salt: str) -> None:
-    """Read a draft ahead, without a turn."""
-    session = engine.session(PROMPT[:40], cache_salt=salt)
-    text = engine.model.tokenizer.decode(PROMPT[40:])
-    session.type(text)
-    wait_until(lambda: engine.stats.paused_sessions > 0 and not engine.stats.running)
-    session.close()
-
-
-def turned(engine: Engine, salt: str) -> None:
-    """Answer a turn of a session, and let its newest token run."""
-    session = engine.session(PROMPT[:9], cache_salt=salt)
-    "".join(session.generate(PROMPT[9:], max_tokens=1))
-    wait_until(lambda: not engine.stats.waiting and not engine.stats.running)
-    session.close()
-
-
 WAYS: dict[str, Callable[[Engine, str], object]] = {
     "answers": lambda engine, salt: [
         "".join(s) for s in engine.generate_many(PROMPT, 2, max_tokens=1, cache_salt=salt)
     ],
     "scores": lambda engine, salt: engine.score(PROMPT, first=60, cache_salt=salt).result(),
-    "session": turned,
-    "draft": drafted,
+    "readings": lambda engine, salt: engine.read(PROMPT, cache_salt=salt).result(),
 }
 
 
@@ -173,7 +155,7 @@ def test_only_requests_with_the_same_salt_share_what_is_kept(
             """Tokens that one request had to run."""
             steps.clear()
             WAYS[way](engine, salt)
-            wait_until(lambda: not engine.stats.running and not engine.stats.paused_sessions)
+            settle(engine)
             return sum(len(sequence.tokens) for step in steps for sequence in step)
 
         alone = ran(way, "one")
@@ -198,12 +180,18 @@ def test_equal_prompts_at_once_are_computed_once(random_path: Path, monkeypatch:
         assert engine.stats.cached_tokens > 0.9 * 3 * 64
 
 
-@pytest.mark.parametrize(("mode", "held"), [("dense", 22), ("predicted", 20)])
-def test_an_answer_serves_as_prompt_only_where_that_is_the_same(random_path: Path, mode: str, held: int) -> None:
-    """With selection its keys and values are others than those of a prompt."""
+@pytest.mark.parametrize(
+    ("mode", "reads", "held"), [("dense", False, 22), ("predicted", False, 20), ("predicted", True, 22)]
+)
+def test_an_answer_serves_as_prompt_only_where_that_is_the_same(
+    random_path: Path, mode: str, reads: bool, held: int
+) -> None:
+    """With selection its keys and values are others than those of a prompt, as which it is read again."""
     with load(random_path, mode=mode, device="cpu") as model, Engine(model) as engine:
+        engine._store._reads_again = reads
         first = engine.generate(range(1, 21), max_tokens=3)
         "".join(first)
+        settle(engine)
         talk = [*range(1, 21), *first.token_ids, 5]
         second = engine.generate(talk, max_tokens=9)
         assert found_by(second) == found_by(model.generate(talk, max_tokens=9))
@@ -376,7 +364,7 @@ def test_the_memory_of_a_closed_engine_does_not_wait_for_the_collector(model: Mo
     try:
         with Engine(model) as engine:
             "".join(engine.generate("x", max_tokens=3))
-        kept = weakref.ref(engine._memory)
+        kept = weakref.ref(engine._store)
         del engine
         assert kept() is None
     finally:
@@ -669,7 +657,7 @@ def test_an_error_that_is_kept_keeps_no_pages(model: Model, monkeypatch: pytest.
         monkeypatch.setattr(Buffer, "in_ram", no_memory)
         with pytest.raises(MemoryError) as kept:
             "".join(engine.generate([*prompt, *prompt[:9]], max_tokens=1))
-        assert engine._memory._tree.evict(sys.maxsize) == 1, kept
+        assert engine._store.tree.evict(sys.maxsize) == 1, kept
 
 
 def test_answers_that_have_just_begun_hear_that_the_engine_failed(
@@ -705,7 +693,7 @@ def test_a_client_with_many_answers_keeps_no_other_waiting(talker: Model, monkey
             for k, stream in enumerate(engine.generate_many(prompt, 20, max_tokens=2, client="a")):
                 streams[f"a{n} {k}"] = stream
         streams["b"] = engine.generate("ab", max_tokens=2, client="b")
-        streams["session"] = engine.session(client="c").generate("ba", max_tokens=2)
+        streams["c"] = engine.generate("ba", max_tokens=2, client="c")
         for name, stream in streams.items():
             sequence = stream._sequence
 
@@ -716,10 +704,10 @@ def test_a_client_with_many_answers_keeps_no_other_waiting(talker: Model, monkey
             stream.listen(notify)
         go_on.set()
         texts = {name: "".join(stream) for name, stream in streams.items()}
-    assert ended[:4] == ["first", "a0 0", "b", "session"]
+    assert ended[:4] == ["first", "a0 0", "b", "c"]
     assert ended[4:] == [name for name in streams if name.startswith("a")][1:]
     wanted = {prompt: "".join(talker.generate(prompt, max_tokens=2)) for prompt in ("ab", "ba")}
-    assert texts == {name: wanted["ba" if name == "session" or name[:2] == "a1" else "ab"] for name in streams}
+    assert texts == {name: wanted["ba" if name == "c" or name[:2] == "a1" else "ab"] for name in streams}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")

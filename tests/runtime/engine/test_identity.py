@@ -79,7 +79,7 @@ def test_the_same_text_in_any_company(case: str, tmp_path: Path, long: bool, mon
                 turns = follow_ups(rng, requests, wanted, CONTEXT)
                 found += together(engine, turns, rng)
                 # Whatever is still held is held for later requests, and nothing after the end.
-                assert engine.stats.pages_used == engine.stats.pages_kept == len(set(engine._memory._tree.pages))
+                assert engine.stats.pages_used == engine.stats.pages_kept == len(set(engine._store.tree.pages))
                 preempted, cached = preempted + engine.stats.preemptions, cached + engine.stats.cached_tokens
                 guessed, accepted = guessed + engine.stats.guessed_tokens, accepted + engine.stats.accepted_tokens
             assert engine.stats.pages_used == 0

@@ -7,6 +7,7 @@ import pytest
 
 from pi_runtime import Engine, load
 from pi_runtime.commands.options import ENGINE_FLAGS, FILE_FLAGS, MODEL_FLAGS, SamplingOptions
+from pi_runtime.console import say_now
 from pi_runtime.engine.options import EngineOptions, ModelOptions
 from pi_runtime.errors import UsageError
 from pi_runtime.sequence.sampling import Sampling
@@ -23,7 +24,7 @@ def test_load_takes_the_options_of_a_model() -> None:
 
 
 def test_an_engine_takes_its_options() -> None:
-    assert defaults(Engine) == {**asdict(EngineOptions()), "kv_budget": None}
+    assert defaults(Engine) == {**asdict(EngineOptions()), "kv_budget": None, "say": say_now}
 
 
 def test_every_option_of_a_model_has_a_flag() -> None:

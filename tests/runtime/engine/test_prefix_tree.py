@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support.synthetic import small_decoder
 
 from pi_runtime.engine.prefix_tree import PrefixTree
-from pi_runtime.execution.kv_cache import KVCache
-from pi_runtime.execution.page_table import PageRun
+from pi_runtime.execution.kv_cache import KVCache, PageRun
 from pi_runtime.execution.pages import PAGE_POSITIONS, PagePool, PagesExhausted
+from pi_runtime.sequence.sequence import Outcome
 
 CONTEXT = 150
 Positions = list[tuple[int, bool]]
@@ -144,6 +144,98 @@ def test_the_least_recently_used_is_dropped_first_and_what_others_hold_is_kept()
     assert pool.in_use == 0
 
 
+class Clocked:
+    """A tree with a clock that stands still, and texts of two pages whose sequences have ended."""
+
+    def __init__(self, pages: int = 40, **settings: Any) -> None:
+        self.now = 0.0
+        self.pool = new_pool(pages)
+        self.tree = PrefixTree(self.pool, clock=lambda: self.now, **settings)
+
+    def ended(self, token: int, seconds: float, *, in_call: bool = False, select: bool = False) -> Outcome:
+        """Let a sequence of 64 tokens end, and time go on; the second half may be an answer that was selected."""
+        cache, outcome = KVCache(self.pool, CONTEXT), Outcome(in_call=in_call)
+        Markers().run(cache, [(token, select and n >= PAGE_POSITIONS) for n in range(2 * PAGE_POSITIONS)])
+        self.tree.insert(cache, outcome, PAGE_POSITIONS)
+        cache.close()
+        self.now += seconds
+        return outcome
+
+    def back(self, token: int) -> int:
+        """Begin the next turn of such a text."""
+        return self.tree.longest([token] * 64, [False] * 64).length
+
+    def kept(self, *tokens: int) -> list[int]:
+        """How many pages of these texts are kept."""
+        firsts = [node.key[0] // 2 for node in self.tree.nodes()]
+        return [firsts.count(token) for token in tokens]
+
+
+def test_calls_of_tools_are_expected_back_after_as_long_as_they_took() -> None:
+    clocked = Clocked()
+    page = clocked.pool.page_nbytes
+    clocked.ended(9, 2.0, in_call=True)
+    assert clocked.back(9) == 64
+    assert clocked.tree.call_s.value == 2.0
+    clocked.tree.clear()
+    clocked.ended(1, 5.0, in_call=True)
+    clocked.ended(2, 10.0)
+    # The tool has worked for 15 s, but such calls took 2 s; the other talk has rested for 10 s.
+    clocked.tree.evict(38 * page)
+    assert clocked.kept(1, 2) == [2, 0]
+    clocked = Clocked()
+    clocked.ended(1, 5.0)
+    clocked.ended(2, 10.0)
+    clocked.tree.evict(38 * page)
+    assert clocked.kept(1, 2) == [0, 2], "the one that has rested for longer goes first"
+
+
+def test_a_call_that_is_known_late_counts_too() -> None:
+    """A server finds a call in the text once the engine has ended the answer."""
+    clocked = Clocked()
+    clocked.ended(9, 1.0, in_call=True)
+    clocked.back(9)
+    outcome = clocked.ended(1, 5.0)
+    clocked.ended(2, 10.0)
+    outcome.in_call = True
+    clocked.tree.evict(38 * clocked.pool.page_nbytes)
+    assert clocked.kept(1, 2) == [2, 0]
+
+
+def test_pages_that_are_quicker_to_have_again_go_first() -> None:
+    """What waits for a tool lies on disk, and is read in a hundredth of the time."""
+    clocked = Clocked(price_s=lambda node, _: 0.01 if node.key[0] == 2 else 1.0)
+    clocked.ended(9, 1.0, in_call=True)
+    clocked.back(9)
+    clocked.tree.clear()
+    clocked.ended(1, 5.0, in_call=True)
+    clocked.ended(2, 10.0)
+    clocked.tree.evict(38 * clocked.pool.page_nbytes)
+    assert clocked.kept(1, 2) == [0, 2]
+
+
+def test_another_text_with_the_same_beginning_is_no_turn_after_a_call() -> None:
+    clocked = Clocked()
+    clocked.ended(1, 3.0, in_call=True)
+    assert clocked.tree.longest([1] * 20, [False] * 20).length == 20
+    assert clocked.tree.call_s.value == float("inf")
+
+
+def test_answers_pages_that_no_prompt_finds_go_first() -> None:
+    clocked = Clocked()
+    clocked.ended(1, 50.0)
+    clocked.ended(2, 1.0, select=True)
+    clocked.tree.evict(37 * clocked.pool.page_nbytes)
+    assert clocked.kept(1, 2) == [2, 1]
+    clocked.tree.evict(38 * clocked.pool.page_nbytes)
+    assert clocked.kept(1, 2) == [1, 1]
+    clocked = Clocked(selection_matters=False)
+    clocked.ended(1, 50.0)
+    clocked.ended(2, 1.0, select=True)
+    clocked.tree.evict(37 * clocked.pool.page_nbytes)
+    assert clocked.kept(1, 2) == [1, 2]
+
+
 def test_a_page_that_holds_less_than_another_is_not_kept() -> None:
     pool = new_pool()
     tree = PrefixTree(pool)
@@ -230,7 +322,7 @@ class Traffic:
         root = self.tree._roots.get("")
         if not self.window or root is None:
             return most
-        node, lacking, found, keys = root, [-1] * len(self.pool.classes), 0, self.tree._keys(*split(text[:most]))
+        node, lacking, found, keys = root, [-1] * len(self.pool.classes), 0, self.tree.keys(*split(text[:most]))
         for place, key in enumerate(keys):
             # Of those that share as much the first is taken.
             node = max(node.children.values(), key=lambda child: common(list(child.key), list(key)))  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from support.conversations import ASKED, CALLING, CONVERSATIONS, GIVEN, HOURS, M
 from support.published_templates import LIMITS, VARIABLES, compare
 from support.templates import ALL, CHATML, DEEPSEEK, GEMMA, GLM, HARMONY, LLAMA, MISTRAL, QWEN
 
+from pi_runtime.engine import prompt_writer
 from pi_runtime.engine.history import one_form
 from pi_runtime.engine.prompt_writer import PromptWriter
 from pi_runtime.engine.tools.output import tools_of
@@ -190,6 +192,25 @@ def test_long_conversations_take_linear_time(templates: Templates) -> None:
         start = time.process_time()
         write(templates[name], messages)
         assert time.process_time() - start < 5, name
+
+
+def test_all_renderings_of_a_conversation_have_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails late each time is tried in several ways."""
+    now, took_s = [0.0], 1.9
+    monkeypatch.setattr(prompt_writer, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def reply(_: Any, seconds: float) -> dict[str, Any]:
+        now[0] += min(seconds, took_s)
+        if seconds < took_s:
+            raise TemplateError("time limit")
+        return {"error": "no", "line": None}
+
+    with ChatTemplate(ALL["qwen"]) as template:
+        assert template.abilities.is_whole
+        monkeypatch.setattr(template, "_reply", reply)
+        with pytest.raises(TemplateError, match="time limit"):
+            write(template, [ASKED, CALLING, GIVEN, SAID, MORE], [HOURS])
+        assert now[0] <= prompt_writer.RENDERINGS * template.limits.seconds
 
 
 def test_a_template_that_takes_too_long_is_not_asked_again() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pi_runtime.engine.scheduler import BY_TURNS, DecodeShare, Scheduler
+from pi_runtime.sequence.sequence import Rank
 
 
 @dataclass(eq=False)
@@ -19,6 +20,7 @@ class Numbers:
     client: str = ""
     kinds: tuple[int, ...] = ()
     """Positions at which a block ends."""
+    rank: Rank = Rank.ASKED
     held: int = 0
     drawn: int = 0
     steps: list[int] = field(default_factory=list)

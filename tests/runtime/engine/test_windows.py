@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runtime.engine.test_sessions import at_once, settle, turns_of
 from support.disk_models import from_disk
 from support.requests import alone, assert_same, follow_ups, found_by, random_requests, together
 from support.synthetic import random_artifact, small_decoder, stored_plan
@@ -16,9 +15,8 @@ from support.synthetic import random_artifact, small_decoder, stored_plan
 from pi_runtime import Engine, Model, load
 from pi_runtime.artifact.buffers import kv_page
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.layer_classes import LayerClass, sequence_nbytes, stored_nbytes
+from pi_runtime.artifact.layer_classes import LayerClass, sequence_nbytes
 from pi_runtime.artifact.schema import Layer, Text
-from pi_runtime.engine.sessions import session_file
 from pi_runtime.errors import UsageError
 from pi_runtime.execution import pages
 from pi_runtime.execution.kv_cache import pages_of
@@ -124,45 +122,12 @@ def test_engines_give_the_text_of_masks_alone(
                 model, slots=rng.choice([2, 4, 8]), kv_budget=budget, speculate=rng.choice(["auto", 4])
             ) as engine:
                 found = together(engine, requests, rng) + together(engine, turns, rng)
-                assert engine.stats.pages_used == engine.stats.pages_kept == len(set(engine._memory._tree.pages))
+                assert engine.stats.pages_used == engine.stats.pages_kept == len(set(engine._store.tree.pages))
                 preempted, cached = preempted + engine.stats.preemptions, cached + engine.stats.cached_tokens
             assert engine.stats.pages_used == 0
             for row in zip([*requests, *turns], wanted, found, strict=True):
                 assert_same(*row)
     print(f"{device}: {preempted} preemptions, {cached} tokens of prompts reused")
-
-
-@pytest.mark.parametrize("way", ["disk", "dropped"])
-@pytest.mark.parametrize("cache_format", ["auto", "q8"])
-def test_sessions_under_little_memory_saved_and_resumed(tmp_path: Path, way: str, cache_format: str) -> None:
-    path, rng = artifact(tmp_path / "a.pi", 9), random.Random(way)
-    with masks_alone():
-        oracle = load(path, cache_format=cache_format)
-    with oracle, load(path, cache_format=cache_format) as model:
-        texts = [([rng.randrange(250) for _ in range(90)], [False] * 90) for _ in range(5)]
-        for turn in range(4):
-            with Engine(model, slots=2, kv_budget=smallest(model) + model.executor.new_pool().page_nbytes) as engine:
-                engine._sessions.disk_s.value = 0 if way == "disk" else 1e9
-                engine._sessions.disk_s.count = lambda _: None  # type: ignore[method-assign]
-                saved = [tmp_path / str(n) for n in range(len(texts))]
-                sessions = [engine.load_session(file) for file in saved] if turn else [engine.session() for _ in texts]
-                for session, (tokens, selected) in zip(sessions, texts, strict=True):
-                    settings = turns_of(rng, session, tokens, selected)
-                    added = settings.pop("prompt")
-                    prompt = added if turn else list(tokens)
-                    if rng.random() < 0.5:
-                        session.edit("x" * rng.randint(1, 50))  # is read ahead, and dropped
-                    with masks_alone():
-                        wanted = found_by(at_once(oracle, tokens, selected, **settings))
-                    assert found_by(session.generate(prompt, **settings)) == wanted
-                    tokens.extend(wanted[1])
-                    selected.extend([True] * len(wanted[1]))
-                    settle(engine)
-                for session, (tokens, _), file in zip(sessions, texts, saved, strict=True):
-                    assert session.tokens == tokens
-                    session.save(file)
-                assert engine.stats.written_sessions if way == "disk" else engine.stats.dropped_sessions
-            assert engine.stats.pages_used == 0
 
 
 def test_pages_that_left_a_window_serve_other_sequences(tmp_path: Path) -> None:
@@ -178,7 +143,7 @@ def test_pages_that_left_a_window_serve_other_sequences(tmp_path: Path) -> None:
         with Engine(model, slots=2, kv_budget=budget) as engine:
             streams = [engine.generate(prompt, max_tokens=20) for prompt in prompts]
             assert [found_by(stream) for stream in streams] == wanted
-            pool = engine._memory.pool
+            pool = engine._store.pool
             assert engine.stats.preemptions == 0
             assert sum(array.nbytes for array in pool._arrays if array is not None) <= budget
             with pytest.raises(UsageError, match="keys and values of 1023 positions take"), load(path) as other:
@@ -193,18 +158,3 @@ def test_a_prefix_is_offered_where_windows_have_what_they_need(tmp_path: Path) -
             stream = engine.generate(prompt, max_tokens=1)
             assert found_by(stream) == found_by(model.generate(prompt, max_tokens=1))
             assert stream.stats.cached_tokens == cached, len(prompt)
-
-
-def test_a_file_of_all_pages_is_refused_by_name(tmp_path: Path) -> None:
-    path, file = artifact(tmp_path / "a.pi", 9), tmp_path / "saved"
-    with load(path) as model, Engine(model) as engine:
-        run, classes = engine._run_settings(), engine._memory.pool.classes
-        assert run.pop("windows") == "9 in 3 layers"
-        session_file.save(file, run, ([1], [False]), 0, classes, lambda *_: np.empty(0))
-        with pytest.raises(UsageError, match="windows differ"):
-            engine.load_session(file)
-        session = engine.session()
-        "".join(session.generate([5] * 200, max_tokens=1))
-        settle(engine)
-        session.save(file)
-        assert file.stat().st_size < stored_nbytes(classes, 200) + 2500 < 8 * 4 * classes[0].page.nbytes

@@ -10,7 +10,7 @@ from support.stored import BLOCK_FORMATS
 from support.synthetic import counted_artifact
 
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.kernels import reference
+from pi_runtime.kernels import SUMS, reference
 
 
 @pytest.mark.parametrize(("fmt", "lanes"), [("f16", 8), ("f16", 16), *((name, 8) for name in BLOCK_FORMATS)])
@@ -31,3 +31,8 @@ def test_golden_logits_are_near_the_definition(fmt: str, lanes: int, tmp_path: P
     assert min(errors) < least
     assert np.median(errors) < median
     assert max(errors) < most
+
+
+def test_the_version_of_the_sums_stands_beside_them() -> None:
+    """Stored keys and values are found by it."""
+    assert np.load(GOLDEN_LOGITS)["sums"] == SUMS

@@ -58,7 +58,6 @@ def test_an_alias_needs_a_key_where_its_path_does() -> None:
         ("/models/", "/v1/models"),
         ("/responses", "/v1/responses"),
         ("/embeddings", "/v1/embeddings"),
-        ("/sessions", "/v1/sessions"),
         ("/v1/v1/chat/completions", "/v1/chat/completions"),
         ("/openai/v1/models", "/v1/models"),
         ("/api/v1/completions", "/v1/completions"),

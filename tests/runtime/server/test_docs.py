@@ -18,8 +18,7 @@ import pytest
 import typer.main
 from support.installed import install, new_environment
 from support.paths import GOLDEN, ROOT
-from support.scripted import saying, scripted_artifact
-from support.serving import Served, serving, wait_until
+from support.serving import Served, serving
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime.artifact.schema import Text
@@ -136,11 +135,9 @@ def test_limits_are_those_of_the_settings() -> None:
     assert ServerSettings(slots=500, queue=500).most_connections == 4000
     assert rows["connections"].endswith(f"`ulimit -n` allows, less {OTHER_FILES}")
     assert OF_ONE == 0.75
-    assert rows["sessions"] == str(settings.sessions)
     assert f"every {settings.keep_alive_s:g} seconds" in text
     assert f"({settings.drain_s:g})" in text
     assert f"{settings.slots} by default, and `--queue` more may wait, {settings.queue} by default" in text
-    assert settings.session_idle_s == 600
     assert settings.stale_s == 60
 
 
@@ -196,14 +193,6 @@ def test_the_openai_client(talker: Served, capsys: pytest.CaptureFixture[str]) -
 def test_tool_use(talker: Served, capsys: pytest.CaptureFixture[str]) -> None:
     example("tool_use").main(talker.url, "k")
     assert re.search(r"^(add|multiply)\(-?\d+, -?\d+\) = -?\d+$", capsys.readouterr().out, re.MULTILINE)
-
-
-def test_a_paused_session(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    following = saying("? 6*7=") | {ord("2"): ord(".")}
-    with serving(scripted_artifact(tmp_path / "model.pi", following, context=512)) as served:
-        example("paused_session").main(served.url)
-        wait_until(lambda: served.is_idle() and served.engine.stats.paused_sessions == 0)
-    assert "How many seats? 6*7= 42.\n" in capsys.readouterr().out
 
 
 def test_the_commands_of_the_page_work(talker: Served) -> None:

@@ -63,6 +63,21 @@ def test_a_signal_lets_answers_end_with_an_error_after_a_while(endless: Path, nu
 
 
 @pytest.mark.slow
+def test_what_was_read_is_found_again_after_a_restart(endless: Path, tmp_path: Path) -> None:
+    """It is written while the server drains; a prompt of 100 tokens has three whole pages."""
+    body, texts = {**BODY, "prompt": "ab" * 50, "max_tokens": 5, "stream": False, "temperature": 0}, []
+    for _ in range(2):
+        with process(endless, "--kv-disk", tmp_path / "pages", "--drain-seconds", 20) as (running, url):
+            found = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+            texts.append(found["choices"][0]["text"])
+            figures = httpx.get(f"{url}/metrics", timeout=30).text
+            running.send_signal(signal.SIGTERM)
+            assert running.wait(60) == 0
+    assert texts[0] == texts[1]
+    assert re.search(r"pi_kv_disk_tokens_total (\d+)", figures)[1] == "96"  # type: ignore[index]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["gone", "full", "closed"])
 def test_a_signal_ends_a_server_whose_lines_nobody_reads(alphabet: Path, how: str) -> None:
     """The reader of its pipe has gone or takes nothing, or it was started without stdout and stderr."""

@@ -126,15 +126,15 @@ def test_leaving_after_more_was_sent_than_is_answered(talker: Served, later: boo
 def test_a_thousand_that_leave_lose_no_page(endless: Path, serve: Callable[..., Served], long: bool) -> None:
     """Pages in use afterwards are those kept for later requests, and go when the engine is closed."""
     served = serve(endless, slots=4, queue=16, changed=slowed(0.001))
-    rng, pool = random.Random(1), served.engine._memory.pool
+    rng, pool = random.Random(1), served.engine._store.pool
     for _ in range(1000 if long else 60):
         more = rng.choice(["", ', "n": 3', ', "stream": true'])
         connection = send(served, body(prompt='"' + "ab" * rng.randrange(1, 300) + '"', more=more))
         time.sleep(rng.choice([0, 0.001, 0.01, 0.03]))
         connection.close()
     assert_all_is_free(served)
-    kept = served.engine._memory
-    kept._tree.clear()
+    kept = served.engine._store
+    kept.tree.clear()
     assert pool.in_use == 0
 
 

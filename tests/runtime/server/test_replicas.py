@@ -162,15 +162,6 @@ def test_texts_that_begin_alike_go_to_one_replica(proxy: str) -> None:
     assert set.union(*went) == set(NAMES)
 
 
-def test_a_session_is_where_it_was_made(proxy: str) -> None:
-    for n in range(4):
-        made = httpx.post(f"{proxy}/v1/sessions", json={"prompt": f"{n}: ab", "max_tokens": 2}, timeout=60)
-        replica = {"X-Replica": made.headers["x-replica"]}
-        path = f"{proxy}/v1/sessions/{made.json()['id']}"
-        assert httpx.post(f"{path}/answer", json={}, headers=replica, timeout=60).status_code == 200
-        assert httpx.delete(path, headers=replica).status_code == 200
-
-
 def test_a_stream_comes_as_it_is_made(proxy: str) -> None:
     body = {"model": "talker", "prompt": "ab", "max_tokens": 8, "stream": True}
     with httpx.stream("POST", f"{proxy}/v1/completions", json=body, timeout=60) as answer:

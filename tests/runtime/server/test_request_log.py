@@ -81,7 +81,7 @@ def test_a_full_queue_is_said_now_and_then() -> None:
     now[0] += FULL_EVERY_S
     for _ in range(100):
         log.count(scope(error=FULL), 429, 0.0)
-    log.count(scope(error=ApiError(429, "", code="too_many_sessions")), 429, 0.0)
+    log.count(scope(error=ApiError(429, "", code="too_many_requests")), 429, 0.0)
     assert [line.split(" ", 1)[1] for line in lines] == [
         "the queue is full: a request was refused",
         "the queue is full: a request was refused, and 99 more since this was last said",
@@ -141,7 +141,7 @@ def test_unknown_fields_are_named_in_answer_and_log(alphabet: Path, serve: Serve
         served.complete("a", max_tokens=1, **odd),
         served.complete("a", max_tokens=1, stream=True, **odd),
         served.post("/tokenize", {"content": "a", **odd}),
-        served.post("/v1/sessions", {"prompt": "a", **odd}),
+        served.post("/detokenize", {"tokens": [1], **odd}),
         served.post("/api/show", {"model": "alphabet", **odd}),
         served.complete("a", max_tokens=1),
     ]

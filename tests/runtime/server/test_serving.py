@@ -98,7 +98,7 @@ def test_a_long_prediction_is_cut_and_read_once_and_only_if_guesses_run(
     found = served.post("/v1/chat/completions", body).json()
     assert [choice["message"]["content"] for choice in found["choices"]] == ["bcdef"] * 3
     predicted = [text for text in read if text.startswith("bcdef")]
-    assert [len(text) for text in predicted] == [5 * model.tokenizer.least_tokens.longest] * times
+    assert [len(text) for text in predicted] == [5 * model.tokenizer.longest] * times
 
 
 def test_several_prompts_and_answers_keep_their_order(alphabet: Path, serve: Serve) -> None:

@@ -227,9 +227,9 @@ def test_a_process_that_was_ended_is_replaced() -> None:
         kept.start()
         for _ in range(2):
             assert kept.render(USER, variables={}) == "hi"
-            assert kept._sandbox._child is not None
-            kept._sandbox._child.kill()
-            kept._sandbox._child.wait()
+            assert kept._sandboxes[0]._child is not None
+            kept._sandboxes[0]._child.kill()
+            kept._sandboxes[0]._child.wait()
 
 
 def test_one_rendering_leaves_nothing_for_the_next() -> None:

@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -127,11 +129,27 @@ def test_the_process_survives_a_chat_that_is_too_long() -> None:
     limits = SandboxLimits(seconds=120.0, output_bytes=1000)
     with ChatTemplate("{{ messages[0].content }}", limits) as template:
         assert template.render([{"role": "user", "content": "a"}], variables={}) == "a"
-        child = template._sandbox._child
+        child = template._sandboxes[0]._child
         with pytest.raises(TemplateError, match="exceeds its output limit"):
             template.render([{"role": "user", "content": "a" * 1001}], variables={})
         assert template.render([{"role": "user", "content": "b"}], variables={}) == "b"
-        assert template._sandbox._child is child
+        assert template._sandboxes[0]._child is child
+
+
+def test_a_chat_that_takes_long_leaves_a_process_to_others() -> None:
+    nothing = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    source = f"{{% if messages[0].content == 'slow' %}}{nothing}{{% endif %}}{{{{ messages[0].content }}}}"
+    with ChatTemplate(source, SandboxLimits(seconds=60.0)) as template, ThreadPoolExecutor(1) as pool:
+        template.start()
+        slow = pool.submit(template.render, [{"role": "user", "content": "slow"}], variables={})
+        while not template._sandboxes[0]._lock.locked():
+            time.sleep(0.01)
+        assert template.render([{"role": "user", "content": "quick"}], variables={}) == "quick"
+        assert not slow.done()
+        assert template._sandboxes[0]._child is not None
+        template._sandboxes[0]._child.kill()
+        with pytest.raises(TemplateError):
+            slow.result()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the address space is limited on Linux only")
@@ -205,8 +223,8 @@ def test_a_group_is_killed_while_its_number_is_its_own(monkeypatch: pytest.Monke
 
     with ChatTemplate("hi", PATIENT) as kept:
         kept.start()
-        assert kept._sandbox._child is not None
-        ended = kept._sandbox._child
+        assert kept._sandboxes[0]._child is not None
+        ended = kept._sandboxes[0]._child
         os.kill(ended.pid, signal.SIGKILL)
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
         monkeypatch.setattr(sandbox.os, "killpg", kill)
@@ -224,12 +242,12 @@ def test_a_child_whose_end_is_ignored_is_replaced() -> None:
     try:
         with ChatTemplate("hi", PATIENT) as kept:
             kept.start()
-            assert kept._sandbox._child is not None
-            os.kill(kept._sandbox._child.pid, signal.SIGKILL)
-            assert kept._sandbox._child.stdout is not None
-            kept._sandbox._child.stdout.read()  # its end
+            assert kept._sandboxes[0]._child is not None
+            os.kill(kept._sandboxes[0]._child.pid, signal.SIGKILL)
+            assert kept._sandboxes[0]._child.stdout is not None
+            kept._sandboxes[0]._child.stdout.read()  # its end
             with suppress(ChildProcessError):
-                os.waitid(os.P_PID, kept._sandbox._child.pid, os.WEXITED | os.WNOWAIT)
+                os.waitid(os.P_PID, kept._sandboxes[0]._child.pid, os.WEXITED | os.WNOWAIT)
             assert kept.render(USER, variables={}) == "hi"
     finally:
         signal.signal(signal.SIGCHLD, before)

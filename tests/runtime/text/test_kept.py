@@ -40,7 +40,7 @@ def test_a_value_that_cannot_be_made_is_not_kept() -> None:
 
 def test_a_grammar_that_was_tried_is_known_by_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Grammar] = []
-    monkeypatch.setattr(grammar_check, "_asked", lambda grammar, _: tried.append(grammar) or {"text": "", "nbytes": 7})
+    monkeypatch.setattr(grammar_check, "_asked", lambda grammar, *_: tried.append(grammar) or {"text": "", "nbytes": 7})
     grammar = Grammar.regex("x" * 100_000)
     assert [grammar_check.check_grammar(grammar) for _ in range(2)] == [7, 7]
     assert tried == [grammar]
@@ -52,7 +52,7 @@ def test_a_refusal_is_known_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(grammar_check.time, "monotonic", lambda: now[0])
     replies = iter([SandboxLimitError("time"), {"text": "wrong"}, {"text": "", "nbytes": 7}])
 
-    def asked(one: Grammar, _: SandboxLimits) -> dict[str, Any]:
+    def asked(one: Grammar, _: SandboxLimits, _seconds: float) -> dict[str, Any]:
         tried.append(one)
         reply = next(replies)
         if isinstance(reply, Exception):

@@ -1,7 +1,6 @@
 """What a chat quotes is text: which markers are cut, what stays whole, and what prompts keep of the cuts."""
 
 import contextlib
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pi_runtime.engine.history import arguments_of
 from pi_runtime.errors import PromptError, TemplateError
 from pi_runtime.text.chat_template import ChatTemplate
 from pi_runtime.text.quotation import Quotation, RenderedPrompt, markers_of, new_key, parts_of
@@ -104,24 +104,14 @@ def call(name: str, arguments: Any) -> dict[str, Any]:
 def test_what_is_quoted(
     source: str, messages: list[dict[str, Any]], variables: dict[str, Any], expected: list[str]
 ) -> None:
+    for message in messages:
+        for called in message.get("tool_calls", ()):  # as `one_form` has them
+            called["function"]["arguments"] = arguments_of(called["function"]["arguments"])
     found = prompt(source, messages, **variables)
     assert quoted_markers(found) == expected
     given = {name: value for name, value in variables.items() if name != "tools"}
-    parsed = [
-        {**m, "tool_calls": [call(c["function"]["name"], _object(c["function"]["arguments"])) for c in m["tool_calls"]]}
-        if "tool_calls" in m
-        else m
-        for m in messages
-    ]
     with ChatTemplate(source) as template:  # shown it is what it was
-        assert str(found) == template.render(parsed, variables=given, tools=variables.get("tools"))
-
-
-def _object(arguments: Any) -> Any:
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        return arguments
+        assert str(found) == template.render(messages, variables=given, tools=variables.get("tools"))
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 # ruff: noqa: E501  templates are broken where they read well
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.templates import ALL, APRIEL, CHATML, DEEPSEEK, GEMMA, GLM, HARMONY, HERMES, LLAMA, MISTRAL, QWEN, TYPED
 
+from pi_runtime.errors import TemplateError
+from pi_runtime.text import chat_template
 from pi_runtime.text.chat_template import ChatTemplate
 from pi_runtime.text.sandbox import SandboxLimits
 from pi_runtime.text.template_abilities import EFFORTS, UNKNOWN, Abilities, abilities_of
@@ -137,3 +140,19 @@ def test_a_template_is_probed_once() -> None:
     assert count < 60
     with ChatTemplate(CHATML) as template:
         assert template.abilities is template.abilities
+
+
+def test_a_template_that_is_slow_each_time_is_not_probed_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(chat_template, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def reply(variables: dict[str, Any], seconds: float) -> dict[str, Any]:
+        now[0] += min(seconds, 1.9)
+        if seconds < 1.9:
+            raise TemplateError("time limit")
+        return {"text": str(variables["messages"])}
+
+    with ChatTemplate(CHATML) as template:
+        monkeypatch.setattr(template, "_reply", reply)
+        assert template.abilities == UNKNOWN
+        assert now[0] <= chat_template.PROBES * template.limits.seconds

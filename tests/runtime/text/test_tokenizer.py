@@ -38,6 +38,12 @@ def test_stream_joins_to_decode(kind: str) -> None:
     check()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_token_has_more_bytes_than_the_longest(kind: str) -> None:
+    tokenizer = make(kind)
+    assert max(len(tokenizer.token_bytes(n)) for n in range(SIZES[kind])) <= tokenizer.longest
+
+
 def going_on(tokenizer: Tokenizer, prompt: list[int], answer: list[int]) -> str:
     """What an answer adds to the text of a prompt, slowly: all of both is decoded after a word."""
     stream = TextStream(tokenizer, after=prompt)

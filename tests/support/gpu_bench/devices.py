@@ -16,7 +16,7 @@ HELP = "cuda:N; to try the command: cpu (Triton's interpreter) or emulator (kern
 
 
 def prepare() -> None:
-    """Say how kernels run; threads that wait for the GPU between layers spin, as in `pi_runtime.cuda.opening`."""
+    """Say how kernels run; threads that wait for the GPU between layers spin, as in `pi_runtime.cuda.executor`."""
     for name, interpret in (("cpu", "1"), ("emulator", "0")):
         if name in sys.argv:
             os.environ["TRITON_INTERPRET"] = interpret

@@ -10,8 +10,8 @@ import torch
 
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.cuda.kernels import attention, dequantise, ffn_neurons, moe, residual, row_dot
-from pi_runtime.cuda.kernels.activations import CODES
 from pi_runtime.cuda.kernels.compaction import NeuronList, compact
+from pi_runtime.cuda.kernels.ffn_neurons import CODES
 from pi_runtime.cuda.kernels.gathered_sum import gathered_sums
 from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.execution.pages import PAGE_POSITIONS

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from pi_runtime.cuda.kernels import attention, ffn_neurons, moe, residual, row_dot
-from pi_runtime.cuda.kernels.activations import CODES
 from pi_runtime.cuda.kernels.compaction import NeuronList, compact
+from pi_runtime.cuda.kernels.ffn_neurons import CODES
 from pi_runtime.execution.pages import PAGE_POSITIONS
 from pi_runtime.execution.plan_layout import Cuts
 from pi_runtime.kernels import reference

@@ -23,7 +23,7 @@ from pi_compile.pipeline.store import code_digest
 
 FAMILY = """
 from pi_compile.checkpoint.families import Adapter, Config, SourceTensor, stored
-from pi_runtime.artifact import Decoder
+from pi_runtime.artifact.decoder import Decoder
 
 def decoder(config: Config) -> Decoder:
     width, heads = config.size("width"), config.size("heads")

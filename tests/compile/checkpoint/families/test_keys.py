@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers as tf
-from support.changed_configs import FAMILIES, MISSING, changed, drawn, fields_of, outcome
+from support.changed_configs import FAMILIES, MISSING, changed, drawn, fields_of, outcome, special
 from support.families import CASES
 
 from pi_compile.checkpoint.config import Config
@@ -84,11 +84,20 @@ def test_changed_keys_compute_what_transformers_computes(model: str, tmp_path: P
     """Logits of random models of configs with one or two changes, which are read or refused."""
     fields = fields_of(tmp_path / "base", FAMILIES[model]) | CASES[FAMILIES[model]].own
     counts: Counter[str] = Counter()
-    for n, (said, new) in enumerate(drawn(fields, 80 if long else 6, random.Random(model).randrange(1 << 30))):
+    for n, (said, new) in enumerate(drawn(fields, 240 if long else 6, random.Random(model).randrange(1 << 30))):
         found = outcome(tmp_path / str(n), new)
         assert "differ" not in found, f"{said}: {found}"
         counts[found] += 1
-    assert not long or counts["equal"] > 15
+    assert not long or counts["equal"] > 30
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_special_sizes_compute_what_transformers_computes(model: str, tmp_path: Path, long: bool) -> None:
+    """One layer, one neuron, one head, a window of one position, experts that all tokens go to …, a few at a time."""
+    fields = fields_of(tmp_path / "base", FAMILIES[model]) | CASES[FAMILIES[model]].own
+    found = Counter(outcome(tmp_path / str(n), new) for n, new in enumerate(special(fields, 60 if long else 4, 1)))
+    assert found.keys() <= {"equal", "refused", "no model", "too large"}
+    assert not long or found["equal"] > 9
 
 
 WITH_OTHERS = {
@@ -147,6 +156,15 @@ WITH_OTHERS = {
     "another type of another time": ("Gemma3Text", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "refused"),
     "parameters of no kind": ("Gemma3Text", {"rope_parameters": {"rope_type": "default", "rope_theta": 9}}, "refused"),
     "a default of the published checkpoints": ("GptOss", {"rope_parameters": None}, "equal"),
+    "a null fraction, and none in the parameters": (
+        "Glm4Moe",
+        {"partial_rotary_factor": None, "rope_parameters": {"rope_type": "default"}},
+        "equal",
+    ),
+    "no fraction at all": ("Glm4Moe", {"rope_parameters": {"rope_type": "default"}}, "equal"),
+    "scores that nothing multiplies": ("GraniteMoe", {"attention_multiplier": None}, "equal"),
+    "a width of heads that is not that of their rotated part": ("DeepseekV3", {"head_dim": 2}, "refused"),
+    "that of their rotated part": ("DeepseekV3", {"head_dim": 6}, "equal"),
     "a linear scale beside that of scores": (
         "DeepseekV3",
         {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "mscale_all_dim": 0.7}},

@@ -13,8 +13,7 @@ from support.gguf_files import rounded_checkpoint, write_byte_tokenizer, write_g
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.errors import CheckpointError
-from pi_compile.pipeline.init_recipe import create_recipe
-from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
+from pi_compile.pipeline.recipe_checkpoint import create_recipe, recipe_checkpoint
 from pi_compile.recipe import read_recipe
 
 

@@ -22,9 +22,8 @@ from pi_compile.checkpoint import open_checkpoint
 from pi_compile.checkpoint.gguf.file import BLOCK_TYPES
 from pi_compile.errors import CheckpointError
 from pi_compile.evaluation import evaluate
-from pi_compile.pipeline.init_recipe import create_recipe
 from pi_compile.pipeline.packed import pack_plain
-from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
+from pi_compile.pipeline.recipe_checkpoint import create_recipe, recipe_checkpoint
 from pi_compile.pipeline.rounding_check import RoundingCheck
 from pi_compile.recipe import default_recipe, read_recipe
 from pi_runtime.artifact.quantisation import as_stored

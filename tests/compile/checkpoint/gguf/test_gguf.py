@@ -20,8 +20,8 @@ from support.small_project import no_progress
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.packing import PackSpec, pack
-from pi_compile.pipeline.init_recipe import create_recipe
 from pi_compile.pipeline.packed import pack_plain
+from pi_compile.pipeline.recipe_checkpoint import create_recipe
 from pi_compile.recipe import read_recipe
 from pi_runtime.artifact.quantisation import as_stored
 from pi_runtime.artifact.reader import Artifact

@@ -19,9 +19,8 @@ from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import CheckpointError
 from pi_compile.evaluation.reference import check_origin
 from pi_compile.files import json_digest
-from pi_compile.pipeline.init_recipe import create_recipe
 from pi_compile.pipeline.packed import pack_plain
-from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
+from pi_compile.pipeline.recipe_checkpoint import create_recipe, recipe_checkpoint
 from pi_compile.planning import find_planned
 from pi_compile.recipe import read_recipe
 from pi_runtime.artifact.reader import Artifact

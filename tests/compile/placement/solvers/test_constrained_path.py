@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pi_compile.placement.solvers import constrained_path, enumeration, equal_stages
+from pi_compile.placement.solvers import constrained_path, enumeration
 from pi_compile.placement.solvers.constrained_path import solve
 from pi_compile.placement.solvers.layered_graph import NEVER, LayeredGraph, Node
 from pi_compile.placement.solvers.mixed_integer_program import MixedIntegerProgram
@@ -132,7 +132,7 @@ def test_equal_layers_equal_brute_force_ties_included(monkeypatch: pytest.Monkey
         assert answer(graphs) == expected, case
         fits += expected is not None
         with monkeypatch.context() as patch:
-            patch.setattr(equal_stages, "MOST_LABELS", 0)
+            patch.setattr(constrained_path, "MOST_LABELS", 0)
             assert answer(graphs) == expected, case
     assert fits > 4
 

@@ -4,15 +4,15 @@ import numba
 import numpy as np
 import pytest
 
-from pi_runtime.kernels.codegen import float16
+from pi_runtime.kernels.codegen import intrinsics
 from pi_runtime.kernels.data.matrix_view import float_to_half, half_to_float
 
 
 @pytest.fixture(params=[True, False], ids=["native", "integers"])
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param and not float16.NATIVE:
+    if request.param and not intrinsics.HALF_IS_NATIVE:
         pytest.skip("this processor has no F16C")
-    monkeypatch.setattr(float16, "NATIVE", request.param)
+    monkeypatch.setattr(intrinsics, "HALF_IS_NATIVE", request.param)
 
 
 def every_float16() -> np.ndarray:

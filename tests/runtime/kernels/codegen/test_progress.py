@@ -7,7 +7,7 @@ from support.disk_models import from_disk
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime import Model, load
-from pi_runtime.kernels.codegen import progress
+from pi_runtime.kernels.codegen.threads import advance_progress, progress_count
 
 LAYERS = 3
 
@@ -24,15 +24,15 @@ def test_each_layer_of_a_step_counts(path: Path, where: str) -> None:
     model: Model = from_disk(path, 0.2, block_tokens=1024) if where == "disk" else load(path, device=where)
     with model:
         for tokens in (1, 20, 130):
-            before, cache = progress.count(), model.new_cache()
+            before, cache = progress_count(), model.new_cache()
             model.logits([1] * tokens, last=1, cache=cache)
-            between = progress.count()
+            between = progress_count()
             assert between - before >= LAYERS * -(-tokens // 64)
             model.decode(2, cache)
-            assert progress.count() - between >= LAYERS
+            assert progress_count() - between >= LAYERS
 
 
 def test_what_is_no_kernel_counts_too() -> None:
-    before = progress.count()
-    progress.advance()
-    assert progress.count() == before + 1
+    before = progress_count()
+    advance_progress()
+    assert progress_count() == before + 1

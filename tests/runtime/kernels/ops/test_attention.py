@@ -13,7 +13,7 @@ from pi_runtime.artifact.footprint import ATTENTION_TOKENS, CHUNKS, POSITIONS
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.quantisation import as_stored
 from pi_runtime.execution.pages import by_position
-from pi_runtime.kernels import reference_attention
+from pi_runtime.kernels import reference
 from pi_runtime.kernels.ops.attention import LARGEST_HALF, LayerCache, attend, norm_heads, rotate, store_kv
 
 FEW = settings(max_examples=30, deadline=None, derandomize=True)
@@ -193,12 +193,12 @@ def test_rotate(tokens: int, heads: int, others: int, width: int, pairs: int, sc
     decoder = small_decoder(head_dim=width, rotary_frequencies=frequencies(rotated), rotary_scale=scale)
     before = np.random.default_rng(0).standard_normal((tokens, (heads + others) * width), np.float32)
     qkv_TQ = before.copy()
-    cos_SE, sin_SE = reference_attention.rotary_table(decoder, start + tokens)
+    cos_SE, sin_SE = reference.rotary_table(decoder, start + tokens)
     rotate(cos_SE, sin_SE, np.arange(start, start + tokens), heads, width, qkv_TQ)
     # The definition rotates from position 0: put the tokens behind `start` others.
     padded = np.zeros((start + tokens, heads, width), np.float32)
     padded[start:] = before[:, : heads * width].reshape(tokens, heads, width)
-    wanted = reference_attention.rotate(decoder, padded)[start:].reshape(tokens, -1)
+    wanted = reference.rotate(decoder, padded)[start:].reshape(tokens, -1)
     np.testing.assert_allclose(qkv_TQ[:, : heads * width], wanted, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(qkv_TQ[:, heads * width :], before[:, heads * width :])
 
@@ -211,7 +211,7 @@ def test_norm_heads(tokens: int, first: int, heads: int, width: int, size: float
     weight_E, qkv_TQ = rng.standard_normal(width, np.float32), before.copy()
     norm_heads(np.float32(1e-5), weight_E.ctypes.data, first, heads, width, qkv_TQ)
     wanted = before.reshape(tokens, -1, width)
-    wanted[:, first : first + heads] = reference_attention.rms(decoder, wanted[:, first : first + heads]) * weight_E
+    wanted[:, first : first + heads] = reference.rms(decoder, wanted[:, first : first + heads]) * weight_E
     np.testing.assert_allclose(qkv_TQ, wanted.reshape(tokens, -1), rtol=1e-5, atol=0)
 
 
@@ -219,7 +219,7 @@ def test_rotation_depends_on_the_distance_alone() -> None:
     """(R_m q) · (R_n k) is the same for all pairs of one distance: what rotary positions are for."""
     decoder = small_decoder(head_dim=16)
     q_E, k_E = np.random.default_rng(2).standard_normal((2, 16), np.float32)
-    cos_SE, sin_SE = reference_attention.rotary_table(decoder, 60)
+    cos_SE, sin_SE = reference.rotary_table(decoder, 60)
     products = []
     for position in (0, 7, 50):
         q_TE, k_TE = q_E[None].copy(), k_E[None].copy()

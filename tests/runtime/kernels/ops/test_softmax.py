@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pi_runtime.artifact.footprint import POSITIONS
 from pi_runtime.kernels.codegen.jit import public
 from pi_runtime.kernels.ops import softmax
-from pi_runtime.kernels.ops.softmax import LN2_HIGH, LN2_LOW, LOG2E, POLYNOMIAL, SMALLEST
+from pi_runtime.kernels.ops.reductions import LN2_HIGH, LN2_LOW, LOG2E, POLYNOMIAL, SMALLEST
 
 
 @public

@@ -8,11 +8,10 @@ import pytest
 from pydantic import ValidationError
 
 import pi_runtime.server.app  # noqa: F401  it imports every form of a request
-from pi_runtime.server.api.body import MANY, TOKENS, Body
+from pi_runtime.server.api.body import TOKENS, Body
 from pi_runtime.server.api.chat import ChatRequest
 from pi_runtime.server.api.completions import CompletionRequest
 from pi_runtime.server.api.plain import DetokenizeRequest, TokenizeRequest
-from pi_runtime.server.api.sessions import SessionRequest
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.openapi import document
 from pi_runtime.server.routes import ROUTES
@@ -52,12 +51,10 @@ WRONG: list[tuple[type[Body], dict[str, Any], str]] = [
     (CompletionRequest, {"model": "m", "prompt": [-1] * 100_000}, "prompt[0]"),
     (CompletionRequest, {"model": "m", "prompt": [[]] * 50_000}, "prompt[0]"),
     (CompletionRequest, {"model": "m", "prompt": [1] * (TOKENS.most + 1)}, "prompt"),
-    (SessionRequest, {"prompt": [-1] * 100_000}, "prompt[0]"),
-    (SessionRequest, {"stop_tokens": [None] * MANY.most}, "stop_tokens[0]"),
     (DetokenizeRequest, {"tokens": [None] * 100_000}, "tokens[0]"),
     (ChatRequest, {"model": "m", "messages": [1] * 10_000}, "messages[0]"),
     (ChatRequest, {"model": "m", "messages": [1] * 100_000}, "messages"),
-    (ChatRequest, {"model": "m", "messages": HELLO, "modalities": ["a"] * 10_000}, "modalities"),
+    (ChatRequest, {"model": "m", "messages": HELLO, "tools": [1] * 10_000}, "tools[0]"),
     (TokenizeRequest, {"content": 1, **{f"x{n}": 1 for n in range(100_000)}}, "content"),
 ]
 

@@ -238,6 +238,7 @@ def test_neutral_values_are_accepted(alphabet_chat: Chat) -> None:
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+USER = {"role": "user", "content": "x"}
 
 
 @pytest.mark.parametrize(
@@ -302,11 +303,26 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
         ({"presence_penalty": 2.5}, "presence_penalty", "2"),
         ({"continue_final_message": True}, "continue_final_message", "assistant"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+        ({"chat_template_kwargs": {"messages": []}, "tools": [TOOL]}, "chat_template_kwargs", "messages"),
+        ({"chat_template_kwargs": {"tools": []}, "tools": [TOOL]}, "chat_template_kwargs", "tools"),
+        (
+            {"chat_template_kwargs": {"add_generation_prompt": 1}, "messages": [USER, USER]},
+            "chat_template_kwargs",
+            "add_generation_prompt",
+        ),
+        ({"chat_template_kwargs": {"documents": []}, "messages": [USER, USER]}, "chat_template_kwargs", "documents"),
     ],
 )
 def test_what_is_wrong_is_named(random_chat: Chat, fields: dict[str, Any], param: str, says: str) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
     assert asking.refused(CHAT, body, random_chat[0], param, says).startswith(param)
+
+
+@pytest.mark.parametrize("name", ["self", "variables", "seconds", "given"])
+def test_a_variable_of_a_template_may_have_any_other_name(random_chat: Chat, name: str) -> None:
+    asking.read(
+        CHAT, {"model": "m", "messages": [USER, USER], "chat_template_kwargs": {name: "x"}, "tools": []}, random_chat[0]
+    )
 
 
 def test_a_model_without_a_template_has_no_chats(endless_served: Served) -> None:

@@ -8,14 +8,6 @@ from support.asking import CHAT, COMPLETIONS, OLLAMA_GENERATE, asked, computed
 
 from pi_runtime import Engine
 from pi_runtime.server.api.served import Served
-from pi_runtime.server.api.sessions import (
-    AnswerRequest,
-    Beginning,
-    SessionRequest,
-    TypeRequest,
-    answer_request,
-    type_draft,
-)
 from pi_runtime.server.errors import ApiError
 from pi_runtime.text.tokenizer import Tokenizer
 
@@ -65,50 +57,19 @@ def test_what_cannot_fit_is_refused_by_its_length(param: str, random_chat: tuple
 def test_a_list_of_ids_is_refused_by_its_length(random_chat: tuple[Served, Engine]) -> None:
     body = {"model": "m", "prompt": IDS}
     assert told(lambda: asked(COMPLETIONS, body, random_chat[0])) == (400, "prompt", "context_length_exceeded")
-    assert told(lambda: Beginning(SessionRequest.of({"prompt": IDS}), random_chat[0])) == (
-        400,
-        "prompt",
-        "context_length_exceeded",
-    )
 
 
 @pytest.mark.usefixtures("untold")
 def test_a_raw_prompt_of_ollama_is_refused_by_its_length(random_chat: tuple[Served, Engine]) -> None:
-    with pytest.raises(ApiError, match="at most 191 fit the context"):
+    with pytest.raises(ApiError, match="at most 191 tokens fit the context"):
         asked(OLLAMA_GENERATE, {"model": "m", "prompt": LONG, "raw": True}, random_chat[0])
-
-
-def test_drafts_that_cannot_be_answered_are_refused(
-    random_chat: tuple[Served, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served, engine = random_chat
-    with engine.session([1, 2, 3]) as session:
-        session.type("abc")
-        with monkeypatch.context() as patched:
-            patched.setattr(Tokenizer, "encode", never)
-            for found in (
-                told(lambda: Beginning(SessionRequest.of({"prompt": LONG}), served)),
-                told(lambda: type_draft(TypeRequest.of({"text": LONG}), session, served)),
-                told(lambda: answer_request(AnswerRequest.of({"append": LONG}), session, served)),
-            ):
-                assert found[::2] == (400, "context_length_exceeded")
-        assert session.draft == "abc"
-        type_draft(TypeRequest.of({"text": "d"}), session, served)
-        assert session.draft == "abcd"
-
-
-def test_a_stop_token_that_is_a_long_text_is_not_tokenized(
-    random_chat: tuple[Served, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Tokenizer, "encode", never)
-    assert told(lambda: Beginning(SessionRequest.of({"stop_tokens": [LONG]}), random_chat[0]))[1] == "stop_tokens[0]"
 
 
 def test_the_tokens_of_a_text_are_told_up_to_its_bound(random_chat: tuple[Served, Engine]) -> None:
     """Pieces take much more than the text does, so these are told of what fits alone."""
     served, _ = random_chat
     context = served.model.context
-    longest = served.model.tokenizer.least_tokens.longest
+    longest = served.model.tokenizer.longest
     assert computed("/tokenize", {"content": "é" * (context // 2)}, served)["tokens"]
     text = "x" * (context * longest)
     assert len(computed("/tokenize", {"content": text}, served)["tokens"]) == len(text)

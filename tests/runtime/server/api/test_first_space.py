@@ -98,15 +98,6 @@ def test_chats(chat: Chat) -> None:
         assert whole("/api/generate", asked, chat)["response"] == SAYS
 
 
-def test_sessions_go_on(chat: Chat) -> None:
-    """What an earlier turn has shown does not come again, of a newline made of a byte neither."""
-    _, engine = chat
-    with engine.session() as session:
-        assert "".join(session.generate("b", max_tokens=1)) == " hello"
-        assert "".join(session.generate()) == ".a"
-        assert "".join(session.generate("\n", max_tokens=1)) == " hello"
-
-
 def test_grammars_see_the_space(chat: Chat) -> None:
     model = chat[0].model
     for pattern, says in ((" hello", " hello"), (" ?hello", " hello")):

@@ -1,12 +1,14 @@
 """On every route of a chat, markers that it quotes are text; a raw prompt keeps its markers."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support import asking
 from support.asking import CHAT, COMPLETIONS, OLLAMA_CHAT, OLLAMA_GENERATE, RESPONSES
 from support.quoted_chats import MARKERS, START, quoting_artifact
+from support.scripted import scripted_artifact
 
 from pi_runtime import load
 from pi_runtime.server.api.served import Served
@@ -64,3 +66,17 @@ def test_a_prompt_ends_with_what_is_continued(served: Served, text: str) -> None
     assert shown["prompt"].endswith(f"<|im_start|>assistant\n{text}")
     asked = asking.asked(CHAT, {"model": "m", "messages": messages, "continue_final_message": True}, served)
     assert [n for n in asked.texts[0] if n == START + 1] == [START + 1]
+
+
+def test_a_prompt_without_tokens_is_refused_by_name(tmp_path: Path) -> None:
+    """The template writes nothing, and the model begins with nothing."""
+    path = scripted_artifact(tmp_path / "a.pi", {}, files={"chat_template.jinja": b"{# nothing #}"})
+    with load(path, device="cpu") as model:
+        served, messages = Served(model, ServerSettings(model_name="m")), [{"role": "user", "content": "a"}]
+        for where, field, body in (
+            (CHAT, "messages", {"messages": messages}),
+            (RESPONSES, "input", {"input": "a"}),
+            (OLLAMA_CHAT, "messages", {"messages": messages}),
+            (COMPLETIONS, "prompt", {"prompt": ""}),
+        ):
+            asking.refused(where, {"model": "m", **body}, served, field, "the prompt is empty")

@@ -1,6 +1,7 @@
 """Schemas of tools that nobody can follow: advice is left out, and what must be followed names the tool."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,12 @@ from support.asking import CHAT, OLLAMA_CHAT, RESPONSES
 from support.grammars import takes
 
 from pi_runtime import Engine
+from pi_runtime.errors import UsageError
+from pi_runtime.server.api import chat_prompt
 from pi_runtime.server.api.served import Served
+from pi_runtime.text import grammar_check
+from pi_runtime.text.grammar import Grammar
+from pi_runtime.text.grammar_check import check_grammar
 
 pytest.importorskip("llguidance")
 Chat = tuple[Served, Engine]
@@ -95,3 +101,34 @@ def test_a_schema_of_the_answer_is_refused_in_our_words(toolless: Chat) -> None:
             CHAT, {"model": "m", "messages": messages, "response_format": form}, toolless[0], "response_format", says
         )
         assert not any(word in said for word in ("%json", "start:", "Unimplemented"))
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_all_schemas_of_a_request_have_little_time(
+    choice: str, toolless: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, tried = [0.0], list[float]()
+
+    def hard(_: Any, seconds: float) -> int:
+        tried.append(min(seconds, grammar_check.LIMITS.seconds))
+        now[0] += tried[-1]
+        raise UsageError("too complex")
+
+    monkeypatch.setattr(chat_prompt, "check_grammar", hard)
+    monkeypatch.setattr(chat_prompt, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    functions = [{"name": f"f{n}", "parameters": DAY} for n in range(6)]
+    tools = [{"type": "function", "function": one} for one in functions]
+    messages = [{"role": "user", "content": "x"}]
+    wanted = {"model": "m", "messages": messages, "tools": tools, "tool_choice": choice}
+    place = "tools" if choice == "auto" else "tools[0].function.parameters"
+    asking.refused(CHAT, wanted, toolless[0], place, "too complex")
+    assert len(tried) > 1
+    assert now[0] <= chat_prompt.GRAMMARS_S
+
+
+def test_a_refusal_after_less_time_is_not_remembered() -> None:
+    grammar = Grammar.json_schema({"properties": {"m": {"type": "integer", "multipleOf": 9_973}}})
+    for seconds in (0.0, 0.001):
+        with pytest.raises(UsageError, match="too complex"):
+            check_grammar(grammar, seconds=seconds)
+    assert check_grammar(grammar) > 0

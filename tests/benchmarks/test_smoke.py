@@ -1,0 +1,43 @@
+"""Every benchmark can be imported, and the engine that most of them ask measures what a run computes."""
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT
+from support.synthetic import random_artifact, small_decoder
+
+from pi_runtime.artifact.schema import Layer
+
+pytest.importorskip("torch")
+pytest.importorskip("gguf")
+pytest.importorskip("httpx")
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The paths that `nox -s bench` sets."""
+    monkeypatch.syspath_prepend(str(ROOT / "recipes" / "demo"))
+    monkeypatch.syspath_prepend(str(HERE))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in HERE.glob("[!_t]*.py")))
+def test_a_benchmark_is_there(name: str) -> None:
+    found = import_module(name)
+    assert callable(found.main)
+    assert found.__doc__
+
+
+def test_the_engine_measures_what_a_run_computes(tmp_path: Path) -> None:
+    from side_by_side import ours
+
+    layers = (Layer(rung="predicted", rank=3), Layer(rung="gate"))
+    path = random_artifact(tmp_path / "a.pi", small_decoder(), ranks=[3, None], layers=layers, scale=3.0)
+    ours.open_model("a", str(path), "auto", 64)
+    assert len(ours.decode("a", 8, 2)["seconds"]) == 2
+    assert ours.changed_by_company("a", 3, 8) == 0
+    one, three = ours.shares("a", [1, 3], 8, 2)
+    assert one["own"] == pytest.approx(one["union"])
+    assert 0 < one["own"] < three["union"] < 1
