@@ -13,7 +13,6 @@ Shape letters: T tokens, N tokens that take one expert, D model width, L layers,
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,9 +23,8 @@ from pi_runtime.execution.executor import Floats, Ints
 from pi_runtime.execution.host import CpuModel, token_blocks
 from pi_runtime.execution.ops import CpuOps
 from pi_runtime.execution.rows import MemoryRows
-from pi_runtime.kernels.data.weight_table import LayerRecords
 from pi_runtime.kernels.data.workspace import allocate_workspace
-from pi_runtime.kernels.ffn.memory import Batch, ffn_of, tokens_by_expert
+from pi_runtime.kernels.ffn.memory import Batch, ffn_of, tokens_by_expert, whole_batch
 from pi_runtime.kernels.ffn.network import serial_add_neurons
 
 
@@ -38,21 +36,6 @@ def check_divisible(manifest: Manifest) -> None:
             found="decoder.inner_norms",
             remedy=(Setting("device", "cpu"),),
         )
-
-
-class ExpertRange(NamedTuple):
-    """A range of one expert's neurons, which is not empty, for the tokens that take the expert."""
-
-    low: int
-    high: int
-    expert: int
-    token_N: Ints
-    route_weight_N: Floats
-
-    def batch(self, w_X: LayerRecords) -> Batch:
-        """The same as kernels take it."""
-        select_N = np.ones(len(self.token_N), np.int64)
-        return Batch(w_X, self.expert, self.low, self.high, self.token_N, select_N, self.route_weight_N, 0)
 
 
 class HotWorker:
@@ -94,21 +77,22 @@ class StandIn(CpuOps):
     def _ffn_of_few(self, layer: int, part: slice) -> None:
         """Let both workers compute at once; a token wholly on one side needs no handover."""
         h, w_X, input_TD, cuts_X = self.host, self.host.table_LX[layer], self.input_TD[part], self._cuts_LX[layer]
-        ws, tokens, d_ff = h.workspace, len(input_TD), h.cfg.d_ff
+        ws, tokens, select_T = h.workspace, len(input_TD), self.select_T[part]
         taken = tokens_by_expert(ws.expert_TK[part], ws.route_weight_TK[part], h.cfg.experts)
-        hot = [ExpertRange(0, cuts_X[of[0]], *of) for of in taken if cuts_X[of[0]] > 0]
-        cold = [ExpertRange(cuts_X[of[0]], d_ff, *of) for of in taken if cuts_X[of[0]] < d_ff]
+        every = [whole_batch(h.ffn, w_X, e, token_N, select_T[token_N], w_N) for e, token_N, w_N in taken]
+        hot = [batch._replace(high=cuts_X[batch.expert]) for batch in every if cuts_X[batch.expert] > 0]
+        cold = [batch._replace(low=cuts_X[batch.expert]) for batch in every if cuts_X[batch.expert] < batch.high]
         hot_T3, cold_T3, cold_TD = *np.zeros((2, tokens, 3), np.int64), self._cold_sum_TD[:tokens]
-        pending = self._gpu_thread.submit(self.hot.run, [r.batch(w_X) for r in hot], input_TD, hot_T3) if hot else None
+        pending = self._gpu_thread.submit(self.hot.run, hot, input_TD, hot_T3) if hot else None
         try:
             if cold:
-                self.rows.sum_few(layer, input_TD, [r.batch(w_X) for r in cold], cold_T3, cold_TD)
+                self.rows.sum_few(layer, input_TD, cold, cold_T3, cold_TD)
         finally:
             # Whatever happens here, the other worker must have left its workspace; its own error surfaces from here.
             if pending is not None:
                 pending.result()
-        for sum_TD, ranges in ((self.hot.sum_TD, hot), (cold_TD, cold)):
-            for t in sorted({t for r in ranges for t in r.token_N.tolist()}):
+        for sum_TD, batches in ((self.hot.sum_TD, hot), (cold_TD, cold)):
+            for t in sorted({t for batch in batches for t in batch.token_N.tolist()}):
                 self.x_TD[part][t] += sum_TD[t]
         ws.counts_LT3[layer, part] = hot_T3 + cold_T3
 

@@ -85,7 +85,7 @@ def test_company_and_pieces_change_no_bit(executor: HostExecutor) -> None:
             else:
                 steps.append(answer_step(caches[n], ANSWER[held - len(ids)]))
             who.append(n)
-        executor._model.threads = int(rng.integers(1, 3))
+        executor.host.threads = int(rng.integers(1, 3))
         results: list[SequenceResult] = executor.step(steps)
         for n, result in zip(who, results, strict=True):
             found[n].append(result.logits_TV)
