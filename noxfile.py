@@ -24,6 +24,17 @@ PYTHONS = ["3.11", "3.12", "3.13"]
 # One process a core, up to four: each imports torch. A file's tests share what they set up, so they stay together.
 # tests/conftest.py says which files come first.
 PYTEST = ["pytest", "-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile", "--no-loadscope-reorder"]
+# What imports packages that may be missing, or says so; each kernel is compiled once on this Python.
+WITHOUT_COMPILE = [
+    *("tests/runtime/" + name for name in ("artifact", "commands", "test_imports.py", "test_surface.py")),
+    *("tests/runtime/" + name for name in ("test_console_scripts.py", "test_error_wording.py", "test_errors.py")),
+    *("tests/runtime/engine/test_" + name for name in ("generation.py", "model.py", "options.py")),
+    *("tests/runtime/kernels/test_forward.py", "-m", "not more"),
+]
+WITHOUT_TORCH = [
+    *("tests/compile/" + name for name in ("cli", "machine", "planning", "report", "test_errors.py", "test_recipe.py")),
+    *("tests/compile/pipeline/test_lock_file.py", "tests/compile/placement/test_stage.py", "-m", "not more"),
+]
 TEST_TOOLS, BROWSER_TOOLS = (
     nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), group) for group in ("test", "browser")
 )
@@ -97,24 +108,25 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def runtime_only(session: nox.Session) -> None:
-    """Without the compile extra: generate from the golden artifact; pass quick tests on some Pythons.
+    """Without the compile extra: generate from the golden artifact, and test what a missing package changes.
 
-    These are the newest, and the oldest unless it runs nox: there `tests` has run them. `-- tests/runtime` runs all.
+    The tests run on the newest Python, and on the oldest unless it runs nox: there `tests` has run them.
+    `-- tests/runtime` runs all.
     """
     session.install("-e", ".", *TEST_TOOLS)
     session.run("python", "-c", "import importlib.util as u; assert not u.find_spec('torch')")
     session.run("pi-run", "tests/runtime/artifact/golden.pi", "--prompt", "golden", "--max-tokens", "8", "--stats")
     ours = "{}.{}".format(*sys.version_info)
     if session.python == PYTHONS[-1] or (session.python == PYTHONS[0] != ours) or session.posargs:
-        session.run(*PYTEST, *(session.posargs or ["tests/runtime", "-m", "not slow"]))
+        session.run(*PYTEST, *(session.posargs or WITHOUT_COMPILE))
 
 
 @nox.session(python=PYTHONS[-1])
 def planning_only(session: nox.Session) -> None:
-    """With the `report` extra alone, on the newest Python: pass the compiler's quick tests that need no torch."""
+    """With the `report` extra alone, on the newest Python: pass what a missing torch changes in the compiler."""
     session.install("-e", ".[report]", *TEST_TOOLS)
     session.run("python", "-c", "import importlib.util as u; assert not u.find_spec('torch')")
-    session.run(*PYTEST, "tests/compile", "-m", "not slow", *session.posargs)
+    session.run(*PYTEST, *(session.posargs or WITHOUT_TORCH))
 
 
 @nox.session

@@ -46,18 +46,71 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 MORE = (
-    "runtime/cuda",  # Triton's interpreter, and the emulator of a GPU's instructions
-    "runtime/kernels/codegen/test_isa.py",  # the kernels on other instruction sets
-    "runtime/server/test_page.py",  # a browser
+    # Other instruction sets, Triton's interpreter, and the emulator of a GPU's instructions
+    "runtime/cuda",
+    "runtime/kernels/codegen/test_isa.py",
+    "runtime/kernels/ops/test_tile_products.py",
+    # A browser, and a server under load for long
+    "runtime/server/test_page.py",
     "runtime/server/test_page_served.py",
+    "runtime/server/test_soak.py",
+    # Faults that are drawn or planted; kills and signals
     "fuzz",
-    "benchmarks",
-    "compile/pipeline/test_many_workers.py",  # kills
-    "compile/workers/test_ray.py",
-    "runtime/disk/test_faults.py",
+    "mutations",
+    "compile/pipeline/test_many_workers.py",
+    "compile/pipeline/test_pipeline.py::test_a_build_killed",
+    "compile/pipeline/test_launching.py::test_local_workers_take",
+    "compile/calibration/test_stage.py::test_the_same_bytes_again_from_a_file_and_after_a_kill",
     "compile/sparsification/test_resume.py",
+    "compile/training/test_layer_search.py::test_a_killed_search",
+    "compile/training/test_stage.py::test_a_kill_in",
+    "compile/workers/test_ray.py",
+    "runtime/commands/test_model_cache.py::test_a_signal",
+    "runtime/disk/test_faults.py",
+    "runtime/execution/test_kv_cache.py::test_ctrl_c",
+    "runtime/server/test_ending.py",
+    "runtime/server/test_replicas.py",
+    # Pages and benchmarks that are run; the package as it is installed
+    "benchmarks",
+    "docs/test_blocks.py",
+    "recipes/test_gain.py",
+    "recipes/test_installed.py",
+    "compile/planning/test_baselines.py::test_published",
+    # Larger models, all families, and slow variants of what has a quick one
+    "compile/calibration/test_profile_memory.py",
+    "compile/calibration/test_sensitivity.py::test_the_",
+    "compile/calibration/test_stage.py::test_the_order_of_tasks",
+    "compile/checkpoint/families/test_logits.py::test_greedy_text",
+    "compile/checkpoint/families/test_mistakes.py::test_no_long_work",
+    "compile/checkpoint/gguf/test_block_types.py::test_a_packed_file_runs",
+    "compile/checkpoint/gguf/test_block_types.py::test_the_loss_is_stated",
+    "compile/checkpoint/gguf/test_names.py::test_an_artifact_is_compared",
+    "compile/corpus/test_sources.py::test_of_much_text",
+    "compile/corpus/test_sources.py::test_of_pythons_documentation",
+    "compile/evaluation/test_scoring.py::test_real_questions",
+    "compile/machine/test_measurement.py::test_a_disk_is_measured",
+    "compile/packing/test_logits.py::test_threads",
+    "compile/packing/test_packing.py::test_memory_does_not_grow",
+    "compile/pipeline/test_division.py::test_a_b",
+    "compile/pipeline/test_lock_file.py::test_recomputed",
+    "compile/pipeline/test_only_dense.py::test_a_rung",
+    "compile/pipeline/test_only_dense.py::test_weights",
+    "compile/pipeline/test_rounding_check.py::test_a_rescale",
+    "compile/placement/solvers/test_constrained_path.py::test_equal_layers",
+    "compile/placement/solvers/test_constrained_path.py::test_neither",
+    "compile/placement/test_three_tiers.py::test_equals_brute_force_on_a_grid",
+    "compile/sparsification/test_training.py::test_steering",
+    "compile/torch_model/test_predictor.py::test_training_lowers",
+    "runtime/engine/test_prompt_writer.py::test_published_templates",
+    "runtime/kernels/codegen/test_threads.py",
+    "runtime/kernels/test_ffn_company.py::test_a_list_of_neurons",
+    "runtime/test_imports.py::test_importing_leaves",
+    "runtime/text/test_chat_template_limits.py::test_the_confined",
+    "runtime/text/test_quotation.py::test_published_templates",
 )
-"""Files and folders of the second tier, `nox -s tests_more`; single tests are marked `more`."""
+"""How tests of the second tier, `nox -s tests_more`, begin; single cases of a table are marked `more` where they stand.
+
+Each room keeps a quick test of its own in the first tier."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
@@ -65,7 +118,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Files with slow tests come first, so that no process is left with one at the end. The long form's may be left."""
     here = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(here).as_posix().startswith(MORE):
+        if (item.path.relative_to(here).as_posix() + item.nodeid[item.nodeid.find("::") :]).startswith(MORE):
             item.add_marker(pytest.mark.more)
         if item.get_closest_marker("long") and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="--long"))

@@ -247,10 +247,8 @@ def _idle_routers(decoder: Decoder, adapter: Adapter, prefix: str) -> set[str]:
     """Routers of a single expert, to which a softmax gives the weight 1 whatever it reads."""
     if decoder.n_experts > 1 or (decoder.router_score, decoder.router_scale) != ("softmax", 1.0):
         return set()
-    routers = [f"layers/{n}/ffn/router" for n in range(decoder.n_layers)]
-    tables = (adapter.layer_tensors(decoder.of_layer(n)) for n in range(decoder.n_layers))
-    known = [name for name, table in zip(routers, tables, strict=True) if "ffn/router" in table]
-    return {tensor.name for name in known for tensor in adapter.source_tensors(name, prefix, decoder)}
+    tables = (adapter.layer_tensors(decoder.of_layer(n)).get("ffn/router", ()) for n in range(decoder.n_layers))
+    return {prefix + tensor.name.replace("{n}", str(n)) for n, tensors in enumerate(tables) for tensor in tensors}
 
 
 def _draft_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: TensorSource) -> set[str]:

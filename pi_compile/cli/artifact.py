@@ -152,19 +152,19 @@ class ProgressLines:
         self, title: str, unit: str, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._title, self._unit, self._say, self._clock = title, unit, say, clock
-        self._began = self._told = clock()
+        self._began = self._shown_at = clock()
         self._announced = False
 
     def __call__(self, done: int, total: int) -> None:
         now = self._clock()
         if done == 0:  # what is measured begins here: files are open, kernels compiled
-            self._began = self._told = now
+            self._began = self._shown_at = now
             return
         left = (now - self._began) / done * (total - done)
         if not self._announced:
             self._say(f"{self._title}: {total:,} {self._unit}, about {now - self._began + left:,.0f} s")
-        elif now - self._told >= EVERY and done < total:
+        elif now - self._shown_at >= EVERY and done < total:
             self._say(f"{self._title}: {done:,} of {total:,} {self._unit}, about {left:,.0f} s left")
         else:
             return
-        self._announced, self._told = True, now
+        self._announced, self._shown_at = True, now

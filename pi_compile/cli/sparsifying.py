@@ -19,7 +19,7 @@ from pi_runtime.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class SparsifyOptions:
-    """What is trained, and who is told."""
+    """What is trained, and where reports of it go."""
 
     recipe: Annotated[
         Path | None, typer.Argument(metavar="[RECIPE]", help="A recipe of sparsify (see init).", show_default=False)

@@ -86,7 +86,7 @@ def documents(sources: Sequence[str], folder: Path, field: str, split: str = pyt
 def source_files(sources: Sequence[str], folder: Path, notice: Notice = lambda _line: None) -> list[Path]:
     """The local files of the sources, in a fixed order; of a folder those that are not hidden.
 
-    `notice` is told of files that are passed over. Raises CorpusError for a source without any.
+    `notice` gets files that are passed over. Raises CorpusError for a source without any.
     """
     found: dict[Path, Path] = {}
     passed: Counter[str] = Counter()

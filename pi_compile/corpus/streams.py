@@ -7,6 +7,7 @@ filled one after the other, what is held out first, and each without the text th
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Self
 
@@ -69,7 +70,7 @@ def read_streams(
 ) -> Streams:
     """Tokenise the corpus. Relative paths start from `folder`; each stream must have at least `window` tokens.
 
-    `notice` is told what is read, and what is left out. Raises CorpusError if there is no text, a file cannot be read,
+    `notice` gets what is read, and what is left out. Raises CorpusError if there is no text, a file cannot be read,
     a text is in both corpora, or one is too short.
     """
     check_disjoint(spec.text, spec.report, folder)
@@ -81,14 +82,7 @@ def read_streams(
                 found=getattr(spec, name),
                 remedy=f"raise {name}, or lower [profile] window",
             )
-    told: set[str] = set()
-
-    def once(line: str) -> None:
-        if line not in told:
-            told.add(line)
-            notice(line)
-
-    return _Reading(spec, folder, tokenizer, window, once).streams()
+    return _Reading(spec, folder, tokenizer, window, cache(notice)).streams()  # a line is told once
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a training takes, told before it starts: time, memory and disk.
+"""What a training takes, known before it starts: time, memory and disk.
 
 A token costs 6 operations for each weight that it meets: 2 forward, 4 backward. Recomputing layers costs 2 more, the
 original beside it 2, the control the whole again.

@@ -57,7 +57,7 @@ def finish(accelerator: Accelerator) -> None:
 
 
 def both(watch: Watch, accelerator: Accelerator) -> Watch:
-    """The watch, with everything that it is told told the accelerator's trackers too."""
+    """The watch, whose reports the accelerator's trackers get too."""
 
     def step(report: StepReport) -> None:
         names = ("loss", "sparsity", "penalty", "learning_rate", "tokens_per_s")

@@ -67,7 +67,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Watch:
-    """Who is told what happens."""
+    """Who gets reports of what happens."""
 
     step: Callable[[StepReport], None] = lambda _report: None
     point: Callable[[Point], None] = lambda _point: None

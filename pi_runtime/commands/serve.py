@@ -22,7 +22,7 @@ from pi_runtime.errors.exit_codes import code_and_message, flag, missing_extra
 
 if TYPE_CHECKING:
     from pi_runtime.engine.engine import Engine
-    from pi_runtime.server.guard import ApiKeys
+    from pi_runtime.server.edge import ApiKeys
     from pi_runtime.server.service import Service
     from pi_runtime.server.settings import ServerSettings
 
@@ -121,7 +121,7 @@ def serve(
         pin(listen.numa, usable_nodes())  # before any library starts threads
     try:
         from pi_runtime.server.app import build_app
-        from pi_runtime.server.listening import Server, config
+        from pi_runtime.server.edge import Server, config
     except ModuleNotFoundError as error:
         raise (missing_extra(error.name or "") or error) from None
     from pi_runtime.commands.model_cache import checked_artifact
@@ -176,7 +176,7 @@ def _settings(listen: ListenOptions, defaults: DefaultOptions, slots: int) -> "S
 
 
 def _say_json(said: str) -> None:
-    from pi_runtime.server.request_log import event_fields
+    from pi_runtime.server.metrics import event_fields
 
     console.say_now(json.dumps(event_fields(said)))
 

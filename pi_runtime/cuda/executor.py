@@ -93,7 +93,7 @@ class CudaExecutor:
             workspace = DeviceWorkspace.allocate(d, self._host.largest_rank, context, most, device)
             cuts = cuts_of(plan, d)
             self._all_device_ops = DeviceOps(d, layers, cuts, loaded, device, workspace, cache, self._pinned)
-            self.device_ops = self._all_device_ops.of_first(1)
+            self.device_ops = self._all_device_ops.for_tokens(1)
             self.host_ops = HostOps(self.rows, layers, cuts, self._pinned, 1)
             self._kv_residency = KVResidency(cache, device)
             self._inputs = FfnInputs(self.device_ops, self.host_ops, device)
@@ -171,10 +171,10 @@ class CudaExecutor:
         caches, token_M = [s.cache for s in sequences], np.concatenate([s.tokens for s in sequences])
         count, each = len(token_M), len(token_M) // len(caches)
         decoding = self._schedules.get(count)
-        host_ops = self.host_ops.of(count) if decoding is None else decoding.host_ops
+        host_ops = self.host_ops.for_tokens(count) if decoding is None else decoding.host_ops
         self._place(host_ops, caches, token_M, each)
         if decoding is None:  # building it writes into the caches where these tokens will
-            plan, device_ops = self.allocation.plan, self._all_device_ops.of_first(count)
+            plan, device_ops = self.allocation.plan, self._all_device_ops.for_tokens(count)
             calls = build_schedule(plan, device_ops, host_ops, self.device)
             decoding = self._schedules[count] = Decoding(host_ops, tuple(call.run for call in calls))
         with self.rows.decoding(count):

@@ -10,8 +10,7 @@ from pi_runtime.artifact.schema import Manifest
 from pi_runtime.engine.events import Gathered, TextDelta
 from pi_runtime.engine.generation import Generation
 from pi_runtime.engine.history import one_form, unicode
-from pi_runtime.engine.prefill import before, taken_out
-from pi_runtime.engine.prompt_writer import PromptWriter
+from pi_runtime.engine.prompt_writer import PromptWriter, prompt_before, without_last_text
 from pi_runtime.engine.tools.output import OutputFormat, OutputParser
 from pi_runtime.errors import ArtifactError, PromptError, Setting, TemplateError, UsageError
 from pi_runtime.execution.kv_cache import KVCache
@@ -194,11 +193,11 @@ class ChatModel:
         names = {"bos_token": text.bos_token, "eos_token": text.eos_token, **text.special_tokens}
         messages = quotation.messages(one_form(messages), key)
         if continue_final_message:
-            messages, said = taken_out(messages, place := new_key())
+            messages, said = without_last_text(messages, place := new_key())
         writer = PromptWriter(
             self.chat_template,
             tools=quotation.value(unicode(tools or ()), key),
-            are_told=self.output.tools is not None and self.output.tools.is_told,
+            tools_as_text=self.output.tools is not None and self.output.tools.is_generic,
             variables=names | quotation.value(dict(variables or {}), key),
             add_generation_prompt=add_generation_prompt and not continue_final_message,
         )
@@ -208,7 +207,7 @@ class ChatModel:
             what, found = (str(said_of).replace(key, "") if said_of else None for said_of in (error.what, error.found))
             raise type(error)(what or "", expected=error.expected, found=found, remedy=error.remedy) from None
         if continue_final_message:
-            rendered = before(place, rendered, said, self.output.reasoning)
+            rendered = prompt_before(place, rendered, said, self.output.reasoning)
         return quotation.read(rendered, key, said)
 
     @cached_property

@@ -12,13 +12,25 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
 
-from pi_runtime.engine.tools.told import with_calls_as_text
 from pi_runtime.errors import PromptError
 from pi_runtime.text.chat_template import REASONING, check_message
 from pi_runtime.text.template_abilities import Abilities, CallForm, as_parts
 
 Message = dict[str, Any]
 INSTRUCTS = ("system", "developer")
+PREFACE = """\
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+"""Tells of tools where a chat template knows none, in the words that Hermes and Qwen have."""
 MOST_LEVELS = 100
 """Deepest nesting of arguments that come as text; those beyond stay text."""
 SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
@@ -175,6 +187,31 @@ def _in_order(messages: list[Message]) -> list[Message]:
         else:
             found += group
             order = {call["id"]: n for n, call in enumerate(found[-1].get("tool_calls", ()))}
+    return found
+
+
+def with_tools_as_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """The messages with the tools in the first one, which instructs."""
+    preface = PREFACE.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if not messages or messages[0]["role"] not in INSTRUCTS:
+        return [{"role": "system", "content": preface}, *messages]
+    return [{**messages[0], "content": _joined([messages[0]["content"], preface])}, *messages[1:]]
+
+
+def with_calls_as_text(messages: Sequence[Message]) -> list[Message]:
+    """The messages with calls and results as text; results that follow one another are one message of the user."""
+    found = list[Message]()
+    for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
+        if are_results:
+            results = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
+            found.append({"role": "user", "content": "\n".join(results)})
+            continue
+        for message in group:
+            calls = [call["function"] for call in message.get("tool_calls") or ()]
+            written = [json.dumps({k: call[k] for k in ("name", "arguments")}, ensure_ascii=False) for call in calls]
+            text = [message["content"]] * bool(message["content"])
+            content = "\n".join([*text, *(f"<tool_call>\n{one}\n</tool_call>" for one in written)])
+            found.append({**{key: value for key, value in message.items() if key != "tool_calls"}, "content": content})
     return found
 
 

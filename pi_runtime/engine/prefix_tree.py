@@ -198,7 +198,7 @@ class PrefixTree:
                 # What live caches hold may lie below pages that nobody else holds.
                 hiding = [one for one in held if not one[1].children and self._hides_a_page(one[1])]
                 held = [one for one in held if one not in hiding]
-                for _, node, _ in hiding:
+                for node in {node for _, node, _ in hiding}:
                     self._drop(node)
                 if not hiding:
                     break

@@ -3,18 +3,21 @@
 Where a conversation is more than turns of the user and the assistant, another one of its shape, with a word for each
 text, is rendered first. A word that does not reach the prompt says which part the template drops; the conversation is
 then arranged in another way. Thoughts are the template's own affair: most drop those of earlier turns on purpose.
+
+Where the answer goes on from an assistant's text, that message is rendered with a text that nobody has in its place.
 """
 
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from pi_runtime.engine.history import INSTRUCTS, Message, Way, arranged
-from pi_runtime.engine.tools.told import told
-from pi_runtime.errors import PromptError, TemplateError
+from pi_runtime.engine.history import INSTRUCTS, Message, Way, arranged, with_tools_as_text
+from pi_runtime.engine.tools.formats import ReasoningFormat
+from pi_runtime.errors import PromptError, Setting, TemplateError, UsageError
 from pi_runtime.text.chat_template import ChatTemplate
 
 Tool = Mapping[str, Any]
@@ -33,12 +36,12 @@ class PromptWriter:
         template: ChatTemplate,
         *,
         tools: Sequence[Tool] = (),
-        are_told: bool,
+        tools_as_text: bool,
         variables: Mapping[str, Any],
         add_generation_prompt: bool,
     ) -> None:
-        """`are_told`: whether messages tell of the tools: the template does not, or its form of calls is not known."""
-        self._template, self._tools, self._are_told = template, tools, are_told
+        """`tools_as_text`: messages tell of the tools: the template does not, or its form of calls is not known."""
+        self._template, self._tools, self._are_told = template, tools, tools_as_text
         self._variables = {name: value for name, value in variables.items() if value is not None}
         self._add_generation_prompt = add_generation_prompt
         self._until = time.monotonic() + RENDERINGS * template.limits.seconds
@@ -103,7 +106,7 @@ class PromptWriter:
         raise PromptError(f"{place} is not shown by the model's chat template", remedy="leave it out")
 
     def _arranged(self, messages: Sequence[Message], tools: Sequence[Tool], way: Way) -> list[Message]:
-        shown = told(messages, tools) if tools and self._are_told else messages
+        shown = with_tools_as_text(messages, tools) if tools and self._are_told else messages
         return arranged(shown, self._template.abilities, way)
 
     def _given(self, tools: Sequence[Tool]) -> Sequence[Tool] | None:
@@ -207,3 +210,41 @@ def _plain(schema: Any, kind: str = "string") -> dict[str, Any]:
     if found["type"] == "array":
         found["items"] = _plain(found.get("items"))
     return found
+
+
+CONTINUE = Setting("continue_final_message")
+
+
+def without_last_text(messages: Sequence[Message], place: str) -> tuple[list[Message], str]:
+    """Messages in one form (see `history`), with `place` for the text of the last one, and that text.
+
+    Raises UsageError where the last one is no assistant's.
+    """
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant":
+        found = repr(last.get("role"))[:80]
+        raise UsageError("the last message must be an assistant's", setting=CONTINUE, found=found)
+    return [*messages[:-1], {**last, "content": place}], last["content"]
+
+
+def prompt_before(place: str, rendered: str, text: str, reasoning: ReasoningFormat | None) -> str:
+    """The rendered prompt before the text that `place` stands for. Raises UsageError where it stands nowhere.
+
+    What the template does with a text (many trim it, some leave its thoughts out) does not matter then. Where it begins
+    thoughts for the message, and the text has thoughts of its own, the template's empty ones are left out.
+    """
+    begin, found, _ = rendered.rpartition(place)
+    if not found:
+        raise UsageError("the model's chat template does not show the last message's text", setting=CONTINUE)
+    begin = begin.replace(place, text)  # a template may show it before, too
+    if reasoning is None or reasoning.answer:
+        return begin
+    empty = re.search(rf"{re.escape(reasoning.begin)}(\s*){re.escape(reasoning.end)}\s*\Z", begin[-1000:])
+    if empty is None:
+        return begin
+    kept = len(begin) - len(empty[0])
+    if text.lstrip().startswith(reasoning.begin):
+        return begin[:kept]
+    if reasoning.end in text:  # its thoughts have begun where the template begins them
+        return begin[: kept + len(reasoning.begin) + len(empty[1]) // 2]
+    return begin

@@ -19,11 +19,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from pi_runtime.engine.engine import Engine
+from pi_runtime.server.edge import ApiKeys, Guard
 from pi_runtime.server.errors import ApiError, failed
 from pi_runtime.server.exchange import BodyEndpoint
-from pi_runtime.server.guard import ApiKeys, Guard
+from pi_runtime.server.metrics import RequestLog, Write
 from pi_runtime.server.openapi import Route as RouteSpec
-from pi_runtime.server.request_log import RequestLog, Write
 from pi_runtime.server.routes import ROUTES, beside
 from pi_runtime.server.service import Service
 from pi_runtime.server.settings import ServerSettings

@@ -14,9 +14,9 @@ from pi_runtime.engine.engine import Engine
 from pi_runtime.engine.events import CallBegan, End, Event, PromptLogprobs
 from pi_runtime.engine.model import Model
 from pi_runtime.engine.stream import Reading, Scores, Stream
+from pi_runtime.server.admission import Client
 from pi_runtime.server.api.answer import EventReader, GatheredAnswer
 from pi_runtime.server.api.prompt import Prompt
-from pi_runtime.server.clients import Client
 from pi_runtime.server.errors import ApiError, failed
 from pi_runtime.server.metrics import Metrics
 from pi_runtime.server.settings import ServerSettings
@@ -63,7 +63,8 @@ class InFlight:
     ) -> None:
         """Hand the texts to the engine. Raises what the engine says of those that cannot be run."""
         self._metrics, self._limits, self._arrived = metrics, settings.limits, arrived
-        salt = settings.cache_salt(client.owner, prompt.cache_salt)
+        # Only requests of one key, and with the same `cache_salt`, share what is stored of prompts.
+        salt = f"{'' if settings.share_prefixes else client.owner}:{prompt.cache_salt or ''}"
         self._answers: list[_AnswerInFlight] = []
         for n, text in enumerate(prompt.texts):
             # What was begun before one of them is refused has no reference left, so it ends.

@@ -9,8 +9,7 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from pi_runtime.server.api.answer import SSE
-from pi_runtime.server.api.body import Body
-from pi_runtime.server.api.ollama_models import LATEST
+from pi_runtime.server.api.ollama import LATEST
 from pi_runtime.server.errors import OLLAMA
 
 JSON, TEXT, HTML = "application/json", "text/plain", "text/html"
@@ -85,10 +84,6 @@ class Route:
     def shown_path(self) -> str:
         """The path as the document has it."""
         return self.path.replace(":path}", "}")
-
-    def read(self, value: object, unknown: list[str] | None = None) -> Any:
-        """A JSON value as the type of its request, with `unknown` as for `Body.of`. Raises ApiError 400."""
-        return self.body.of(value, unknown) if isinstance(self.body, type) and issubclass(self.body, Body) else value
 
     @property
     def statuses(self) -> list[int]:

@@ -12,7 +12,7 @@ class Limits:
     """Limits of one request."""
 
     body_bytes: int = 4 << 20
-    arriving_bytes: int = 256 << 20
+    incoming_bytes: int = 256 << 20
     """Bytes of all bodies together that have not come whole."""
     header_bytes: int = 32 << 10
     """Request line and headers together."""
@@ -91,7 +91,3 @@ class ServerSettings:
         """Answers of one key that run or wait: three quarters of all, or all slots, where there are several keys."""
         most = self.slots + self.queue
         return most if len(self.api_keys) < 2 else max(self.slots, 3 * most // 4)
-
-    def cache_salt(self, owner: str, given: str | None) -> str:
-        """The salt of stored prompts: only requests of one key, and with the same `cache_salt`, share them."""
-        return f"{'' if self.share_prefixes else owner}:{given or ''}"

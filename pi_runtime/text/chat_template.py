@@ -6,7 +6,8 @@ confined itself (`sandbox.py`).
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from queue import LifoQueue
@@ -104,32 +105,20 @@ class ChatTemplate:
     def _reply(self, variables: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         sandbox = self._free.get()
         try:
-            return sandbox.ask({"variables": variables}, seconds)
+            with _errors_of_processes():
+                return sandbox.ask({"variables": variables}, seconds)
         except (TypeError, ValueError, RecursionError) as error:
             raise PromptError("messages, tools and variables of a chat must be JSON", found=str(error)[:200]) from None
-        except ModuleNotFoundError as error:
-            raise _missing(error) from None
-        except SandboxStartError as error:
-            raise _not_started(error) from None
         except SandboxLimitError as error:
             message = f"the chat template exceeds its {error.limit} limit"
             raise TemplateError(message, expected=self.limits.allowed(error.limit)) from None
-        except SandboxEndedError as error:
-            raise TemplateError(
-                "the process rendering the chat template ended without an answer, most likely out of memory",
-                found=str(error),
-            ) from None
         finally:
             self._free.put(sandbox)
 
     def start(self) -> None:
         """Start the process now, so that the first rendering does not wait for it."""
-        try:
+        with _errors_of_processes():
             self._sandboxes[0].start()
-        except ModuleNotFoundError as error:
-            raise _missing(error) from None
-        except SandboxStartError as error:
-            raise _not_started(error) from None
 
     def close(self) -> None:
         """End the processes."""
@@ -192,16 +181,24 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     return dict(message) if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
-def _missing(error: ModuleNotFoundError) -> MissingExtraError:
-    return MissingExtraError(f"chat templates need {error.name}", remedy=f"pip install {error.name}")
-
-
-def _not_started(error: SandboxStartError) -> TemplateError:
-    return TemplateError(
-        "the process that renders chat templates did not start",
-        found=str(error),
-        remedy="`pi-compile doctor`; reinstall jinja2",
-    )
+@contextmanager
+def _errors_of_processes() -> Iterator[None]:
+    """What may go wrong with a process that renders templates, as errors say it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"chat templates need {error.name}", remedy=f"pip install {error.name}") from None
+    except SandboxStartError as error:
+        raise TemplateError(
+            "the process that renders chat templates did not start",
+            found=str(error),
+            remedy="`pi-compile doctor`; reinstall jinja2",
+        ) from None
+    except SandboxEndedError as error:
+        raise TemplateError(
+            "the process rendering the chat template ended without an answer, most likely out of memory",
+            found=str(error),
+        ) from None
 
 
 def _printable(message: str) -> str:

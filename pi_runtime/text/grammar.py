@@ -5,11 +5,13 @@ ones keep the text within the grammar. The model's ids for the end of text may f
 """
 
 import json
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile
-from typing import Any, Literal, Self
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +19,47 @@ import tokenizers
 
 from pi_runtime.errors import ArtifactError, PiError, Setting, UsageError
 from pi_runtime.errors.exit_codes import missing_extra
-from pi_runtime.text.kept import Kept
 from pi_runtime.text.schemas import Schema, closed
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class LatestValues(Generic[K, V]):
+    """Keeps values by keys. Threads may use it at once; two that miss the same value both make it.
+
+    >>> kept = LatestValues[str, int](bytes_most=10)
+    >>> [kept.get(key, 6, lambda: n) for n, key in enumerate("aaba")]
+    [0, 0, 2, 3]
+    """
+
+    def __init__(self, bytes_most: int) -> None:
+        self._most, self._nbytes = bytes_most, 0
+        self._values: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: K, nbytes: int, make: Callable[[], V]) -> V:
+        """The value of a key, made if it is not kept. `nbytes`: what it takes. The latest is kept in any case."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key][0]
+        value = make()
+        with self._lock:
+            if key not in self._values:
+                self._values[key] = value, nbytes
+                self._nbytes += nbytes
+            while self._nbytes > self._most and len(self._values) > 1:
+                self._nbytes -= self._values.popitem(last=False)[1][1]
+        return value
+
+    def drop(self, key: K) -> int:
+        """Forget the value of a key; returns what it took, 0 if it is not kept."""
+        with self._lock:
+            _, nbytes = self._values.pop(key, (None, 0))
+            self._nbytes -= nbytes
+            return nbytes
+
 
 Mask = npt.NDArray[np.bool_]
 Ids = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -149,7 +190,7 @@ class GrammarCompiler:
                 remedy="ask without a grammar",
             ) from None
         self._stand_in = None if self._end_ids.size else ends[0]
-        self._compiled = Kept[Grammar, Any](COMPILED_BYTES)
+        self._compiled = LatestValues[Grammar, Any](COMPILED_BYTES)
 
     def start(self, grammar: Grammar, prompt_tokens: int = 0, *, nbytes: int = 0) -> "GrammarState":
         """The state after a prompt of so many tokens. Raises UsageError for a grammar that is none, and for one that is
@@ -207,7 +248,7 @@ class GrammarState:
 
     def allowed(self, seen_ids: Ids) -> Mask:
         """Whether each token of the vocabulary may follow. Raises PiError where the grammar has become too complex."""
-        packed, ends = self._asked(seen_ids, lambda matcher: (matcher.compute_bitmask(), matcher.is_accepting()))
+        packed, ends = self._from_library(seen_ids, lambda matcher: (matcher.compute_bitmask(), matcher.is_accepting()))
         bits = np.frombuffer(packed, np.uint8)
         mask: Mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(np.bool_)
         if self._stand_in is not None and self._stand_in < self._vocab_size:
@@ -218,17 +259,17 @@ class GrammarState:
 
     def is_complete(self, seen_ids: Ids) -> bool:
         """Whether nothing may follow but the end."""
-        return bool(self._asked(seen_ids, lambda matcher: matcher.is_stopped()))
+        return bool(self._from_library(seen_ids, lambda matcher: matcher.is_stopped()))
 
     def forced(self, seen_ids: Ids) -> list[int]:
         """The tokens that the tokenizer makes of the text that alone may follow; none where several texts may.
 
         The model may spell the same text in other tokens.
         """
-        found = self._asked(seen_ids, lambda matcher: matcher.compute_ff_tokens())
+        found = self._from_library(seen_ids, lambda matcher: matcher.compute_ff_tokens())
         return list(takewhile(lambda token: token not in self._ends, found))
 
-    def _asked(self, seen_ids: Ids, ask: Callable[[Any], Any]) -> Any:
+    def _from_library(self, seen_ids: Ids, ask: Callable[[Any], Any]) -> Any:
         """Ask the library after these tokens.
 
         It gives a grammar up for good where it has become too complex, and all copies of its compilation with it. That

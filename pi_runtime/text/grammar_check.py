@@ -16,8 +16,7 @@ from typing import Any
 
 from pi_runtime.errors import PiError, UsageError
 from pi_runtime.errors.exit_codes import missing_extra
-from pi_runtime.text.grammar import Grammar
-from pi_runtime.text.kept import Kept
+from pi_runtime.text.grammar import Grammar, LatestValues
 from pi_runtime.text.sandbox import Sandbox, SandboxEndedError, SandboxLimitError, SandboxLimits, SandboxStartError
 
 CHILD = Path(__file__).with_name("_grammar_worker.py")
@@ -30,7 +29,7 @@ QUICK_S, LITTLE = 1.0, 2 << 20
 next grammar would seem to take nothing."""
 KNOWN_S = 60.0
 """Time for which a refusal is known: a busy machine may have been the reason."""
-_known = Kept[bytes, tuple[dict[str, str] | int, float]](256 * DIGEST_BYTES)
+_known = LatestValues[bytes, tuple[dict[str, str] | int, float]](256 * DIGEST_BYTES)
 """By digests of grammars what is wrong with each, or what it takes, and when it was tried: asked again, none costs."""
 _idle: deque[Sandbox] = deque(maxlen=IDLE_MOST)
 
@@ -54,7 +53,7 @@ def check_grammar(grammar: Grammar, limits: SandboxLimits = LIMITS, seconds: flo
 def _found(grammar: Grammar, limits: SandboxLimits, seconds: float) -> dict[str, str] | int:
     """What is wrong with a grammar, as errors say it, or what it takes."""
     try:
-        found = _asked(grammar, limits, seconds)
+        found = _reply(grammar, limits, seconds)
     except ModuleNotFoundError as error:
         raise missing_extra("llguidance") or error from None
     except SandboxStartError as error:
@@ -71,7 +70,7 @@ def _found(grammar: Grammar, limits: SandboxLimits, seconds: float) -> dict[str,
     return {"what": "cannot be used", "found": found["text"].strip()[:500]}
 
 
-def _asked(grammar: Grammar, limits: SandboxLimits, seconds: float) -> dict[str, Any]:
+def _reply(grammar: Grammar, limits: SandboxLimits, seconds: float) -> dict[str, Any]:
     """What a child replies. Raises what `Sandbox.ask` raises, and then the child has ended."""
     child = None
     if limits == LIMITS:

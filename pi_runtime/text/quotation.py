@@ -13,7 +13,7 @@ Such a cut means nothing where no marker comes to stand over it.
 import os.path
 import re
 import secrets
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
@@ -168,14 +168,11 @@ class _Cutter:
         """The cuts that a marker stands over, or ends at."""
         if not cuts or self._starts is None:
             return []
-        found, at = list[int](), 0
+        found = dict[int, None]()
         for marker in self._starts.finditer(text):
-            while at < len(cuts) and cuts[at] <= marker.start():
-                at += 1
-            while at < len(cuts) and cuts[at] <= marker.end(1):
-                found.append(cuts[at])
-                at += 1
-        return found
+            first, end = (bisect_right(cuts, place) for place in (marker.start(), marker.end(1)))
+            found |= dict.fromkeys(cuts[first:end])
+        return [*found]
 
 
 def _cut(value: Any, cut: Cut) -> Any:
@@ -210,8 +207,7 @@ def _is_parsed(marker: str, template: str) -> bool:
 
 def _begins_any(text: str, words: Sequence[str]) -> bool:
     """Whether one of the sorted words begins with a text and goes on."""
-    at = bisect_left(words, text)
-    at += at < len(words) and words[at] == text
+    at = bisect_right(words, text)
     return at < len(words) and words[at].startswith(text)
 
 

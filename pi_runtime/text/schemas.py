@@ -236,6 +236,19 @@ def referred(ref: str, whole: Any) -> Any:
     return found
 
 
+def together(schema: Any, whole: Any, branches: Iterable[str] = BRANCHES) -> Iterator[Mapping[str, Any]]:
+    """A schema, and those in its branches and behind its references, each once. `whole` has what is referred to."""
+    rest, seen = deque([schema]), set[int]()
+    while rest:
+        part = rest.popleft()
+        if isinstance(part, Mapping) and id(part) not in seen:
+            seen.add(id(part))
+            yield part
+            rest += [one for key in branches for one in _listed(part.get(key))]
+            if isinstance(part.get("$ref"), str):
+                rest.append(referred(part["$ref"], whole))
+
+
 def closed(schema: Schema) -> Schema:
     """The schema with its objects shut. Raises UsageError for one that is too complex.
 
@@ -339,19 +352,12 @@ class _Closer:
     def _names(self, schema: Any) -> dict[str, None] | None:
         """The names of all properties that a schema's parts have or require; None where one of them is open."""
         names: dict[str, None] = {}
-        rest, seen = deque([schema]), set[int]()
-        while rest:
-            part = rest.popleft()
-            if not isinstance(part, Mapping) or id(part) in seen:
-                continue
-            seen.add(id(part))
+        for part in together(schema, self._whole):
             if any(part.get(key, False) is not False for key in ("additionalProperties", "unevaluatedProperties")):
                 return None
             properties = part.get("properties")
             names |= dict.fromkeys(properties if isinstance(properties, Mapping) else ())
             names |= dict.fromkeys(_texts(part.get("required")))
-            rest += [one for key in BRANCHES for one in _listed(part.get(key))]
-            rest.append(self._target(part))
         return names
 
     def _target(self, schema: Mapping[str, Any]) -> Any:

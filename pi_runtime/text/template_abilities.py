@@ -5,15 +5,20 @@ A word of the template's source says little: Gemma 2's has `system` in the error
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
-from types import MappingProxyType
 from typing import Any
 
 Message = Mapping[str, Any]
 Attempt = Callable[..., str | None]
 """Renders messages, with `tools`, `add_generation_prompt` and further `variables`; None where the template fails."""
 SYSTEM, FIRST, SAID, SECOND, KEY, VALUE, RESULT, THOUGHT, EXTRA = (f"qz{n}zq" for n in range(9))
+ASKS, ANSWERS, ASKS_AGAIN, INSTRUCTS, INSTRUCTS_LATER = (
+    {"role": role, "content": text}
+    for role, text in zip(
+        ("user", "assistant", "user", "system", "system"), (FIRST, SAID, SECOND, SYSTEM, EXTRA), strict=True
+    )
+)
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """How much a model may be asked to think, rising."""
 CALL_ID, FOREIGN_ID = "a1B2c3D4e", "call_0a1b2c3d4e5f6a7b"
@@ -41,9 +46,9 @@ class CallForm:
     arguments_are_text: bool
     names_results: bool
     """Whether results have the name of the function."""
-    short_ids: bool
+    short_ids: bool = True
     """Whether ids have nine letters and digits."""
-    allows_several: bool
+    allows_several: bool = False
     """Whether a message may have several calls."""
 
 
@@ -51,55 +56,39 @@ class CallForm:
 class Abilities:
     """What reaches the prompt, and in which form."""
 
-    is_whole: bool
+    is_whole: bool = False
     """Whether each message of a plain conversation does. A template that shows a part of it means to."""
-    typed: frozenset[str]
+    typed: frozenset[str] = frozenset()
     """Roles whose content must be a list of parts, {"type": "text", "text": …}."""
-    system: bool
+    system: bool = True
     """Whether a system message before the user's does."""
-    system_alone: bool
+    system_alone: bool = True
     """Whether it does without a user's."""
-    system_later: bool
+    system_later: bool = True
     """Whether a second system message does, in the middle of a conversation."""
-    developer: bool
+    developer: bool = False
     """Whether a message of the role `developer` does, and not as one of any role."""
-    repeats: bool
+    repeats: bool = True
     """Whether a role may come twice in a row, and a conversation begin with the assistant."""
-    nothing: str
+    nothing: str = ""
     """What an assistant says that says nothing: a blank where the template fails without."""
-    tools: bool
+    tools: bool = False
     """Whether the name of a function and those of its parameters do."""
-    empty_tools: bool
+    empty_tools: bool = False
     """Whether a chat without tools must have an empty list of them."""
-    calls: CallForm | None
+    calls: CallForm | None = None
     """None where calls and results do not reach the prompt."""
-    written: str
+    written: str = ""
     """What the template writes for a call, as if the model had: empty where it shows none."""
-    told: str
+    preface: str = ""
     """What the template writes because there are tools."""
-    switch: bool
+    switch: bool = False
     """Whether `enable_thinking` changes anything."""
-    efforts: Mapping[str, str]
+    efforts: Mapping[str, str] = field(default_factory=dict)
     """What `reasoning_effort` must be for each of `EFFORTS`; empty where it changes nothing."""
 
 
-UNKNOWN = Abilities(
-    is_whole=False,
-    typed=frozenset(),
-    system=True,
-    system_alone=True,
-    system_later=True,
-    developer=False,
-    repeats=True,
-    nothing="",
-    tools=False,
-    empty_tools=False,
-    calls=None,
-    written="",
-    told="",
-    switch=False,
-    efforts=MappingProxyType({}),
-)
+UNKNOWN = Abilities()
 """Of a template that renders nothing, or takes too long: messages are given as they are."""
 
 
@@ -108,37 +97,31 @@ def abilities_of(attempt: Attempt) -> Abilities:
     probe = _Probe(attempt)
     forms: Iterator[tuple[set[str], Sequence[Any] | None]] = product((set(), {"user"}), (None, []))
     for probe.typed, probe.no_tools in forms:
-        if probe.shows((FIRST,), [_user(FIRST)]):
+        if probe.shows([ASKS]):
             break
     else:
         return UNKNOWN
-    plain = [_user(FIRST), _assistant(SAID), _user(SECOND)]
-    system = {"role": "system", "content": SYSTEM}
-    is_whole = probe.shows_typed("assistant", (FIRST, SAID, SECOND), plain)
-    has_system = probe.shows_typed("system", (SYSTEM, FIRST), [system, _user(FIRST)])
-    tools = probe.shows((NAME, KEY), [_user(FIRST)], tools=[LOOKUP])
+    is_whole = probe.shows_typed("assistant", [ASKS, ANSWERS, ASKS_AGAIN])
+    has_system = probe.shows_typed("system", [INSTRUCTS, ASKS])
+    tools = probe.shows([ASKS], NAME, KEY, tools=[LOOKUP])
     calls = probe.call_form(tools)
     return Abilities(
         is_whole=is_whole,
         typed=frozenset(probe.typed),
         system=has_system,
-        system_alone=has_system and probe.shows((SYSTEM,), [system]),
+        system_alone=has_system and probe.shows([INSTRUCTS]),
         system_later=has_system
-        and probe.shows(
-            (SYSTEM, FIRST, SAID, EXTRA, SECOND), [system, *plain[:2], {**system, "content": EXTRA}, plain[2]]
-        )
-        and probe.shows((SYSTEM, FIRST, EXTRA), [system, {**system, "content": EXTRA}, _user(FIRST)]),
+        and probe.shows([INSTRUCTS, ASKS, ANSWERS, INSTRUCTS_LATER, ASKS_AGAIN])
+        and probe.shows([INSTRUCTS, INSTRUCTS_LATER, ASKS]),
         developer=probe.knows_developer(),
-        repeats=probe.shows(
-            (FIRST, SECOND, SAID, EXTRA), [_user(FIRST), _user(SECOND), _assistant(SAID), _assistant(EXTRA), _user("a")]
-        )
-        and probe.shows((SAID, FIRST), [_assistant(SAID), _user(FIRST)]),
-        nothing="" if probe.shows((FIRST, SECOND), [_user(FIRST), _assistant(""), _user(SECOND)]) else " ",
+        repeats=probe.shows([ASKS, ASKS_AGAIN, ANSWERS, {**ANSWERS, "content": EXTRA}, {**ASKS, "content": THOUGHT}])
+        and probe.shows([ANSWERS, ASKS]),
+        nothing="" if probe.shows([ASKS, {**ANSWERS, "content": ""}, ASKS_AGAIN]) else " ",
         tools=tools,
         empty_tools=probe.no_tools is not None,
         calls=calls,
         written=probe.written(calls, tools) if calls else "",
-        told=probe.told() if tools else "",
+        preface=probe.preface() if tools else "",
         switch=probe.switches(),
         efforts=probe.efforts(),
     )
@@ -164,17 +147,17 @@ class _Probe:
         shown = [as_parts(message, self.typed) for message in messages]
         return self._attempt(shown, **{"tools": self.no_tools, "variables": {}, **given})
 
-    def shows(self, words: Sequence[str], messages: Sequence[Message], **given: Any) -> bool:
-        """Whether all words reach the prompt."""
+    def shows(self, messages: Sequence[Message], *words: str, **given: Any) -> bool:
+        """Whether the texts of all messages reach the prompt, and further words."""
         text = self.render(messages, **given)
-        return text is not None and all(word in text for word in words)
+        return text is not None and all(word in text for word in (*words, *(m.get("content") or "" for m in messages)))
 
-    def shows_typed(self, role: str, words: Sequence[str], messages: Sequence[Message]) -> bool:
+    def shows_typed(self, role: str, messages: Sequence[Message]) -> bool:
         """The same, with the role's content in parts where it must be."""
-        if self.shows(words, messages):
+        if self.shows(messages):
             return True
         self.typed.add(role)
-        if self.shows(words, messages):
+        if self.shows(messages):
             return True
         self.typed.discard(role)
         return False
@@ -182,18 +165,18 @@ class _Probe:
     def knows_developer(self) -> bool:
         """Whether a developer's message is shown as that, which no unknown role's is."""
         known, unknown = "developer", "d" + EXTRA  # of one first letter, which is all that some templates write
-        texts = [self.render([{"role": role, "content": SYSTEM}, _user(FIRST)]) for role in (known, unknown)]
+        texts = [self.render([{"role": role, "content": SYSTEM}, ASKS]) for role in (known, unknown)]
         return texts[0] is not None and SYSTEM in texts[0] and texts[0] != (texts[1] or "").replace(unknown, known)
 
     def switches(self) -> bool:
         """Whether `enable_thinking` makes a difference."""
-        on, off = (self.render([_user(FIRST)], variables={"enable_thinking": thinks}) for thinks in (True, False))
+        on, off = (self.render([ASKS], variables={"enable_thinking": thinks}) for thinks in (True, False))
         return on != off
 
     def efforts(self) -> dict[str, str]:
-        """What `reasoning_effort` must be: the nearest that is taken, and of the usual three where each is written."""
+        """What `reasoning_effort` must be: the nearest that does not fail, of the usual three where each is written."""
         without, unknown, *shown = (
-            self.render([_user(FIRST)], variables=variables)
+            self.render([ASKS], variables=variables)
             for variables in ({}, *({"reasoning_effort": effort} for effort in (EXTRA, *EFFORTS)))
         )
         texts = dict(zip(EFFORTS, shown, strict=True))
@@ -203,11 +186,9 @@ class _Probe:
         same = {
             effort for effort, text in texts.items() if is_written and text == (unknown or "").replace(EXTRA, effort)
         }
-        taken = [n for n, effort in enumerate(EFFORTS) if texts[effort] is not None]
-        taken = [n for n in taken if EFFORTS[n] not in same or EFFORTS[n] in ("low", "medium", "high")] or taken
-        return {
-            effort: EFFORTS[min(taken, key=lambda other: abs(other - n))] for n, effort in enumerate(EFFORTS) if taken
-        }
+        able = [n for n, effort in enumerate(EFFORTS) if texts[effort] is not None]
+        able = [n for n in able if EFFORTS[n] not in same or EFFORTS[n] in ("low", "medium", "high")] or able
+        return {effort: EFFORTS[min(able, key=lambda m: abs(m - n))] for n, effort in enumerate(EFFORTS) if able}
 
     def call_form(self, tools: bool) -> CallForm | None:
         """The first form in which calls and results reach the prompt; arguments as JSON at best."""
@@ -216,42 +197,33 @@ class _Probe:
         for typed in ((), ("tool",)):
             self.typed |= {*typed}
             for names, content, is_text in product((False, True), contents, (False, True)):
-                form = CallForm(
-                    content=content,
-                    arguments_are_text=is_text,
-                    names_results=names,
-                    short_ids=True,
-                    allows_several=False,
-                )
-                text = self.render(_called(form), **given)
-                if text is None or not all(word in text for word in (FIRST, KEY, VALUE, RESULT, SAID, SECOND)):
-                    continue
-                # Python's way to write an object, or text within text.
-                if f"'{KEY}': '{VALUE}'" in text or f'\\"{VALUE}' in text:
-                    continue
-                return self._further(form, given)
+                form = CallForm(content=content, arguments_are_text=is_text, names_results=names)
+                text = self.render(_called(form), **given) or ""
+                # Not in Python's way to write an object, nor as text within text.
+                is_json = f"'{KEY}': '{VALUE}'" not in text and f'\\"{VALUE}' not in text
+                if is_json and all(word in text for word in (FIRST, KEY, VALUE, RESULT, SAID, SECOND)):
+                    return self._further(form, given)
             self.typed -= {*typed}
         return None
 
     def _further(self, form: CallForm, given: Mapping[str, Any]) -> CallForm:
         """What else the form allows: ids of other servers, several calls in one message."""
-        short = not self.shows((KEY, VALUE, RESULT, SAID), _called(form, call_id=FOREIGN_ID), **given)
-        words = (VALUE, EXTRA, RESULT, THOUGHT)
-        several = self.shows(words, _called(form, more=(EXTRA, THOUGHT)), **given)
+        short = not self.shows(_called(form, call_id=FOREIGN_ID), KEY, VALUE, **given)
+        several = self.shows(_called(form, more=(EXTRA, THOUGHT)), VALUE, EXTRA, **given)
         return replace(form, short_ids=short, allows_several=several)
 
     def written(self, form: CallForm, tools: bool) -> str:
         """What stands where an answer does, if it is a call, without the end of the turn."""
         given: dict[str, Any] = {"tools": [LOOKUP]} if tools else {}
         text = self.render(_called(form)[:2], add_generation_prompt=False, **given)
-        said = self.render([_user(FIRST), _assistant(SAID)], add_generation_prompt=False, **given)
+        said = self.render([ASKS, ANSWERS], add_generation_prompt=False, **given)
         if text is None or said is None or VALUE not in text or SAID not in said:
             return ""
         return text[_parting(text, said) :].removesuffix(said.rpartition(SAID)[2])
 
-    def told(self) -> str:
+    def preface(self) -> str:
         """The text that comes with tools."""
-        without, text = self.render([_user(FIRST)]), self.render([_user(FIRST)], tools=[LOOKUP])
+        without, text = self.render([ASKS]), self.render([ASKS], tools=[LOOKUP])
         return "" if without is None or text is None else text[_parting(text, without) :]
 
 
@@ -260,14 +232,6 @@ def _parting(text: str, other: str) -> int:
     found = next((n for n, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
     begin = text.rfind("<", 0, found)
     return begin if begin >= 0 and ">" not in text[begin:found] else found
-
-
-def _user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def _assistant(text: str) -> Message:
-    return {"role": "assistant", "content": text}
 
 
 def _called(form: CallForm, *, call_id: str = CALL_ID, more: tuple[str, str] | None = None) -> list[Message]:
@@ -281,4 +245,4 @@ def _called(form: CallForm, *, call_id: str = CALL_ID, more: tuple[str, str] | N
         named = {"name": NAME} if form.names_results else {}
         results.append({"role": "tool", "tool_call_id": found, "content": result, **named})
     turn = {"role": "assistant", **form.content, "tool_calls": calls}
-    return [_user(FIRST), turn, *results, _assistant(SAID), _user(SECOND)]
+    return [ASKS, turn, *results, ANSWERS, ASKS_AGAIN]

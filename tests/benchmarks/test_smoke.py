@@ -1,5 +1,8 @@
 """Every benchmark can be imported, and the engine that most of them ask measures what a run computes."""
 
+import json
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -41,3 +44,13 @@ def test_the_engine_measures_what_a_run_computes(tmp_path: Path) -> None:
     one, three = ours.shares("a", [1, 3], 8, 2)
     assert one["own"] == pytest.approx(one["union"])
     assert 0 < one["own"] < three["union"] < 1
+
+
+def test_the_bench_of_a_gpu_runs_on_the_interpreter(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, str(HERE / "gpu.py"), "--device", "cpu", "--tiny", "--json", str(tmp_path / "rows.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {row["what"] for row in rows} >= {"ours", "ours, gate", "ours, dense", "layers, sparse", "layers, dense"}
+    assert all(row["decode"] > 0 for row in rows[1:])

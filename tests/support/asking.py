@@ -10,16 +10,15 @@ import pytest
 from pi_runtime import Engine
 from pi_runtime.engine.events import Event
 from pi_runtime.sequence.stats import Stats
+from pi_runtime.server.admission import Client
 from pi_runtime.server.api.answer import AnswerWriter, EventReader, GatheredAnswer
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.served import Served
-from pi_runtime.server.clients import Client
 from pi_runtime.server.errors import ApiError
-from pi_runtime.server.handlers import Computed, Generated
+from pi_runtime.server.exchange import in_parts
 from pi_runtime.server.in_flight import InFlight
 from pi_runtime.server.metrics import Metrics
-from pi_runtime.server.response import in_parts
-from pi_runtime.server.routes import ROUTES
+from pi_runtime.server.routes import ROUTES, Computed, Generated
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 OLLAMA_CHAT, OLLAMA_GENERATE = "/api/chat", "/api/generate"
@@ -45,7 +44,7 @@ def read(path: str, value: object, served: Served) -> tuple[Prompt, AnswerWriter
     """What becomes of the JSON of a request of this path."""
     handler = POSTS[path].handler
     assert isinstance(handler, Generated)
-    return handler.read(POSTS[path].read(value), served)
+    return handler.read(POSTS[path].body.of(value), served)
 
 
 def asked(path: str, value: object, served: Served) -> Prompt:
@@ -57,7 +56,7 @@ def computed(path: str, value: object, served: Served) -> Any:
     """The answer to a request of this path, which takes no engine."""
     handler = POSTS[path].handler
     assert isinstance(handler, Computed)
-    return handler.compute(POSTS[path].read(value), served)
+    return handler.compute(POSTS[path].body.of(value), served)
 
 
 def refused(path: str, value: object, served: Served, param: str | None, says: str = "", status: int = 400) -> str:

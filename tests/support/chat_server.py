@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from pi_runtime.server.chat_page import chat_page
+from pi_runtime.server.routes import chat_page
 
 PROPS = {"model": "demo", "chat_template": "{{ messages }}", "context": 4096, "mode": "predicted", "device": "cpu"}
 Turn = Sequence[str | float] | Response
@@ -37,6 +37,8 @@ class Script:
     loading: int = 0
     """How many more times /props says that the model is loading."""
     asked: list[dict[str, Any]] = field(default_factory=list)
+    ahead: list[dict[str, Any]] = field(default_factory=list)
+    """What it was asked to read ahead."""
     gate: threading.Event = field(default_factory=threading.Event)
     left: threading.Event = field(default_factory=threading.Event)
     """Set when a client left before its answer was complete."""
@@ -89,7 +91,11 @@ class Player:
     async def answer(self, request: Request) -> Response:
         if not self.knows(request):
             return refusal(401, "A key is needed.")
-        self.script.asked.append(await request.json())
+        body = await request.json()
+        if body.get("max_tokens") == 0:
+            self.script.ahead.append(body)
+            return JSONResponse({})
+        self.script.asked.append(body)
         turns = self.script.turns
         turn = turns.pop(0) if len(turns) > 1 else turns[0]
         if isinstance(turn, Response):

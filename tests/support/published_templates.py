@@ -47,7 +47,7 @@ class Comparison:
     has_tools: bool
     ours: Rendered
     theirs: Rendered
-    is_told: bool
+    tools_as_text: bool
     """Whether messages tell of the tools: then the two prompts differ."""
 
     @property
@@ -61,12 +61,14 @@ class Comparison:
     def differs(self) -> bool:
         """Whether the prompts differ though nothing needed help."""
         is_whole = self.theirs.text is not None and not self.theirs.lost
-        return is_whole and not self.is_told and self.ours.text != self.theirs.text
+        return is_whole and not self.tools_as_text and self.ours.text != self.theirs.text
 
 
-def ours(template: ChatTemplate, messages: list[Any], tools: list[Any], words: str, *, is_told: bool) -> Rendered:
+def ours(template: ChatTemplate, messages: list[Any], tools: list[Any], words: str, *, tools_as_text: bool) -> Rendered:
     """A conversation as this project renders it."""
-    writer = PromptWriter(template, tools=tools, are_told=is_told, variables=VARIABLES, add_generation_prompt=True)
+    writer = PromptWriter(
+        template, tools=tools, tools_as_text=tools_as_text, variables=VARIABLES, add_generation_prompt=True
+    )
     try:
         text = writer.write(one_form(messages))
     except InputError as error:
@@ -107,10 +109,10 @@ def compare(file: Path) -> list[Comparison]:
         form = tools_of(template)
         for name, (messages, words) in CONVERSATIONS.items():
             for tools in ([], [HOURS]):
-                is_told = form is not None and form.is_told
-                here = ours(template, messages, tools, words, is_told=is_told)
+                tools_as_text = form is not None and form.is_generic
+                here = ours(template, messages, tools, words, tools_as_text=tools_as_text)
                 there = theirs(source, messages, tools, words)
-                found.append(Comparison(file.stem, name, bool(tools), here, there, bool(tools) and is_told))
+                found.append(Comparison(file.stem, name, bool(tools), here, there, bool(tools) and tools_as_text))
     return found
 
 

@@ -16,7 +16,7 @@ from pi_runtime import Engine, Model, load
 from pi_runtime.errors import PiError
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
 from pi_runtime.server.app import build_app
-from pi_runtime.server.listening import Server, config
+from pi_runtime.server.edge import Server, config
 from pi_runtime.server.service import Service
 from pi_runtime.server.settings import Limits, ServerSettings
 
@@ -78,7 +78,8 @@ class Served:
     def is_idle(self) -> bool:
         """Whether nothing runs, waits, or is being prepared, and every page that is used is only kept."""
         stats = self.engine.stats
-        return stats.running == stats.waiting == self.service.open_requests == self.service.admission.taken == 0
+        is_quiet = stats.running == stats.waiting == stats.reading_ahead == 0
+        return is_quiet and self.service.open_requests == self.service.admission.answers == 0
 
 
 def events(response: httpx.Response) -> Iterator[Any]:

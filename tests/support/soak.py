@@ -10,6 +10,7 @@ import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,8 @@ import httpx
 from pi_runtime import Model, Sampling
 from support.serve_process import ServeProcess
 
+READ_AHEAD = 0.2
+"""Share of the requests of whose prompt a part is read ahead."""
 CANCELLED = 0.5
 """Share of the requests whose client leaves."""
 WARM_UP = 0.2
@@ -106,6 +109,8 @@ class _Request:
     async def run(self) -> None:
         """Ask, and note what is wrong with the answer."""
         try:
+            if self._rng.random() < READ_AHEAD:
+                await self._read_ahead()
             # Spread from those who wait in the queue to those who have read some of their answer.
             async with asyncio.timeout(self._rng.expovariate(4.0) if self._leaves else None):
                 await (self._stream() if self._streams else self._whole())
@@ -114,6 +119,15 @@ class _Request:
             self._found.cancelled += 1
         except (httpx.HTTPError, AssertionError, KeyError, ValueError) as error:
             self._found.wrong.append(f"{type(error).__name__}: {error}"[:500])
+
+    async def _read_ahead(self) -> None:
+        """Let a part of the prompt be read ahead, for as long as somebody types; beside others it may never run."""
+        text = self._body["prompt"]
+        begun = self._body | {"prompt": text[: self._rng.randint(1, len(text))], "max_tokens": 0, "stream": False}
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._rng.expovariate(20.0)):
+                response = await self._http.post("/v1/completions", json=begun)
+                assert response.json()["usage"]["completion_tokens"] == 0, response.text
 
     async def _whole(self) -> None:
         response = await self._http.post("/v1/completions", json=self._body)

@@ -16,8 +16,7 @@ from pi_runtime.errors import Setting, UsageError
 from pi_runtime.execution.disk_rows import DiskRows
 from pi_runtime.execution.executor import DiskStats
 from pi_runtime.execution.host_executor import HostExecutor
-from pi_runtime.sequence.sampler import Sampler
-from pi_runtime.sequence.sampling import Sampling
+from pi_runtime.sequence.sampling import Sampler, Sampling
 
 BUDGETS = 6
 LEAD, MOST_TOKENS = 8, 64

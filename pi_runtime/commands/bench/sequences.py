@@ -12,8 +12,7 @@ import numpy as np
 from pi_runtime.engine.model import Model
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.kv_cache import KVCache, pages_of
-from pi_runtime.sequence.sampler import Sampler
-from pi_runtime.sequence.sampling import Sampling
+from pi_runtime.sequence.sampling import Sampler, Sampling
 
 LEAD, STEPS = 8, 4
 """Tokens that a sequence holds before it is timed, and steps that one repetition times."""

@@ -65,7 +65,7 @@ class DeviceOps:
             each = zip(self.cuts, ws.cuts_L2X, strict=True)
             self._device_cuts = [DeviceCuts.of(cuts, d.d_ff, cuts_2X) for cuts, cuts_2X in each]
 
-    def of_first(self, tokens: int) -> "DeviceOps":
+    def for_tokens(self, tokens: int) -> "DeviceOps":
         """The same in the memory of the first tokens alone."""
         return replace(self, workspace=self.workspace.first(tokens), pinned=self.pinned.first(tokens))
 

@@ -55,7 +55,7 @@ class HostOps(CpuOps):
         self._sum_to_device, self._sum_to_host = pinned.sum_to_device.numpy(), pinned.sum_to_host.numpy()
         self._x_to_device, self._x_to_host = pinned.x_to_device.numpy(), pinned.x_to_host.numpy()
 
-    def of(self, tokens: int) -> "HostOps":
+    def for_tokens(self, tokens: int) -> "HostOps":
         """The same for so many tokens together."""
         return HostOps(self.rows, self.layers, self.cuts, self._pinned, tokens)
 

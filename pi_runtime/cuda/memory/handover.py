@@ -115,9 +115,9 @@ class PinnedBuffers:
 
     def first(self, tokens: int) -> "PinnedBuffers":
         """The same memory for the first tokens alone."""
-        return replace(self, **{field.name: of_first(getattr(self, field.name), tokens) for field in fields(self)})
+        return replace(self, **{field.name: first_tokens(getattr(self, field.name), tokens) for field in fields(self)})
 
 
-def of_first(values: Any, tokens: int) -> Any:
+def first_tokens(values: Any, tokens: int) -> Any:
     """The same memory for the first tokens alone."""
     return values[:tokens] if isinstance(values, torch.Tensor) else replace(values, tokens=tokens)

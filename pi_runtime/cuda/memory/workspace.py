@@ -20,7 +20,7 @@ from pi_runtime.artifact.gpu_buffers import gpu_workspace, handover_slots
 from pi_runtime.cuda.kernels.attention import AttentionPartials
 from pi_runtime.cuda.kernels.compaction import NeuronList
 from pi_runtime.cuda.memory.devices import Device, allocate
-from pi_runtime.cuda.memory.handover import Handover, TokenWords, of_first
+from pi_runtime.cuda.memory.handover import Handover, TokenWords, first_tokens
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class DeviceWorkspace:
                 return NeuronList.of(values.index_MF[:tokens], values.length_M[:tokens])
             if isinstance(values, AttentionPartials):
                 return AttentionPartials(*(part[:tokens] for part in values))
-            return of_first(values, tokens)
+            return first_tokens(values, tokens)
 
         own = (field.name for field in fields(self) if field.name not in _OF_ALL)
         return replace(self, **{name: of(getattr(self, name)) for name in own})

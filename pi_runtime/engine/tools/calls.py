@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection
 
 from pi_runtime.engine.events import CallArguments, CallBegan, CallBroken, Delta, TextDelta
 from pi_runtime.engine.tools.formats import ToolFormat
-from pi_runtime.engine.tools.json_scanner import (
+from pi_runtime.engine.tools.scanners import (
     AFTER,
     COLON,
     FIRST_KEY,
@@ -36,9 +36,9 @@ from pi_runtime.engine.tools.json_scanner import (
     STRING,
     VALUE,
     JsonScanner,
+    MarkerWatch,
     QuotedScanner,
 )
-from pi_runtime.engine.tools.marker import MarkerWatch
 
 ID_LETTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
 """Ids of calls are such that Mistral's templates take them."""
@@ -56,6 +56,105 @@ ARGUMENTS, NAME, WRAPPER = ("arguments", "parameters"), ("name", "function"), "f
 def new_id() -> str:
     """A new id of a call."""
     return "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
+
+
+class Call:
+    """One call as it is read. One that is JSON is followed here: its members in any order, others among them."""
+
+    def __init__(self, name: str = "") -> None:
+        self.scanner = JsonScanner()
+        self.name = name
+        self.arguments: list[str] = []
+        """Arguments that were not shown yet."""
+        self.in_arguments = self.has_begun = self.is_broken = False
+        """Whether what comes is arguments; whether the call is shown; whether what came cannot be a call."""
+        self._key = ""
+        self._member: list[str] = []
+        self._level = 1
+        """How many brackets stand around the members that are read: the name and the arguments."""
+        self._base = 0
+        """How many brackets stand around the arguments."""
+        self._quoted: QuotedScanner | None = None
+        """Follows arguments that are text."""
+
+    @property
+    def is_in_text(self) -> bool:
+        """Whether the next characters are of a text among the arguments, with no escape open."""
+        scanner = self.scanner if self._quoted is None else self._quoted.object
+        return self.in_arguments and scanner.is_in_text and self.scanner.state == STRING
+
+    def push(self, char: str) -> bool:
+        """Take a character of a call that is JSON; False if it cannot stand there."""
+        scanner = self.scanner
+        if not scanner.push(char):
+            return False
+        if self._quoted is not None:
+            self._add_quoted(char, self._quoted)
+        elif self.in_arguments:
+            self.add_argument(char)
+        elif scanner.depth < self._level:
+            self._level = scanner.depth
+        elif (
+            # The value of the call's arguments, the first that it has.
+            self._key in ARGUMENTS and not (self.has_begun or self.arguments) and self._begins_arguments(char)
+        ):
+            pass
+        elif scanner.depth == 2 > self._level and scanner.state == FIRST_KEY and self._key == WRAPPER:
+            self._level = 2
+        elif scanner.depth == self._level:
+            self._add_member(char)
+        return True
+
+    def push_argument(self, char: str) -> bool:
+        """Take a character of arguments that stand alone; False if it cannot stand there."""
+        if (not self.scanner.depth and char != "{") or not self.scanner.push(char):
+            return False
+        self.add_argument(char)
+        return True
+
+    def add_argument(self, char: str) -> None:
+        """Add a character that was followed to the arguments."""
+        self.arguments.append(char)
+        self.in_arguments = self.scanner.depth > self._base
+
+    def _begins_arguments(self, char: str) -> bool:
+        """Begin the arguments where this character does; a value that they cannot be is no call."""
+        state, within = self.scanner.state, self.scanner.depth - self._level
+        if within == 1 and state == FIRST_KEY:
+            self._base = self._level
+            self.add_argument(char)
+        elif not within and char == '"' and self.scanner.is_in_text:
+            self._quoted = QuotedScanner()
+        elif (within == 1 and state == FIRST_VALUE) or (not within and state == SCALAR_TEXT and char not in "nul"):
+            self.is_broken = True
+        else:
+            return False
+        return True
+
+    def _add_quoted(self, char: str, quoted: QuotedScanner) -> None:
+        """Take a character of arguments that are text."""
+        state = self.scanner.state
+        if state == AFTER:
+            self._quoted, self._key = None, ""
+            self.is_broken = not quoted.has_ended and "".join(quoted.other).strip() not in {"", "null"}
+            return
+        shown = quoted.push(char, is_between=state == STRING)
+        self.is_broken = shown is None
+        if shown:
+            self.arguments.append(shown)
+            self.in_arguments = not quoted.has_ended
+
+    def _add_member(self, char: str) -> None:
+        """Take a character of a call outside its arguments."""
+        state = self.scanner.state
+        if state in {KEY, FIRST_KEY} or (state == VALUE and char == ":"):
+            self._member = []
+            return
+        self._member.append(char)
+        if char == '"' and state == COLON:
+            self._key = json.loads("".join(self._member))
+        elif char == '"' and state == AFTER and self._key in NAME and not self.name:
+            self.name = json.loads("".join(self._member))
 
 
 class CallParser:
@@ -81,20 +180,9 @@ class CallParser:
 
     def _begin_call(self, raw: str) -> None:
         self._raw = raw
-        self._scanner = JsonScanner()
-        self._key = self._name = ""
-        self._member: list[str] = []
-        self._in_arguments = self._has_begun = False
-        self._level = 1
-        """How many brackets stand around the members that are read: the name and the arguments."""
-        self._base = 0
-        """How many brackets stand around the arguments."""
+        self._call = Call()
         self._tail = ""
         """What was read behind the call, or behind those before it, after white space."""
-        self._quoted: QuotedScanner | None = None
-        """Follows arguments that are text."""
-        self._pending: list[str] = []
-        """Arguments that were not shown yet."""
 
     @property
     def _raw(self) -> str:
@@ -118,17 +206,17 @@ class CallParser:
                 self._read(text[at])
                 end += 1
             at = end
-        return self._taken()
+        return self._drained()
 
     def finish(self) -> list[Delta]:
         """Return what was held, when the answer ends."""
         if self._read == self._read_text:
-            self._show_text(self._watch.take())
+            self._show_text(self._watch.drain())
         elif self._read != self._read_end:
             self._break_off("")
-        return self._taken()
+        return self._drained()
 
-    def _taken(self) -> list[Delta]:
+    def _drained(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -141,12 +229,11 @@ class CallParser:
 
     def _read_plain(self, text: str, at: int) -> int:
         """Read at once what changes no state, in text or in an argument that is a text; returns where it ends."""
-        scanner = self._scanner if self._quoted is None else self._quoted.object
-        if self._in_arguments and scanner.is_in_text and self._scanner.state == STRING:
+        if self._call.is_in_text:
             match = PLAIN.match(text, at)
             if match is not None:
                 self._keep(match[0])
-                self._pending.append(match[0])
+                self._call.arguments.append(match[0])
                 self._show_arguments()
                 return match.end()
         elif self._read == self._read_text and not self._may_be_bare:
@@ -165,7 +252,7 @@ class CallParser:
         self._show_text(shown)
         if found:
             self._is_list = False
-            self._begin_call(self._watch.take())
+            self._begin_call(self._watch.drain())
             after = self._read_begin if self._format.begin else self._read_call
             self._read = self._read_head if self._format.has_head else after
 
@@ -205,120 +292,51 @@ class CallParser:
             self._break_off(char)
         else:
             self._keep(char)
-            self._name, self._read = match[1], self._read_arguments
+            self._call.name, self._read = match[1], self._read_arguments
 
     def _read_arguments(self, char: str) -> None:
         """Read the arguments after a head."""
-        scanner = self._scanner
-        if not scanner.depth and char in SPACE:
+        call = self._call
+        if not call.scanner.depth and char in SPACE:
             self._keep(char)
-        elif (not scanner.depth and char != "{") or not scanner.push(char):
+        elif not call.push_argument(char):
             self._break_off(char)
         else:
-            self._in_arguments = True
             self._keep(char)
-            self._add_argument(char)
-            if not scanner.depth:
+            self._show_arguments()
+            if not call.scanner.depth:
                 self._end_call()
 
     def _read_object(self, char: str) -> None:
-        """Read a call that is JSON: its members in any order, others among them."""
-        scanner = self._scanner
-        if not scanner.push(char):
+        """Read a call that is JSON; one without arguments begins at its end."""
+        call = self._call
+        if not call.push(char):
             self._break_off(char)
             return
         self._keep(char)
-        if self._quoted is not None:
-            self._add_quoted(char, self._quoted)
-        elif self._in_arguments:
-            self._add_argument(char)
-        elif scanner.depth < self._level:
-            self._level = scanner.depth
-            if not scanner.depth:
-                self._end_object()
-        elif (
-            # The value of the call's arguments, the first that it has.
-            self._key in ARGUMENTS and not (self._has_begun or self._pending) and self._begins_arguments(char)
-        ):
-            pass
-        elif scanner.depth == 2 > self._level and scanner.state == FIRST_KEY and self._key == WRAPPER:
-            self._level = 2
-        elif scanner.depth == self._level:
-            self._add_member(char)
-
-    def _begins_arguments(self, char: str) -> bool:
-        """Begin the arguments where this character does; a value that they cannot be is no call."""
-        state, within = self._scanner.state, self._scanner.depth - self._level
-        if within == 1 and state == FIRST_KEY:
-            self._in_arguments, self._base = True, self._level
-            self._add_argument(char)
-        elif not within and char == '"' and self._scanner.is_in_text:
-            self._quoted = QuotedScanner()
-        elif (within == 1 and state == FIRST_VALUE) or (not within and state == SCALAR_TEXT and char not in "nul"):
+        has_ended = not call.scanner.depth
+        if has_ended and call.name and not call.has_begun:
+            call.arguments = ["{}"]
+        if call.is_broken or (call.name and call.name not in self._names) or (has_ended and not call.name):
             self._break_off("")
-        else:
-            return False
-        return True
-
-    def _add_quoted(self, char: str, quoted: QuotedScanner) -> None:
-        """Take a character of arguments that are text."""
-        state = self._scanner.state
-        if state == AFTER:
-            self._quoted, self._key = None, ""
-            if not quoted.has_ended and "".join(quoted.other).strip() not in {"", "null"}:
-                self._break_off("")
             return
-        shown = quoted.push(char, is_between=state == STRING)
-        if shown is None:
-            self._break_off("")
-        elif shown:
-            self._pending.append(shown)
-            self._in_arguments = not quoted.has_ended
-            self._show_arguments()
-
-    def _add_member(self, char: str) -> None:
-        """Take a character of a call outside its arguments."""
-        state = self._scanner.state
-        if state in {KEY, FIRST_KEY} or (state == VALUE and char == ":"):
-            self._member = []
-            return
-        self._member.append(char)
-        if char == '"' and state == COLON:
-            self._key = json.loads("".join(self._member))
-        elif char == '"' and state == AFTER and self._key in NAME and not self._name:
-            self._name = json.loads("".join(self._member))
-            if self._name in self._names:
-                self._show_arguments()
-            else:
-                self._break_off("")
-
-    def _end_object(self) -> None:
-        """End a call that is JSON; one without arguments begins here."""
-        if self._name and not self._has_begun:
-            self._pending = ["{}"]
-            self._show_arguments()
-        if self._has_begun:
-            self._end_call()
-        else:
-            self._break_off("")
-
-    def _add_argument(self, char: str) -> None:
-        self._pending.append(char)
-        self._in_arguments = self._scanner.depth > self._base
         self._show_arguments()
+        if has_ended:
+            self._end_call()
 
     def _show_arguments(self) -> None:
         """Show the arguments up to here, if the name is known."""
-        if not self._name or not any(self._pending):
+        call = self._call
+        if not call.name or not any(call.arguments):
             return
-        if not self._has_begun:
-            self._has_begun = self._follows_call = True
+        if not call.has_begun:
+            call.has_begun = self._follows_call = True
             self._may_be_bare = False
-            self._deltas.append(CallBegan(self._count, self._make_id(), self._name))
+            self._deltas.append(CallBegan(self._count, self._make_id(), call.name))
             self._count += 1
-        self._deltas.append(CallArguments(self._count - 1, "".join(self._pending)))
-        self._pending = []
-        if not self._in_arguments:
+        self._deltas.append(CallArguments(self._count - 1, "".join(call.arguments)))
+        call.arguments = []
+        if not call.in_arguments:
             self._raw = ""  # the call is whole, whatever comes
 
     def _end_call(self) -> None:
@@ -350,11 +368,11 @@ class CallParser:
     def _break_off(self, char: str) -> None:
         """Give up a call that cannot go on with this character: what was read of it is text."""
         raw, self._raw, self._read = self._raw, "", self._read_text
-        if self._in_arguments and self._has_begun:
+        if self._call.in_arguments and self._call.has_begun:
             self._deltas.append(CallBroken(self._count - 1, raw))
             self._follows_call = False
         else:
             self._show_text(raw)
-        self._in_arguments = False
+        self._call = Call()
         if char:
             self._read_text(char)

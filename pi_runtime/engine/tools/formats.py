@@ -1,8 +1,14 @@
-"""How models write calls of tools, by what their chat templates write."""
+"""How models write thoughts and calls of tools, by what their chat templates write."""
 
 from dataclasses import dataclass, replace
+from typing import Self
 
-from pi_runtime.engine.tools.harmony import CHANNEL
+from pi_runtime.text.quotation import parts_of
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+"""Harmony's markers (see `harmony`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +65,8 @@ class ToolFormat:
     """Whether a call ends thoughts that were not closed, and is a call; elsewhere it is a part of them."""
     has_channels: bool = False
     """Whether an answer is messages in channels, of which a call is one (see `harmony`)."""
-    is_told: bool = False
-    """Whether the template knows no tools: messages tell of them (see `told`), and a grammar shapes calls."""
+    is_generic: bool = False
+    """Whether the template knows no tools: messages tell of them (see `history`), and a grammar shapes calls."""
 
     @classmethod
     def of(cls, template: str) -> "ToolFormat | None":
@@ -96,7 +102,7 @@ class ToolFormat:
 
 
 HERMES = ToolFormat(name="hermes", trigger="<tool_call>", end="</tool_call>", gap="\n")
-GENERIC = replace(HERMES, name="generic", is_told=True)
+GENERIC = replace(HERMES, name="generic", is_generic=True)
 GLM_4_5 = ToolFormat(
     name="glm-4.5",
     trigger="<tool_call>",
@@ -146,3 +152,50 @@ def _tagged(template: str) -> ToolFormat | None:
     if "<function=" in template:
         return QWEN_3_CODER if "<parameter=" in template else None
     return HERMES if "arguments" in template else None
+
+
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """The markers around thoughts."""
+
+    begin: str
+    end: str
+    after: str = ""
+    """What follows thoughts, before the channel of the next message; white space where there are no channels."""
+    answer: str = ""
+    """What stands before the answer proper, where an answer is messages in channels."""
+    further: tuple[str, ...] = ()
+    """More markers, by which messages are told apart."""
+
+    @classmethod
+    def of(cls, template: str) -> Self | None:
+        """The format of a chat template; None where its model does not think."""
+        if CHANNEL in template:
+            begin, answer = (f"{CHANNEL}{name}{MESSAGE}" for name in ("analysis", "final"))
+            return cls(begin, "<|end|>", f"{START}assistant", answer, MARKERS)
+        return next((cls(*pair) for pair in THOUGHTS if pair[1] in template), None)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that may be special tokens of the tokenizer."""
+        return self.begin, self.end, *self.further
+
+    def is_open(self, prompt: str) -> bool:
+        """Whether the prompt ends within thoughts, which the template or the assistant's text up to here has begun."""
+        return self._last(prompt) == self.begin
+
+    def is_closed(self, prompt: str) -> bool:
+        """Whether there will be no thoughts: they have been ended, or the assistant's text has begun without them."""
+        last = self._last(prompt)
+        return last == self.end or (not last and not self.answer and bool(parts_of(prompt)[1].strip()))
+
+    def _last(self, prompt: str) -> str:
+        """The last marker of thoughts in the assistant's text up to here, or the one that stands before it."""
+        before, said = parts_of(prompt)
+        begin, end = said.rfind(self.begin), said.rfind(self.end)
+        if begin != end:
+            return self.begin if begin > end else self.end
+        return next((marker for marker in (self.begin, self.end) if before.rstrip().endswith(marker)), "")

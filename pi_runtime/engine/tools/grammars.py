@@ -9,10 +9,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pi_runtime.engine.tools.formats import Pairs, ToolFormat
-from pi_runtime.engine.tools.harmony import CONSTRAIN, MESSAGE
+from pi_runtime.engine.tools.formats import CONSTRAIN, MESSAGE, Pairs, ReasoningFormat, ToolFormat
 from pi_runtime.engine.tools.pairs import text_schema
-from pi_runtime.engine.tools.reasoning import ReasoningFormat
 from pi_runtime.errors import Setting, UsageError
 from pi_runtime.text.grammar import with_white_space
 from pi_runtime.text.schemas import Schema
@@ -56,7 +54,7 @@ class GrammarWriter:
             self._rules[names[-1]] = self._call(tools, name, schema)
         self._rules["call"] = " | ".join(names)
         # Llama's templates take one call a turn, and harmony's end one. Models that know no tools would go on and on.
-        parallel = parallel and not (tools.is_bare or tools.has_channels or tools.is_told)
+        parallel = parallel and not (tools.is_bare or tools.has_channels or tools.is_generic)
         if tools.is_bare:
             trigger = self._marker(tools.trigger)
             body = f"{trigger}? call"

@@ -12,11 +12,10 @@ import re
 from collections.abc import Callable, Collection
 
 from pi_runtime.engine.events import CallArguments, CallBegan, CallBroken, Delta, ReasoningDelta, TextDelta
-from pi_runtime.engine.tools.json_scanner import DONE, SPACE, VALUE, JsonScanner
+from pi_runtime.engine.tools.calls import Call
+from pi_runtime.engine.tools.formats import CHANNEL, ENDS, MARKERS, MESSAGE, START
+from pi_runtime.engine.tools.scanners import DONE, SPACE
 
-START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>")
-MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 _MARKER = re.compile("|".join(map(re.escape, MARKERS)))
 _ROLE = f"{START}assistant"
 _HEADER_LENGTH = 256
@@ -34,13 +33,12 @@ class HarmonyParser:
         """The header up to here; None within a message."""
         self._held = ""
         """The beginning of what may be a marker."""
-        self._call = ""
-        """The name of the tool whose arguments the message is."""
+        self._call: Call | None = None
+        """The call whose arguments the message is."""
         self._count = 0
         """Calls that have begun."""
         self._raw: list[str] = []
         """The call as it was written up to here."""
-        self._scanner = JsonScanner()
 
     def push(self, text: str) -> list[Delta]:
         """Take more of the answer's text; returns what it shows."""
@@ -83,9 +81,9 @@ class HarmonyParser:
             return []
         if self._header is not None:
             return self._add_to_header(text)
-        if not self._call:
+        if self._call is None:
             return [ReasoningDelta(text) if self.thinks else TextDelta(text)]
-        return self._arguments(text)
+        return self._arguments(self._call, text)
 
     def _add_to_header(self, text: str) -> list[Delta]:
         assert self._header is not None
@@ -101,38 +99,36 @@ class HarmonyParser:
         if recipient is None:
             self.thinks = header.rpartition(CHANNEL)[2].split()[:1] == ["analysis"]
         elif recipient[1] in self._names:
-            self._call, self._raw, self._scanner = recipient[1], [header + MESSAGE], JsonScanner()
+            self._call, self._raw = Call(recipient[1]), [header + MESSAGE]
         else:
             return [TextDelta(header + MESSAGE)]
         return []
 
-    def _arguments(self, text: str) -> list[Delta]:
+    def _arguments(self, call: Call, text: str) -> list[Delta]:
         """Take more of a call's arguments; what follows them is text."""
-        scanner, shown, rest = self._scanner, "", ""
-        begins = scanner.state == VALUE and not scanner.depth
+        rest, deltas = "", list[Delta]()
         for n, char in enumerate(text):
-            inside = scanner.depth > 0
-            if inside or char not in SPACE:
-                if not (inside or (char == "{" and scanner.state != DONE)) or not scanner.push(char):
-                    rest = text[n:]
-                    break
-                shown += char
+            is_around = not call.scanner.depth and char in SPACE
+            if not is_around and not call.push_argument(char):
+                rest = text[n:]
+                break
         self._raw.append(text[: len(text) - len(rest)])
-        deltas: list[Delta] = []
-        if shown:
-            if begins:
-                deltas.append(CallBegan(self._count, self._make_id(), self._call))
+        if call.arguments:
+            if not call.has_begun:
+                call.has_begun = True
+                deltas.append(CallBegan(self._count, self._make_id(), call.name))
                 self._count += 1
-            deltas.append(CallArguments(self._count - 1, shown))
+            deltas.append(CallArguments(self._count - 1, "".join(call.arguments)))
+            call.arguments = []
         return deltas + (self._end_message() + self._plain(rest) if rest else [])
 
     def _end_message(self) -> list[Delta]:
         """End a message; returns what is to be said of a call that is not whole."""
-        call, self._call, self.thinks = self._call, "", False
-        if not call or self._scanner.state == DONE:
+        call, self._call, self.thinks = self._call, None, False
+        if call is None or call.scanner.state == DONE:
             return []
         raw = "".join(self._raw)
-        return [CallBroken(self._count - 1, raw) if self._scanner.depth else TextDelta(raw)]
+        return [CallBroken(self._count - 1, raw) if call.scanner.depth else TextDelta(raw)]
 
 
 def _may_be_header(text: str) -> bool:

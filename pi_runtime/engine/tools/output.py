@@ -7,11 +7,11 @@ from typing import Any, Self, TypeGuard
 
 from pi_runtime.engine.events import CallArguments, CallBegan, Delta, ReasoningDelta, TextDelta, joined
 from pi_runtime.engine.tools.calls import CallParser, new_id
-from pi_runtime.engine.tools.formats import GENERIC, ToolFormat
+from pi_runtime.engine.tools.formats import GENERIC, ReasoningFormat, ToolFormat
 from pi_runtime.engine.tools.grammars import GrammarWriter
 from pi_runtime.engine.tools.harmony import HarmonyParser
 from pi_runtime.engine.tools.pairs import PairParser
-from pi_runtime.engine.tools.reasoning import ReasoningFormat, ReasoningParser
+from pi_runtime.engine.tools.scanners import MarkerWatch
 from pi_runtime.errors import Setting, UsageError, spelled
 from pi_runtime.text.chat_template import ChatTemplate
 from pi_runtime.text.grammar import Grammar
@@ -26,6 +26,65 @@ NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fal
 ANY_OBJECT = {"type": "object"}
 BEYOND_PAIRS = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "enum", "const", "minProperties", "maxProperties"}
 """Keys of a schema that pairs of keys and values, each by its own schema, do not follow."""
+
+
+class ReasoningParser:
+    """Splits thoughts from an answer that begins with them; white space around both is dropped.
+
+    A call within thoughts that were not closed is a part of them: the model may only speak of it. It is a call, and
+    ends the thoughts, where the template has Qwen3-Coder's form of calls (`ToolFormat.ends_thoughts`): these templates
+    allow a model to reason before a call and to write nothing behind it, and llama.cpp reads their models so. `call` is
+    what begins such a call.
+    """
+
+    def __init__(self, reasoning: ReasoningFormat, prompt: str, call: str | None = None) -> None:
+        self._format, self._call = reasoning, call
+        self._ends = (reasoning.end,) if call is None else (reasoning.end, call)
+        self.thinks = reasoning.is_open(prompt)
+        """Whether the text that comes next is part of the thoughts."""
+        self._may_begin = not self.thinks and not reasoning.is_closed(prompt)
+        self._watch = MarkerWatch(*(self._ends if self.thinks else (reasoning.begin,)))
+        self._is_blank = self.thinks and prompt.rstrip().endswith(reasoning.begin)
+        """Whether nothing but white space has come of the present part, which is then dropped."""
+
+    def push(self, text: str) -> list[Delta]:
+        """Take more of the answer's text; returns thoughts and text that it shows."""
+        found: list[Delta | None] = []
+        at = 0
+        while at < len(text):
+            if not self.thinks and not self._may_begin:
+                found.append(self._shown(text[at:]))
+                break
+            shown, end = self._watch.push_plain(text, at) if self.thinks else ("", at)
+            found.append(self._shown(shown) if end > at else self._push(text[at]))
+            at = max(end, at + 1)
+        return [delta for delta in found if delta is not None]
+
+    def _push(self, char: str) -> Delta | None:
+        shown, found = self._watch.push(char)
+        if found:
+            marker = self._watch.drain()
+            self.thinks, self._may_begin = self._may_begin, False
+            self._watch, self._is_blank = MarkerWatch(*self._ends), True
+            return self._shown(marker) if marker.lstrip() == self._call else None
+        if self._may_begin and shown:
+            # It begins with something else: all of it is text, and stays as it is.
+            self._may_begin = False
+            return TextDelta(shown + self._watch.drain())
+        return self._shown(shown)
+
+    def finish(self) -> list[Delta]:
+        """Return what was held, when the answer ends."""
+        held = self._shown(self._watch.drain().rstrip() if self.thinks else self._watch.drain())
+        return [] if held is None else [held]
+
+    def _shown(self, text: str) -> Delta | None:
+        if self._is_blank:
+            text = text.lstrip()
+        if not text:
+            return None
+        self._is_blank = False
+        return ReasoningDelta(text) if self.thinks else TextDelta(text)
 
 
 class OutputParser:
@@ -138,6 +197,8 @@ class OutputFormat:
         what is impossible.
         """
         tools = () if choice == "none" else tools
+        if not tools and schema is None:
+            return None
         if tools and self.tools is None:
             raise UsageError("the model's chat template has no form of calls that is known here", setting=TOOLS)
         reasoning = None if self.reasoning is None or self.reasoning.is_closed(prompt) else self.reasoning
@@ -164,7 +225,12 @@ class OutputFormat:
         """The grammar rule of answers that call tools or follow the rule `otherwise`; None where any text may come."""
         assert self.tools is not None
         must_call, only = choice != "auto", None if isinstance(choice, str) else _name(choice)
-        if not (must_call or self.tools.is_told) and otherwise is None and parallel and not any(map(_is_strict, tools)):
+        if (
+            not (must_call or self.tools.is_generic)
+            and otherwise is None
+            and parallel
+            and not any(map(_is_strict, tools))
+        ):
             return None
         chosen = [(n, tool) for n, tool in enumerate(tools) if only in {None, _name(tool)}]
         functions = [
@@ -192,11 +258,11 @@ def tools_of(template: ChatTemplate) -> ToolFormat | None:
     reasoning = ReasoningFormat.of(template.source)
     abilities, found = template.abilities, GENERIC
     if abilities.tools:
-        shown = (abilities.written, abilities.told + abilities.written)  # the call says more than what is around it
-        likely = [tools for text in shown if (tools := ToolFormat.of(text)) is not None and not tools.is_told]
+        shown = (abilities.written, abilities.preface + abilities.written)  # the call says more than what is around it
+        likely = [tools for text in shown if (tools := ToolFormat.of(text)) is not None and not tools.is_generic]
         is_it = [tools for tools in likely if not abilities.written or _reads(tools, reasoning, abilities.written)]
         found = next(iter(is_it), GENERIC)
-    is_without = found.is_told and reasoning is not None and reasoning.answer
+    is_without = found.is_generic and reasoning is not None and reasoning.answer
     return None if is_without else found  # in channels, no other form of calls is read
 
 
@@ -238,7 +304,7 @@ def _arguments(
         if not is_good(found):
             raise UsageError(f"{what}its parameters are too complex to be followed", setting=place)
         return found
-    if not tools.is_told:
+    if not tools.is_generic:
         return ANY_OBJECT
     try:
         advice = closed(followed(given, is_advice=True).schema)

@@ -17,8 +17,8 @@ from typing import Any
 
 from pi_runtime.engine.tools.calls import HEAD_LENGTH, NAME_MARKS, CallParser, new_id
 from pi_runtime.engine.tools.formats import Pairs, ToolFormat
-from pi_runtime.engine.tools.json_scanner import SPACE
-from pi_runtime.text.schemas import referred
+from pi_runtime.engine.tools.scanners import SPACE
+from pi_runtime.text.schemas import referred, together
 from pi_runtime.text.stop_strings import StopStrings
 
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
@@ -35,21 +35,12 @@ def types(schema: Any, whole: Any = None) -> set[str]:
     ['null', 'string']
     """
     found: set[str] = set()
-    rest, seen = [schema], set[int]()
-    while rest:
-        part = rest.pop()
-        if not isinstance(part, Mapping) or id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(part.get("$ref"), str):
-            rest.append(referred(part["$ref"], whole))
+    for part in together(schema, whole, ("anyOf", "oneOf")):
         own, values = part.get("type"), [part["const"]] if "const" in part else part.get("enum")
         named = {one for one in (own if isinstance(own, list | tuple) else [own]) if isinstance(one, str)}
         if not named and isinstance(values, list):
             named = {_KINDS.get(type(value), "null") for value in values}
         found |= named
-        parts = part.get("anyOf") or part.get("oneOf")
-        rest += parts if isinstance(parts, list) else []
     return found
 
 
@@ -106,7 +97,7 @@ class PairParser(CallParser):
         name = head.removeprefix(self._opening)
         is_name = head.startswith(self._opening)
         if is_name and name[:-1] in self._names and char in (self._closing or f"{SPACE}<"):
-            self._name, self._text, self._read = name[:-1], "", self._read_tag
+            self._call.name, self._text, self._read = name[:-1], "", self._read_tag
             if self._closing:
                 self._keep(char)
             else:
@@ -131,14 +122,14 @@ class PairParser(CallParser):
             self._take_tag(tag)
 
     def _take_tag(self, tag: str) -> None:
-        self._text, begins = "", not self._in_arguments
+        self._text, begins = "", not self._call.in_arguments
         if tag in self._ends:
-            self._in_arguments = False
+            self._call.in_arguments = False
             self._add("{}" if begins else "}")
             self._begin_call("")
             self._read = self._read_text if tag == self._format.end else self._read_end
         elif tag == self._key_tag:
-            self._part, self._in_arguments = StopStrings([self._pairs.after_key]), True
+            self._part, self._call.in_arguments = StopStrings([self._pairs.after_key]), True
             self._read = self._read_key
             self._add("{" if begins else ", ")
         else:
@@ -151,7 +142,7 @@ class PairParser(CallParser):
         if not ended:
             return
         key, self._value = "".join(self._value).strip(), []
-        whole = self._functions[self._name]
+        whole = self._functions[self._call.name]
         properties = whole.get("properties")
         known = properties if isinstance(properties, Mapping) else {}
         self._schema = known.get(key, whole.get("additionalProperties"))
@@ -208,10 +199,10 @@ class PairParser(CallParser):
     def _as_json(self) -> str:
         text = "".join(self._value)
         text = text if self._value_tag else text.removesuffix("\n")
-        return _as_json(text, types(self._schema, self._functions[self._name]))
+        return _as_json(text, types(self._schema, self._functions[self._call.name]))
 
     def _add(self, arguments: str) -> None:
-        self._pending.append(arguments)
+        self._call.arguments.append(arguments)
         self._show_arguments()
 
 

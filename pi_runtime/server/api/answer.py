@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -10,15 +11,21 @@ from typing import Any, Literal, Protocol
 from pi_runtime.engine.events import End, Event, Gathered, NothingShown
 from pi_runtime.sequence.logprobs import TokenLogprobs
 from pi_runtime.sequence.stats import Stats
-from pi_runtime.server.api.logprobs import ShownLogprobs
 from pi_runtime.server.api.prompt import Prompt
-from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.errors import ApiError
-from pi_runtime.text.tokenizer import Tokenizer
+from pi_runtime.text.tokenizer import TextStream, Tokenizer
 
 SSE, NDJSON = "text/event-stream", "application/x-ndjson"
 DONE = b"data: [DONE]\n\n"
 """The mark of the end of a stream in OpenAI's forms."""
+FINISH_REASONS: dict[str, Literal["stop", "length"]] = {
+    "end": "stop",
+    "stop": "stop",
+    "length": "length",
+    "context": "length",
+    "cancelled": "stop",
+}
+"""OpenAI's word for each of the engine's."""
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=lambda value: value.listed())
 
 
@@ -62,6 +69,35 @@ def sse(data: Any, name: str | None = None) -> bytes:
     return head + b"data: " + to_json(data) + b"\n\n"
 
 
+class ShownLogprobs:
+    """Lets the log-probabilities of tokens through as their text is shown, and drops those of a stop string.
+
+    What comes in one part depends on how fast it is read; what comes in all does not.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, shown_tokens: Sequence[int] = (), *, after: Sequence[int] = ()) -> None:
+        """`after`: the tokens of the prompt."""
+        self._text = TextStream(tokenizer, shown_tokens, after=after)
+        self._held: deque[tuple[int, TokenLogprobs]] = deque()
+        """Tokens whose text has not been shown, each with where its text begins."""
+        self._chars = self._shown = 0
+
+    def push(self, text: str, found: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Take text that is shown, and tokens; returns those whose text has been shown now."""
+        self._shown += len(text)
+        for token in found:
+            self._held.append((self._chars, token))
+            self._chars += len(self._text.push(token.token))
+        due = []
+        while self._held and self._held[0][0] < self._shown:
+            due.append(self._held.popleft()[1])
+        return due
+
+    def finish(self, finish_reason: str) -> list[TokenLogprobs]:
+        """Return the log-probabilities that are still held, unless their tokens belong to a stop string."""
+        return [] if finish_reason == "stop" else [token for _, token in self._held]
+
+
 class EventReader:
     """Makes events of what the engine gives of one answer: text, thoughts and calls, whatever form they are in."""
 
@@ -76,7 +112,7 @@ class EventReader:
         """The events of more text and of the tokens that came with it. There is one at least."""
         found: list[Event] = [*self._parser.push(text, len(tokens))]
         first, *more = found or [NothingShown()]
-        shown = self._shown.take(text, logprobs)
+        shown = self._shown.push(text, logprobs)
         return [
             replace(first, tokens=tokens, logprobs=shown, stats=stats),
             *(replace(delta, stats=stats) for delta in more),

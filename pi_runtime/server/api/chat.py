@@ -21,11 +21,9 @@ from pi_runtime.sequence.logprobs import TokenLogprobs
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.answer import GatheredAnswer, Lazily
 from pi_runtime.server.api.body import Body, Known, invalid, unsupported
-from pi_runtime.server.api.chat_prompt import chat_prompt, chat_text, text_of
-from pi_runtime.server.api.choices import ChoicesWriter, Chunk, Whole
 from pi_runtime.server.api.conversation import ConversationFields, Text, schema_of
-from pi_runtime.server.api.logprobs import ChatLogprobs, chat_logprob, chat_logprobs
-from pi_runtime.server.api.prompt import Prompt
+from pi_runtime.server.api.openai_forms import ChatLogprobs, ChoicesWriter, Chunk, Whole, chat_logprob, chat_logprobs
+from pi_runtime.server.api.prompt import Prompt, chat_prompt, chat_text, text_of
 from pi_runtime.server.api.sampling import IgnoredFields, LengthFields, MostOrNone, StreamingFields, only_one
 from pi_runtime.server.api.served import Served
 

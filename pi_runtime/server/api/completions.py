@@ -7,14 +7,19 @@ from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from pi_runtime.engine.events import End, Event, PromptLogprobs, TextDelta
-from pi_runtime.server.api.answer import GatheredAnswer
+from pi_runtime.server.api.answer import FINISH_REASONS, GatheredAnswer
 from pi_runtime.server.api.body import TOKENS, Known, invalid, unsupported
-from pi_runtime.server.api.choices import ChoicesWriter, Chunk, Whole
-from pi_runtime.server.api.logprobs import CompletionLogprobs, CompletionLogprobsWriter, joined
+from pi_runtime.server.api.openai_forms import (
+    ChoicesWriter,
+    Chunk,
+    CompletionLogprobs,
+    CompletionLogprobsWriter,
+    Whole,
+    joined,
+)
 from pi_runtime.server.api.prompt import Goal, Prompt
 from pi_runtime.server.api.sampling import LengthFields, MostOrNone, StreamingFields, only_one
 from pi_runtime.server.api.served import Served
-from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.text.tokenizer import TextStream, Tokenizer
 
 DEFAULT_TOKENS = 16
@@ -112,10 +117,8 @@ class CompletionWriter(ChoicesWriter):
         super().__init__(body, prompt, served)
         self._echo = [""] * len(prompt.texts)
         if body.echo:
-            given, show = (
-                _prompts(body.prompt).values(),
-                Tokenizer.decode if prompt.goal == "texts" else TextStream.begun,
-            )
+            show = Tokenizer.decode if prompt.goal == "texts" else TextStream.begun
+            given = _prompts(body.prompt).values()
             self._echo = [text if isinstance(text, str) else show(served.model.tokenizer, text) for text in given]
         self._prompt_logprobs: dict[int, CompletionLogprobs] = {}
         """Log-probabilities of prompts, by their places; all answers to one prompt show the same."""

@@ -1,14 +1,14 @@
 """Answers that take no engine: tokens of texts, texts of tokens, prompts of chats, the model, and what is refused."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from pi_runtime.errors import PromptError
-from pi_runtime.server.api.body import TOKENS, Body, invalid
-from pi_runtime.server.api.chat_prompt import chat_text
+from pi_runtime.server.api.body import TOKENS, Body, Known, accepted, invalid
 from pi_runtime.server.api.conversation import ConversationFields
+from pi_runtime.server.api.prompt import chat_text
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError, refused
 
@@ -56,6 +56,12 @@ class TemplatePrompt(TypedDict):
     """The prompt that the model's template makes of a chat."""
 
     prompt: str
+
+
+class EmbeddingsRequest(Body):
+    """A text whose embedding is wanted, whatever else is asked of it."""
+
+    known: ClassVar[Known] = accepted("model", "input", "encoding_format", "dimensions", "user")
 
 
 class ModelObject(TypedDict):
@@ -127,7 +133,7 @@ def model_object(served: Served) -> ModelObject:
     }
 
 
-def embeddings(_: object, served: Served) -> dict[str, Any]:
+def embeddings(_: EmbeddingsRequest, served: Served) -> dict[str, Any]:
     """Refuse a request to `/v1/embeddings`."""
     raise ApiError(
         400,

@@ -5,39 +5,411 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from pi_runtime.engine.events import End, Event, NothingShown, PromptLogprobs
-from pi_runtime.server.api.answer import SSE, GatheredAnswer, sse
-from pi_runtime.server.api.body import MANY, ONE_ANSWER, Body, Known, Metadata, unsupported
-from pi_runtime.server.api.chat_prompt import chat_prompt, reasoning_variables, rendered
+from pi_runtime.engine.events import (
+    CallArguments,
+    CallBegan,
+    CallBroken,
+    Delta,
+    End,
+    Event,
+    NothingShown,
+    PromptLogprobs,
+    ReasoningDelta,
+    TextDelta,
+)
+from pi_runtime.sequence.stats import Stats
+from pi_runtime.server.api.answer import FINISH_REASONS, SSE, GatheredAnswer, sse
+from pi_runtime.server.api.body import MANY, ONE_ANSWER, TOKENS, Body, Known, Metadata, invalid, unsupported
 from pi_runtime.server.api.conversation import (
     AllowedTools,
     AllowedToolsChoice,
+    CacheBreakpoint,
+    Function,
+    FunctionName,
     JsonObjectFormat,
     JsonSchema,
+    NamedTool,
+    OtherTool,
+    RefusalPart,
     TextFormat,
     Tool,
     ToolChoice,
     allowed_tools,
+    of_other_type,
     schema_of,
 )
-from pi_runtime.server.api.logprobs import TokenLogprob, chat_logprobs
-from pi_runtime.server.api.prompt import Prompt
-from pi_runtime.server.api.response_items import (
-    AllowedChoice,
-    AnyFunctionTool,
-    FunctionChoice,
-    FunctionTool,
-    InputItem,
-    template_messages,
-)
-from pi_runtime.server.api.response_output import OutputItem, ResponseOutput, ResponseUsage, response_usage
+from pi_runtime.server.api.openai_forms import Timings, TokenLogprob, chat_logprobs, timings
+from pi_runtime.server.api.prompt import Prompt, chat_prompt, custom_call, reasoning_variables, rendered, text_of
 from pi_runtime.server.api.sampling import CacheFields, IgnoredFields, Most, SamplingFields
 from pi_runtime.server.api.served import Served, new_id
-from pi_runtime.server.api.usage import FINISH_REASONS
 from pi_runtime.server.errors import ApiError
+
+Status = Literal["in_progress", "completed", "incomplete"]
+UNUSED = "Accepted, as answers have it; not used."
+
+
+class ItemFields(Body):
+    """What items of an answer have besides."""
+
+    id: str | None = None
+    status: Status | None = None
+
+
+class InputText(Body):
+    """Text. Images and files are not supported."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
+    annotations: Annotated[list[Any], TOKENS] | None = Field(default=None, description=UNUSED)
+    logprobs: Annotated[list[Any], TOKENS] | None = Field(default=None, description=UNUSED)
+
+
+InputPart = Annotated[InputText | RefusalPart, Field(discriminator="type")]
+
+
+class InputMessage(ItemFields):
+    """A message: of the user, of whoever instructs, or an earlier answer."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Annotated[list[InputPart], MANY] | None = None
+    phase: Literal["commentary", "final_answer"] | None = Field(default=None, description="Accepted; not used.")
+
+
+class InputCall(ItemFields):
+    """An earlier call of a function."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: Annotated[dict[str, Any], MANY] | str | None = Field(
+        default=None, description="A JSON object as text; what is none, as a call that was cut off, stands within one."
+    )
+
+
+class InputCustomCall(ItemFields):
+    """An earlier call of a tool that takes text: shown as a call with the argument `input`."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str | None = None
+
+
+class InputShellCall(ItemFields):
+    """An earlier call of the tool `local_shell`, whose arguments are its action."""
+
+    type: Literal["local_shell_call"]
+    call_id: str | None = None
+    action: Annotated[dict[str, Any], MANY] | None = None
+
+
+class InputCallOutput(ItemFields):
+    """What a function, or another tool, gave."""
+
+    type: Literal["function_call_output", "custom_tool_call_output", "local_shell_call_output"]
+    call_id: str | None = None
+    output: str | Annotated[list[InputText], MANY] | None = None
+    name: str | None = None
+
+
+class ReasoningText(Body):
+    """Some thoughts."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class InputReasoning(ItemFields):
+    """Earlier thoughts; the template uses or drops them."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[ReasoningText], MANY] | None = None
+    content: Annotated[list[ReasoningText], MANY] | None = None
+    encrypted_content: str | None = Field(default=None, description="Accepted; only text is used.")
+
+
+OTHERS = (
+    "web_search_call",
+    "file_search_call",
+    "image_generation_call",
+    "code_interpreter_call",
+    "computer_call",
+    "mcp_list_tools",
+    "mcp_call",
+)
+"""Items of what the API's own tools did, which is no text."""
+InputOther = Annotated[
+    dict[str, Any], MANY, Field(description=f"Passed over: what the API's own tools did ({', '.join(OTHERS)}).")
+]
+
+
+def _kind_of(item: Any) -> str:
+    """The tag of an item."""
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return next((tag for tag, kinds in KINDS.items() if kind in kinds), str(kind))
+
+
+KINDS = {
+    "output": ("function_call_output", "custom_tool_call_output", "local_shell_call_output"),
+    "other": OTHERS,
+}
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputCustomCall, Tag("custom_tool_call")]
+    | Annotated[InputShellCall, Tag("local_shell_call")]
+    | Annotated[InputCallOutput, Tag("output")]
+    | Annotated[InputReasoning, Tag("reasoning")]
+    | Annotated[InputOther, Tag("other")],
+    Discriminator(
+        _kind_of,
+        custom_error_type="union_tag_unknown",
+        custom_error_message="input should be a message, function_call, function_call_output or reasoning",
+    ),
+]
+
+
+class OfFunctions(Body):
+    """An object whose `type` is `function`, the only kind of tool that is called."""
+
+    type: Literal["function"]
+
+
+class FunctionTool(Function, OfFunctions):
+    """A function that the model may call."""
+
+
+AnyFunctionTool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")], Discriminator(of_other_type)
+]
+
+
+class FunctionChoice(FunctionName, OfFunctions):
+    """A function by its name."""
+
+    def as_chats_have_it(self) -> NamedTool:
+        """The same choice as chats have it."""
+        return NamedTool(type="function", function=self)
+
+
+class AllowedChoice(Body):
+    """Those of the tools that may, or must, be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Field(min_length=1), MANY]
+
+
+def template_messages(instructions: str | None, items: str | Sequence[InputItem]) -> list[dict[str, Any]]:
+    """The messages of a conversation as `ChatModel.chat_prompt` takes them.
+
+    The thoughts, text and calls of one turn are items of their own here, and one message there.
+    """
+    found: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    if isinstance(items, str):
+        return [*found, {"role": "user", "content": items}]
+    thoughts: list[str] = []
+    for item in items:
+        if isinstance(item, dict):
+            continue
+        if isinstance(item, InputReasoning):
+            thoughts += [part.text for part in item.content or item.summary or []]
+            continue
+        _add(found, item, begins=bool(thoughts))
+        if thoughts and found[-1]["role"] == "assistant":
+            found[-1]["reasoning_content"] = "\n".join(thoughts)
+        thoughts = []
+    if not found:
+        raise invalid("input", "at least one message is required")
+    return found
+
+
+def _add(
+    found: list[dict[str, Any]],
+    item: InputMessage | InputCall | InputCustomCall | InputShellCall | InputCallOutput,
+    *,
+    begins: bool,
+) -> None:
+    """Add an item to the messages: a call to that of the assistant before it, unless thoughts begin another."""
+    match item:
+        case InputCallOutput():
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
+        case InputMessage():
+            found.append({"role": item.role, "content": text_of(item.content)})
+        case _:
+            if not found or found[-1]["role"] != "assistant" or begins:
+                found.append({"role": "assistant", "content": ""})
+            found[-1].setdefault("tool_calls", []).append(_call(item))
+
+
+def _call(item: InputCall | InputCustomCall | InputShellCall) -> dict[str, Any]:
+    """A call as chats have it."""
+    match item:
+        case InputCustomCall():
+            return custom_call(item.call_id, item.name, item.input)
+        case InputShellCall():
+            function: dict[str, Any] = {"name": "local_shell", "arguments": item.action}
+            return {"id": item.call_id or item.id, "type": "function", "function": function}
+    function = {"name": item.name, "arguments": item.arguments}
+    return {"id": item.call_id, "type": "function", "function": function}
+
+
+class OutputPart(TypedDict):
+    """A piece of an item: text, with or without log-probabilities, or thoughts."""
+
+    type: Literal["output_text", "reasoning_text"]
+    text: str
+    annotations: NotRequired[list[Any]]
+    logprobs: NotRequired[list[TokenLogprob]]
+
+
+class OutputItem(TypedDict):
+    """A message, thoughts, or a call of a function."""
+
+    id: str
+    type: Literal["message", "reasoning", "function_call"]
+    status: Status
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[list[OutputPart]]
+    summary: NotRequired[list[Any]]
+    call_id: NotRequired[str]
+    name: NotRequired[str]
+    arguments: NotRequired[str]
+
+
+class InputTokensDetails(TypedDict):
+    """Tokens of the input: those that did not run again, and those that ran and are kept while there is room."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(TypedDict):
+    """Tokens of the output that are thoughts."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+    timings: NotRequired[Timings]
+
+
+class ResponseOutput:
+    """Makes items and events of what comes of an answer. One item is open at a time, the last."""
+
+    def __init__(self) -> None:
+        self.items: list[OutputItem] = []
+        self._texts: list[str] = []
+        """The text of the open item, in the parts that have come."""
+        self._logprobs: list[TokenLogprob] = []
+        self._count = 0
+
+    def event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """The next event of the stream."""
+        self._count += 1
+        return {"type": kind, "sequence_number": self._count - 1, **fields}
+
+    def push(self, delta: Delta, logprobs: Sequence[TokenLogprob] = ()) -> list[dict[str, Any]]:
+        """Take more of the answer, with the log-probabilities of its tokens where these are wanted."""
+        match delta:
+            case TextDelta(text):
+                events = self._opened("message", role="assistant", content=[])
+                self._logprobs += logprobs
+                return [*events, self._delta("response.output_text.delta", text, logprobs=[*logprobs])]
+            case ReasoningDelta(text):
+                events = self._opened("reasoning", summary=[], content=[])
+                return [*events, self._delta("response.reasoning_text.delta", text)]
+            case CallBegan(_, call_id, name):
+                return [*self.close(), *self._open("function_call", call_id=call_id, name=name, arguments="")]
+            case CallArguments(_, text):
+                return [self._delta("response.function_call_arguments.delta", text)]
+            case CallBroken():
+                return self.close("incomplete")
+
+    def close(self, status: Status = "completed") -> list[dict[str, Any]]:
+        """End the open item, if there is one."""
+        if not self.items or self.items[-1]["status"] != "in_progress":
+            return []
+        item, text = self.items[-1], "".join(self._texts)
+        item["status"] = status
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            done = [self._at("response.function_call_arguments.done", arguments=text)]
+        else:
+            part = self._part(text)
+            item["content"] = [part]
+            logprobs = {"logprobs": self._logprobs} if item["type"] == "message" else {}
+            kind = "output_text" if item["type"] == "message" else "reasoning_text"
+            done = [
+                self._at(f"response.{kind}.done", content_index=0, text=text, **logprobs),
+                self._at("response.content_part.done", content_index=0, part=part),
+            ]
+        self._texts, self._logprobs = [], []
+        return [*done, self._item_event("response.output_item.done")]
+
+    def finish(self, status: Status) -> list[dict[str, Any]]:
+        """End the output; one without items becomes an empty message."""
+        opened = [] if self.items else self._opened("message", role="assistant", content=[])
+        return [*opened, *self.close(status)]
+
+    def _opened(self, kind: Literal["message", "reasoning"], **fields: Any) -> list[dict[str, Any]]:
+        """Open an item of a kind, with its one part, unless one is open."""
+        if self.items and self.items[-1]["type"] == kind and self.items[-1]["status"] == "in_progress":
+            return []
+        events = [*self.close(), *self._open(kind, **fields)]
+        return [*events, self._at("response.content_part.added", content_index=0, part=self._part(""))]
+
+    def _open(self, kind: Literal["message", "reasoning", "function_call"], **fields: Any) -> list[dict[str, Any]]:
+        prefix = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}[kind]
+        item: Any = {"id": new_id(prefix), "type": kind, "status": "in_progress", **fields}
+        self.items.append(item)
+        return [self._item_event("response.output_item.added")]
+
+    def _part(self, text: str) -> OutputPart:
+        if self.items[-1]["type"] == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*self._logprobs]}
+
+    def _delta(self, kind: str, text: str, **fields: Any) -> dict[str, Any]:
+        self._texts.append(text)
+        place = {} if self.items[-1]["type"] == "function_call" else {"content_index": 0}
+        return self._at(kind, delta=text, **place, **fields)
+
+    def _at(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """A stream's event about the open item: the item's id and place, and what the event has besides."""
+        return self.event(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **fields)
+
+    def _item_event(self, kind: str) -> dict[str, Any]:
+        item: Mapping[str, Any] = dict(self.items[-1])
+        return self.event(kind, output_index=len(self.items) - 1, item=item)
+
+
+def response_usage(stats: Stats, reasoning_tokens: int) -> ResponseUsage:
+    """The tokens and times of an answer as a response has them."""
+    return {
+        "input_tokens": stats.prompt_tokens,
+        "input_tokens_details": {
+            "cached_tokens": stats.cached_tokens,
+            "cache_write_tokens": stats.prompt_tokens - stats.cached_tokens,
+        },
+        "output_tokens": stats.generated_tokens,
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "total_tokens": stats.prompt_tokens + stats.generated_tokens,
+        "timings": timings([stats], [stats]),
+    }
+
 
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 LOGPROBS = "message.output_text.logprobs"
@@ -247,7 +619,7 @@ class ResponseWriter:
         if isinstance(event, NothingShown | PromptLogprobs):
             return []
         pending, self._pending = self._pending, []
-        return self._output.take(event, pending)
+        return self._output.push(event, pending)
 
     def _end(self, answer: GatheredAnswer, end: End) -> list[dict[str, Any]]:
         assert end.stats is not None

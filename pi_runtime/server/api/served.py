@@ -72,8 +72,13 @@ class Served:
             )
 
     def encode(self, text: str, param: str, *, prefix: bool = True, beside: int = 1) -> list[int]:
-        """The tokens of a text. Raises ApiError for one that is too long to be tokenized, and for no Unicode."""
-        self.check_text(text, param, beside=beside)
+        """The tokens of a text. Raises ApiError for one that is too long to be tokenized, and for no Unicode.
+
+        It may have the bytes of the longest tokens that fit the context: tokenizing takes a hundred times its memory.
+        """
+        nbytes, longest = len(text.encode("utf-8", "surrogatepass")), self.model.tokenizer.longest
+        if nbytes > longest * max(0, self.model.context - beside):
+            self._refuse(f"at least {-(-nbytes // longest)} tokens", param, beside)
         try:
             return self.model.tokenizer.encode(text, prefix=prefix)
         except PromptError as error:
@@ -88,15 +93,6 @@ class Served:
         self.check_tokens(ids, param)
         return ids
 
-    def check_text(self, text: str, param: str, *, beside: int = 1) -> None:
-        """Raise ApiError for a text longer than the longest tokens that fit the context.
-
-        Tokenizing a text takes a hundred times its memory, so one that is far too long is not even tokenized.
-        """
-        nbytes, longest = len(text.encode("utf-8", "surrogatepass")), self.model.tokenizer.longest
-        if nbytes > longest * max(0, self.model.context - beside):
-            self._refuse(f"{nbytes} bytes, and no token has more than {longest}", param, beside)
-
     def check_length(self, tokens: int, param: str, *, beside: int = 1) -> None:
         """Raise ApiError where tokens do not fit the context beside others: the first of an answer, as a rule."""
         if tokens > max(0, self.model.context - beside):
@@ -104,7 +100,7 @@ class Served:
 
     def _refuse(self, found: str, param: str, beside: int) -> NoReturn:
         most = max(0, self.model.context - beside)
-        said = f"{found}; at most {most} tokens fit the context"
+        said = f"{found}; at most {most} fit the context"
         raise invalid(param, said, code="context_length_exceeded")
 
     def check_tokens(self, ids: Sequence[int], param: str) -> None:

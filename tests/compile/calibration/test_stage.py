@@ -25,6 +25,7 @@ from pi_compile.workers import work_folder
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.quantisation import as_stored, dequantise
 
+MORE = pytest.mark.more
 SPEC = QuantiseSpec(formats={"attention": "q4", "ffn": "q4"}, window=16, batch=2)
 TOKENS = np.random.default_rng(0).integers(3, 130, 40 * 16 + 5)
 NAMES = ("attention/qkv", "attention/out", "ffn/first", "ffn/rest")
@@ -81,7 +82,7 @@ def loss(checkpoint: Checkpoint, layers: list[dict[str, torch.Tensor]]) -> float
     return float((after - exact).square().mean())
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("opt", marks=MORE), pytest.param("mixtral", marks=MORE)])
 def test_the_states_change_less_than_rounded_to_nearest(
     family: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

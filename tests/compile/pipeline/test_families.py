@@ -33,13 +33,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "smollm3": {"hidden_act": "relu", "intermediate_size": 192, "no_rope_layers": [1, 0]},
 }
 
+FIRST, MORE = {"gemma3", "olmoe"}, pytest.mark.more
+"""A dense model and a mixture run in the first tier of tests."""
+
 
 @contextmanager
 def silent(*_: object) -> Iterator[object]:
     yield lambda _done, _total: None
 
 
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in FIRST else MORE) for case in MODELS])
 def test_a_model_is_built_and_run(case: str, tmp_path: Path) -> None:
     model = random_checkpoint(tmp_path / "model", case, sizes={**SIZES, **MODELS[case]})
     (tmp_path / "text").mkdir()

@@ -51,7 +51,7 @@ def as_predictor(arrays: Any) -> Predictor:
     return Predictor(*map(torch.from_numpy, arrays))
 
 
-@pytest.mark.parametrize(("name", "rank"), [("bf16", 32), ("q8", 64), ("q4", 128)])
+@pytest.mark.parametrize(("name", "rank"), [("bf16", 32), ("q8", 64), pytest.param("q4", 128, marks=pytest.mark.more)])
 def test_everything_is_measured_on_predictors_as_stored(
     run: Callable[..., PredictorSet], sparse: Any, tmp_path: Path, name: str, rank: int
 ) -> None:

@@ -14,7 +14,7 @@ for _module in ("torch", "triton"):
     pytest.importorskip(_module, reason=f"the GPU tier needs {_module}: pip install 'pi-toolchain[cuda]'")
 
 # A machine with a GPU may have what runs a model, and nothing that places one.
-_PLACING = ["test_bench.py", "test_budgets.py", "test_selection_stats.py"]
+_PLACING = ["test_budgets.py", "test_selection_stats.py"]
 collect_ignore = _PLACING if find_spec("pydantic") is None else []
 
 import torch  # noqa: E402

@@ -11,7 +11,7 @@ from support.paths import ROOT
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import Engine, Model, load
-from pi_runtime.engine.tools.told import told
+from pi_runtime.engine.history import with_tools_as_text
 from pi_runtime.errors import PromptError, UsageError
 from pi_runtime.text.grammar import Grammar
 
@@ -88,11 +88,11 @@ def test_what_cannot_be(model: Model, settings: Any, message: str) -> None:
 
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_where_tools_are_told(role: str) -> None:
-    first, *more = told([{"role": role, "content": "Be brief."}, *HI], [TOOL])
+    first, *more = with_tools_as_text([{"role": role, "content": "Be brief."}, *HI], [TOOL])
     assert first["role"] == role
     assert first["content"].startswith("Be brief.\n\nYou may")
     assert more == HI
-    first, *more = told(HI, [TOOL])
+    first, *more = with_tools_as_text(HI, [TOOL])
     assert (first["role"], first["content"][:7], more) == ("system", "You may", HI)
 
 

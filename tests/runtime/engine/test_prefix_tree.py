@@ -236,6 +236,24 @@ def test_answers_pages_that_no_prompt_finds_go_first() -> None:
     assert clocked.kept(1, 2) == [1, 2]
 
 
+@pytest.mark.parametrize("window", [0, 9, 40])
+def test_an_end_that_a_live_cache_holds_too_makes_way_for_what_lies_above_it(window: int) -> None:
+    """The live cache has a first page of its own, and its second one is the tree's, in each class of layers."""
+    pool, markers, text = new_pool(20, window), Markers(), [(7, False)] * 64
+    tree = PrefixTree(pool)
+    stored(tree, pool, text[:32])
+    live = KVCache(pool, CONTEXT)
+    markers.run(live, text)
+    tree.insert(live)
+    free = pool.free_nbytes
+    assert tree.evict(1 << 60) > 0
+    assert pool.free_nbytes > free
+    markers.check(pool, live.runs, text)
+    live.close()
+    tree.clear()
+    assert pool.in_use == 0
+
+
 def test_a_page_that_holds_less_than_another_is_not_kept() -> None:
     pool = new_pool()
     tree = PrefixTree(pool)

@@ -142,6 +142,34 @@ def test_further_answers_wait_before_all_of_their_client_and_of_no_other() -> No
 
 
 @settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(Rank), st.integers(0, 9)), min_size=1, max_size=20), st.integers(1, 4))
+def test_a_later_rank_runs_only_where_no_earlier_one_waits_or_is_live(
+    comes: list[tuple[Rank, int]], slots: int
+) -> None:
+    """Each comes so many steps after the one before; all that yield wait again, and end at last."""
+    scheduler: Scheduler[Numbers] = Scheduler(slots, 4)
+    coming = [(Numbers(str(n), 9, 1, client=str(n), rank=rank), after) for n, (rank, after) in enumerate(comes)]
+    left, pause = [s for s, _ in coming], 0
+    while coming or not scheduler.idle:
+        while coming and coming[0][1] <= pause:
+            scheduler.submit(coming.pop(0)[0])
+            pause = 0
+        pause += 1
+        while scheduler.has_to_yield:
+            scheduler.preempt()
+        while scheduler.next_to_join() is not None:
+            scheduler.join()
+        first = min((s.rank for s in scheduler.requests), default=None)
+        assert all(s.rank is first for s in scheduler.live)
+        assert len(scheduler.live) == min(slots, sum(s.rank is first for s in scheduler.requests))
+        for s, tokens in scheduler.plan():
+            if s.run(tokens):
+                scheduler.remove(s)
+                left.remove(s)
+    assert not left
+
+
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 4))
 def test_nobody_waits_for_more_than_one_request_of_each_other_client(clients: list[int], slots: int) -> None:
     sequences = [Numbers(f"{client} {n}", 1, 1, client=str(client)) for n, client in enumerate(clients)]

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.paths import SUPPORT
-from support.requests import alone, assert_same, follow_ups, found_by, random_requests, together
+from support.requests import alone, assert_same, follow_ups, found_by, random_requests, settle, together
 from support.synthetic import random_artifact, small_decoder, stored_plan
 
 from pi_runtime import Engine, Model, Sampling, load
@@ -70,11 +69,6 @@ def page_nbytes(model: Model) -> int:
 def smallest(model: Model) -> int:
     """Bytes of what one sequence needs at most."""
     return sequence_nbytes(model.executor.new_pool().classes, CONTEXT, model.executor.block_tokens)
-
-
-def settle(engine: Engine) -> None:
-    while engine.stats.running or engine.stats.waiting:
-        time.sleep(0.001)
 
 
 def fresh(path: Path) -> list[str]:

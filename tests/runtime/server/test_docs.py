@@ -23,9 +23,9 @@ from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime.artifact.schema import Text
 from pi_runtime.commands.serve import app
+from pi_runtime.server.admission import OF_ONE, OTHER_FILES
 from pi_runtime.server.api.body import MANY
-from pi_runtime.server.connections import OF_ONE, OTHER_FILES
-from pi_runtime.server.listening import CLOSE_S
+from pi_runtime.server.edge import CLOSE_S
 from pi_runtime.server.metrics import DISK, ENGINE, Metrics
 from pi_runtime.server.routes import ROUTES
 from pi_runtime.server.settings import Limits, ServerSettings
@@ -118,7 +118,7 @@ def test_limits_are_those_of_the_settings() -> None:
     assert rows["body of a request"] == f"{limits.body_bytes >> 20} MiB"
     assert rows["request line and headers"] == f"{limits.header_bytes >> 10} KiB"
     assert rows["headers, and then the body, must come within"] == f"{limits.receive_s:g} s each"
-    assert rows["bodies that have not come whole"].startswith(f"{limits.arriving_bytes >> 20} MiB in all")
+    assert rows["bodies that have not come whole"].startswith(f"{limits.incoming_bytes >> 20} MiB in all")
     parts = rows["parts in which a body comes: chunks, or what the network makes of it"]
     assert parts.partition(";")[0] == f"{limits.parts:,}"
     assert rows["time to read a request, its template and its grammar included"] == f"{limits.prepare_s:g} s"
@@ -206,6 +206,17 @@ def test_the_commands_of_the_page_work(talker: Served) -> None:
     )
     assert "max_tokens=9" in code
     exec(compile(code, "server.md", "exec"), {})  # noqa: S102
+
+
+def test_a_prompt_is_read_ahead(talker: Served) -> None:
+    """By the `curl` line that says so, and it is there for what is typed next."""
+    found = next(found for found in re.findall(r"-d '(.*?)'", PAGE) if '"max_tokens": 0' in found)
+    body, headers = json.loads(found) | {"model": talker.name}, {"Authorization": "Bearer k"}
+    assert talker.post("/v1/chat/completions", body, headers=headers).json()["usage"]["completion_tokens"] == 0
+    body["messages"][0]["content"] += "ers."
+    answer = talker.post("/v1/chat/completions", body | {"max_tokens": 2}, headers=headers).json()
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] < 30
 
 
 def container_lines(keyword: str) -> list[str]:

@@ -68,6 +68,22 @@ def test_leaving_the_queue(talker: Served) -> None:
     assert_all_is_free(talker)
 
 
+def test_reading_ahead_takes_no_place_and_leaving_ends_it(talker: Served) -> None:
+    with ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(send(talker, body()))
+        wait_until(lambda: talker.engine.stats.running == 4)
+        ran = talker.engine.stats.ahead_tokens
+        connection = send(talker, body(prompt='"' + "ab" * 200 + '"').replace(b"4000", b"0"))
+        wait_until(lambda: talker.engine.stats.reading_ahead == 1)
+        wait_until(lambda: talker.service.admission.answers == 4)
+        assert (talker.engine.stats.waiting, talker.engine.stats.ahead_tokens) == (0, ran)
+        connection.close()
+        wait_until(lambda: talker.engine.stats.reading_ahead == 0)
+        assert talker.engine.stats.running == 4
+    assert_all_is_free(talker)
+
+
 def test_leaving_while_the_prompt_is_read(endless: Path, serve: Callable[..., Served]) -> None:
     served = serve(endless, changed=slowed(0.05))
     connection = send(served, body(prompt='"' + "ab" * 2000 + '"').replace(b"4000", b"9"))
@@ -101,9 +117,9 @@ def test_leaving_while_the_request_is_prepared(endless: Path, serve: Callable[..
 def test_leaving_before_the_body_has_come(talker: Served) -> None:
     connection = socket.create_connection(("127.0.0.1", talker.port))
     connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
-    wait_until(lambda: talker.service.arriving.bodies == 1)
+    wait_until(lambda: talker.service.incoming.bodies == 1)
     connection.close()
-    wait_until(lambda: talker.service.arriving.bodies == 0)
+    wait_until(lambda: talker.service.incoming.bodies == 0)
     assert_all_is_free(talker)
 
 

@@ -110,6 +110,8 @@ def test_a_call_of_a_tool_and_its_result(served: Served, client: OpenAI, choice:
     assert found.choices[0].finish_reason == "tool_calls"
     assert call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "SF"})
+    kept = served.engine._store.tree.nodes()
+    assert any(node.outcome is not None and node.outcome.in_call for node in kept), "nobody waits for the tool"
     result: Any = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
     found = client.chat.completions.create(
         model=served.name, messages=[*HELLO, message.to_dict(), result], tools=[WEATHER], tool_choice="none"

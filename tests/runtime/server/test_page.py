@@ -112,6 +112,64 @@ def test_what_was_said_before_is_sent_again(script: Script, visit: Open) -> None
     assert contents == ["one", "Good morning.", "two"]
 
 
+def test_what_is_typed_is_read_ahead_at_most_once_a_second(script: Script, visit: Open) -> None:
+    """Each request is the one that Enter would send, but for its length; the newest text is in it."""
+    page = visit()
+    page.clock.install()
+    page.reload()
+    message = page.get_by_label("Message", exact=True)
+
+    def typed(text: str) -> None:
+        with page.expect_response("**/v1/chat/completions"):
+            message.fill(text[:-1])
+            page.clock.run_for(900)
+            message.fill(text)
+            page.clock.run_for(100)
+
+    typed("Hello")
+    typed("Hello there")
+    assert [asked["messages"][-1]["content"] for asked in script.ahead] == ["Hello", "Hello there"]
+    message.fill("Hello there!")
+    page.keyboard.press("Enter")
+    page.clock.run_for(5000)
+    seen(answers(page)).to_have_text("Good morning.")
+    typed("And now")
+    (asked,), last = script.asked, script.ahead[-1]
+    assert len(script.ahead) == 3, "what was sent is read no more"
+    assert [message["content"] for message in last["messages"]] == ["Hello there!", "Good morning.", "And now"]
+    streams = ("messages", "stream", "stream_options", "timings_per_token", "max_tokens")
+    assert {k: v for k, v in last.items() if k not in streams} == {k: v for k, v in asked.items() if k not in streams}
+
+
+def test_what_is_typed_goes_to_no_other_machine_unless_that_is_switched_on(script: Script, visit: Open) -> None:
+    page = visit()
+    hosts = [
+        "localhost",
+        "127.0.0.1",
+        "[::1]",
+        "example.org",
+        "localhost.example.org",
+        "127.0.0.1.example.org",
+        "10.0.0.1",
+    ]
+
+    def read_by() -> list[bool]:
+        return [page.evaluate("host => readsAhead(host)", host) for host in hosts]
+
+    assert read_by() == [True] * 3 + [False] * 4
+    for choice, wanted in (("Always", True), ("Never", False)):
+        page.get_by_role("button", name="Settings", exact=True).click()
+        page.get_by_label("Read what is typed").select_option(choice)
+        page.get_by_label("Close settings").click()
+        page.reload()
+        assert read_by() == [wanted] * len(hosts)
+    page.clock.install()
+    page.reload()
+    page.get_by_label("Message", exact=True).fill("Hello")
+    page.clock.run_for(5000)
+    assert not script.ahead
+
+
 @pytest.mark.parametrize("way", ["Escape", "button"])
 def test_stop_keeps_the_text_and_the_server_hears_of_it(script: Script, visit: Open, way: str) -> None:
     script.turns = [["Half a ", GATE, "sentence."], ["Whole."]]

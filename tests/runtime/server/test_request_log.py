@@ -11,8 +11,7 @@ from starlette.datastructures import Headers
 from support.serving import Served, serving, wait_until
 
 from pi_runtime.server.errors import ApiError
-from pi_runtime.server.metrics import Metrics
-from pi_runtime.server.request_log import FULL_EVERY_S, RequestLog, plain, request_id
+from pi_runtime.server.metrics import FULL_EVERY_S, Metrics, RequestLog, plain, request_id
 
 Serve = Callable[..., Served]
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"

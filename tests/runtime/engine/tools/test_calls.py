@@ -23,8 +23,8 @@ from pi_runtime.engine.tools.formats import (
     MISTRAL_LIST,
     ToolFormat,
 )
-from pi_runtime.engine.tools.json_scanner import JsonScanner
 from pi_runtime.engine.tools.pairs import PairParser
+from pi_runtime.engine.tools.scanners import JsonScanner
 
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("look", {"city": "Zürich", "deep": {"a": [1, -2.5e3, True, None, 'x"y\\\n</tool_call>']}}),

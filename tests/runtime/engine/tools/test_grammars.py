@@ -13,9 +13,8 @@ from support.tool_calls import FORMATS, written
 from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.artifact.schema import Text
 from pi_runtime.engine.events import CallArguments, CallBegan, CallBroken, TextDelta, joined
-from pi_runtime.engine.tools.formats import GLM_4_5, HERMES, LLAMA_3, MISTRAL_LIST, ToolFormat
+from pi_runtime.engine.tools.formats import GLM_4_5, HERMES, LLAMA_3, MISTRAL_LIST, ReasoningFormat, ToolFormat
 from pi_runtime.engine.tools.output import OutputFormat
-from pi_runtime.engine.tools.reasoning import ReasoningFormat
 from pi_runtime.errors import Setting, UsageError
 from pi_runtime.text.grammar import Grammar
 from pi_runtime.text.tokenizer import Tokenizer

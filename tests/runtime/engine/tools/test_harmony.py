@@ -12,7 +12,7 @@ from support.templates import HARMONY as TEMPLATE
 
 from pi_runtime.artifact.schema import Text
 from pi_runtime.engine.events import CallArguments, CallBegan, CallBroken, Delta, ReasoningDelta, TextDelta, joined
-from pi_runtime.engine.tools.harmony import MARKERS
+from pi_runtime.engine.tools.formats import MARKERS
 from pi_runtime.engine.tools.output import OutputFormat
 from pi_runtime.errors import UsageError
 from pi_runtime.text.tokenizer import Tokenizer

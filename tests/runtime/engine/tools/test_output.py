@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from pi_runtime.engine.events import CallArguments, CallBegan, Delta, ReasoningDelta, TextDelta, joined
 from pi_runtime.engine.tools.calls import CallParser
-from pi_runtime.engine.tools.formats import HERMES, ToolFormat
-from pi_runtime.engine.tools.output import OutputParser
-from pi_runtime.engine.tools.reasoning import ReasoningFormat, ReasoningParser
+from pi_runtime.engine.tools.formats import HERMES, ReasoningFormat, ToolFormat
+from pi_runtime.engine.tools.output import OutputParser, ReasoningParser
 
 THINK = ReasoningFormat("<think>", "</think>")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

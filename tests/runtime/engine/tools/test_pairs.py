@@ -7,10 +7,9 @@ import pytest
 from support.tool_calls import cuts_of
 
 from pi_runtime.engine.events import CallArguments, CallBegan, CallBroken, Delta, ReasoningDelta, TextDelta, joined
-from pi_runtime.engine.tools.formats import GLM_4_5, GLM_4_7, HERMES, QWEN_3_CODER, ToolFormat
+from pi_runtime.engine.tools.formats import GLM_4_5, GLM_4_7, HERMES, QWEN_3_CODER, ReasoningFormat, ToolFormat
 from pi_runtime.engine.tools.output import OutputFormat
 from pi_runtime.engine.tools.pairs import PairParser, text_schema, types
-from pi_runtime.engine.tools.reasoning import ReasoningFormat
 
 WEATHER: dict[str, Any] = {
     "type": "object",

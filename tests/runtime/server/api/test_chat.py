@@ -265,7 +265,7 @@ USER = {"role": "user", "content": "x"}
         ({"messages": [{"role": "assistant", "content": "x", "audio": {"id": "1"}}]}, "messages[0].audio", "supported"),
         ({"temperature": -0.1}, "temperature", "greater than or equal to 0"),
         ({"temperature": float("nan")}, "temperature", "finite"),
-        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": -2}, "max_tokens", "greater than or equal to -1"),
         ({"max_tokens": 1.5}, "max_tokens", "integer"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "give one"),
         ({"n": 0}, "n", "greater"),

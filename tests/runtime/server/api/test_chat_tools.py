@@ -10,7 +10,7 @@ from support import asking
 from support.asking import CHAT, OLLAMA_CHAT, RESPONSES
 
 from pi_runtime import Engine
-from pi_runtime.server.api.chat_prompt import rendered
+from pi_runtime.server.api.prompt import rendered
 from pi_runtime.server.api.served import Served
 
 TOOL = {

@@ -10,7 +10,7 @@ from support.asking import COMPLETIONS
 from pi_runtime import Engine
 from pi_runtime.server.api import completions
 from pi_runtime.server.api.answer import EventReader, GatheredAnswer
-from pi_runtime.server.api.logprobs import CompletionLogprobsWriter
+from pi_runtime.server.api.openai_forms import CompletionLogprobsWriter
 from pi_runtime.server.api.served import Served
 
 Chat = tuple[Served, Engine]

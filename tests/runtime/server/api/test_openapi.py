@@ -10,7 +10,7 @@ from support import asking
 
 from pi_runtime import Engine
 from pi_runtime.server.api import plain
-from pi_runtime.server.api.ollama_models import ollama_version, running, tags
+from pi_runtime.server.api.ollama import ollama_version, running, tags
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError
 from pi_runtime.server.openapi import document

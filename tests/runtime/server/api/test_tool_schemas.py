@@ -11,7 +11,7 @@ from support.grammars import takes
 
 from pi_runtime import Engine
 from pi_runtime.errors import UsageError
-from pi_runtime.server.api import chat_prompt
+from pi_runtime.server.api import prompt
 from pi_runtime.server.api.served import Served
 from pi_runtime.text import grammar_check
 from pi_runtime.text.grammar import Grammar
@@ -114,8 +114,8 @@ def test_all_schemas_of_a_request_have_little_time(
         now[0] += tried[-1]
         raise UsageError("too complex")
 
-    monkeypatch.setattr(chat_prompt, "check_grammar", hard)
-    monkeypatch.setattr(chat_prompt, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(prompt, "check_grammar", hard)
+    monkeypatch.setattr(prompt, "time", SimpleNamespace(monotonic=lambda: now[0]))
     functions = [{"name": f"f{n}", "parameters": DAY} for n in range(6)]
     tools = [{"type": "function", "function": one} for one in functions]
     messages = [{"role": "user", "content": "x"}]
@@ -123,7 +123,7 @@ def test_all_schemas_of_a_request_have_little_time(
     place = "tools" if choice == "auto" else "tools[0].function.parameters"
     asking.refused(CHAT, wanted, toolless[0], place, "too complex")
     assert len(tried) > 1
-    assert now[0] <= chat_prompt.GRAMMARS_S
+    assert now[0] <= prompt.GRAMMARS_S
 
 
 def test_a_refusal_after_less_time_is_not_remembered() -> None:

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from pi_runtime.server.guard import Guard
-from pi_runtime.server.metrics import Metrics
-from pi_runtime.server.request_log import RequestLog
+from pi_runtime.server.edge import Guard
+from pi_runtime.server.metrics import Metrics, RequestLog
 from pi_runtime.server.routes import ROUTES
 from pi_runtime.server.settings import LOOPBACK, ServerSettings
 
