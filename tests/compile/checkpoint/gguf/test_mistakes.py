@@ -171,6 +171,8 @@ def test_what_a_file_says_is_held_against_what_it_has(case: str, folders: dict[s
         ({"ARCH.expert_count": 2**31 - 1}, "expert_count does not fit its tensors"),
         ({"tensors": {"blk.1.ffn_gate_inp.weight": (np.ones((4, 64), np.float32), Type.F32)}}, "do not have the shape"),
         ({"ARCH.expert_count": None, "ARCH.expert_used_count": None}, "missing"),
+        ({"ARCH.expert_used_count": None}, "expert_used_count does not fit its tensors"),
+        ({"ARCH.expert_used_count": 0}, "expert_used_count does not fit its tensors"),
         ({"ARCH.expert_used_count": 9}, "at most 5 experts"),
         ({"ARCH.expert_weights_scale": 2.5}, "expert_weights_scale would change"),
         ({"ARCH.expert_weights_norm": False}, "expert_weights_norm would change"),
