@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from pi_runtime.artifact.footprint import POSITIONS
 from pi_runtime.kernels.codegen.jit import public
-from pi_runtime.kernels.ops import softmax
+from pi_runtime.kernels.ops import reductions
 from pi_runtime.kernels.ops.reductions import LN2_HIGH, LN2_LOW, LOG2E, POLYNOMIAL, SMALLEST
 
 
 @public
 def weigh(score_B, seen, scale, largest_1, total_1):  # type: ignore[no-untyped-def]
-    return softmax.weigh(score_B, seen, scale, largest_1, total_1)
+    return reductions.weigh(score_B, seen, scale, largest_1, total_1)
 
 
 def exp(x: np.ndarray) -> np.ndarray:
