@@ -11,9 +11,22 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from pi_compile.cost_model import CPU, GPU, PICO
-from pi_compile.report.drawing import LAYER_COLOURS, colour, figure, log_axis, rectangles, svg
+from pi_compile.report.drawing import (
+    LAYER_COLOURS,
+    bytes_unit,
+    colour,
+    digits,
+    duration,
+    duration_unit,
+    figure,
+    log_axis,
+    memory,
+    percent,
+    rectangles,
+    span,
+    svg,
+)
 from pi_compile.report.explanation import Explanation, Floats, busy, tokens_per_s
-from pi_compile.report.quantities import bytes_unit, digits, duration, duration_unit, memory, percent, span
 
 _COLOURS = {"hand-over": "handover", "embedding and head": "head"}
 """Colours of parts that are not named like the part."""

@@ -14,7 +14,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from pi_compile.cost_model import CPU
-from pi_compile.report.drawing import COLOURS
+from pi_compile.report.drawing import COLOURS, NBSP, digits, duration, duration_unit, memory, percent, span
 from pi_compile.report.explanation import Budget, Explanation, busy, tokens_per_s
 from pi_compile.report.figures import (
     PARTS_SHOWN,
@@ -29,7 +29,6 @@ from pi_compile.report.figures import (
     token_figure,
     word,
 )
-from pi_compile.report.quantities import NBSP, digits, duration, duration_unit, memory, percent, span
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.sizes import parameters
 

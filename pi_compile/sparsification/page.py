@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from pi_compile.report.drawing import colour, count_axis, figure, log_axis, png
+from pi_compile.report.drawing import colour, count_axis, digits, figure, log_axis, percent, png
 from pi_compile.report.figures import Chart, layer_colours, layer_legend
 from pi_compile.report.page import rendered
-from pi_compile.report.quantities import digits, percent
 from pi_compile.sparsification.recipe import SparsifyRecipe
 from pi_compile.sparsification.schedule import learning_rate
 from pi_compile.sparsification.training import Point

@@ -7,6 +7,7 @@ as if it were alone. Callers read their streams in threads of their own; a slow 
 import atexit
 import os
 import platform
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Self, Unpack
 
 from llvmlite.binding import get_host_cpu_name
 
-from pi_runtime import console
 from pi_runtime.artifact.layer_classes import sequence_nbytes
 from pi_runtime.engine.core import Core
 from pi_runtime.engine.loop import Loop
@@ -30,9 +30,9 @@ from pi_runtime.errors import UsageError
 from pi_runtime.execution.pages import PagePool
 from pi_runtime.kernels import SUMS
 from pi_runtime.kernels.codegen.isa import ISA
+from pi_runtime.sequence.drafts import StepTimes
 from pi_runtime.sequence.sequence import Origin, Rank, TokenSequence
 from pi_runtime.sequence.settings import AnswerSettings, names_settings
-from pi_runtime.sequence.speculation import StepTimes
 
 DISK_BUDGET = 8 << 30
 """Bytes of keys and values in `kv_disk` unless asked otherwise."""
@@ -54,7 +54,8 @@ class Engine:
     how many tokens are drafted at a time, as for `Model.generate`. No setting changes a text.
 
     `kv_disk`: a folder for keys and values that memory has no room for, at most `kv_disk_budget` bytes (8 GiB): also
-    after a restart a prompt begins with what is found there. Engines may share it. `say` is told, once, what fails.
+    after a restart a prompt begins with what is found there. Engines may share it. `say` is told, once, what fails;
+    without it that is a warning.
 
     A request begins with what is kept of earlier prompts that begin alike, and its figures and its speed tell so. Where
     callers do not trust each other give each a `cache_salt`: only requests with the same salt share what is kept.
@@ -78,7 +79,7 @@ class Engine:
         speculate: str | int = "auto",
         kv_disk: str | Path | None = None,
         kv_disk_budget: int | None = None,
-        say: Callable[[str], object] = console.say_now,
+        say: Callable[[str], object] = warnings.warn,
     ) -> None:
         folder = None if kv_disk is None else Path(kv_disk)
         EngineOptions(

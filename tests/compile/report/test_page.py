@@ -33,10 +33,9 @@ from pi_compile.pipeline.lock_file import lock_path
 from pi_compile.placement.formulation import Problem
 from pi_compile.placement.stage import place
 from pi_compile.planning.forecast import PlanSpec, activation_profile
-from pi_compile.report.drawing import COLOURS
+from pi_compile.report.drawing import COLOURS, NBSP, digits, duration, percent, span
 from pi_compile.report.explanation import Budget, Explanation, busy, explain
 from pi_compile.report.page import answer_of, report_page
-from pi_compile.report.quantities import NBSP, digits, duration, percent, span
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_runtime import console
 from pi_runtime.artifact.rows import PROCESS_NBYTES
