@@ -75,8 +75,8 @@ def cache_format(attention: str, wanted: str = "auto") -> str:
 
 def kv_cache(d: Decoder, attention: str, positions: int, layers: int) -> Buffer:
     """Keys and values of so many layers on a GPU, in whole pages (2, G, S, E) for so many positions."""
-    dtype = "float32" if cache_format(attention) == "f32" else "float16"
-    return Buffer((layers, kv_pages(positions), *_page_shape(d, d.cached_width)), dtype)
+    shape = (layers, kv_pages(positions), *_page_shape(d, d.cached_width))
+    return Buffer(shape, FORMATS[cache_format(attention)].number)
 
 
 def _page_shape(d: Decoder, row: int) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ def kv_page(d: Decoder, fmt: str, layers: int) -> Buffer:
     Numbers are float32, float16, or q8: a byte for each, up to the end of the last block of columns. The blocks' scales
     are behind the bytes of their row, or of all keys. A page of latents has a row for each position.
     """
-    if fmt == "q8":
+    if FORMATS[fmt].quantised:
         row = -(-d.cached_width // BLOCK) * (BLOCK + FORMATS["scale"].itemsize)
         # Bytes behind the last column are never written.
         return Buffer((layers, *_page_shape(d, row)), "uint8", fill=0)
