@@ -1,13 +1,13 @@
 """Options have one spelling of their names and defaults, in Python and on the command line."""
 
 import inspect
+import warnings
 from dataclasses import asdict
 
 import pytest
 
 from pi_runtime import Engine, load
 from pi_runtime.commands.options import ENGINE_FLAGS, FILE_FLAGS, MODEL_FLAGS, SamplingOptions
-from pi_runtime.console import say_now
 from pi_runtime.engine.options import EngineOptions, ModelOptions
 from pi_runtime.errors import UsageError
 from pi_runtime.sequence.sampling import Sampling
@@ -24,7 +24,7 @@ def test_load_takes_the_options_of_a_model() -> None:
 
 
 def test_an_engine_takes_its_options() -> None:
-    assert defaults(Engine) == {**asdict(EngineOptions()), "kv_budget": None, "say": say_now}
+    assert defaults(Engine) == {**asdict(EngineOptions()), "kv_budget": None, "say": warnings.warn}
 
 
 def test_every_option_of_a_model_has_a_flag() -> None:
