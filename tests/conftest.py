@@ -75,6 +75,7 @@ MORE = (
     "docs/test_blocks.py",
     "recipes/test_gain.py",
     "recipes/test_installed.py",
+    "recipes/test_sparse_model.py",
     "compile/planning/test_baselines.py::test_published",
     # Larger models, all families, and slow variants of what has a quick one
     "compile/calibration/test_profile_memory.py",
@@ -88,6 +89,7 @@ MORE = (
     "compile/corpus/test_sources.py::test_of_much_text",
     "compile/corpus/test_sources.py::test_of_pythons_documentation",
     "compile/evaluation/test_scoring.py::test_real_questions",
+    "compile/evaluation/test_scoring.py::test_scores_are_those_of_transformers[opt]",
     "compile/machine/test_measurement.py::test_a_disk_is_measured",
     "compile/packing/test_logits.py::test_threads",
     "compile/packing/test_packing.py::test_memory_does_not_grow",

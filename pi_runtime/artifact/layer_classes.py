@@ -67,8 +67,3 @@ def layer_nbytes(classes: Sequence[LayerClass], positions: int, step: int) -> tu
 def sequence_nbytes(classes: Sequence[LayerClass], positions: int, step: int) -> int:
     """The same of all layers."""
     return sum(layer_nbytes(classes, positions, step))
-
-
-def stored_nbytes(classes: Sequence[LayerClass], length: int) -> int:
-    """Bytes of the pages without which a sequence of so many positions cannot go on."""
-    return sum(len(one.pages(length)) * one.page.nbytes for one in classes)

@@ -262,7 +262,7 @@ def _answer_file(
 
     # Nobody waits for the next token here: with prompts first, more answers are written together.
     chosen = asdict(replace(options, decode_share=0))
-    with Engine(model, kv_budget=kv_budget, **chosen) as engine:
+    with Engine(model, kv_budget=kv_budget, say=console.say_now, **chosen) as engine:
         try:
             with console.progress("answers", "prompts") as bar:
                 file.answer(engine, output, bar)

@@ -14,7 +14,6 @@ import numpy as np
 
 from pi_runtime.artifact.buffers import kv_cache
 from pi_runtime.artifact.features import lacking_on_gpu
-from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.gpu_buffers import host_bytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
@@ -22,7 +21,7 @@ from pi_runtime.artifact.schema import Layer, Manifest
 from pi_runtime.console import size
 from pi_runtime.cuda.decode.device_ops import DeviceOps
 from pi_runtime.cuda.decode.host_ops import HostOps
-from pi_runtime.cuda.decode.schedule import SelectionStats, build_schedule
+from pi_runtime.cuda.decode.schedule import FfnInputs, build_schedule
 from pi_runtime.cuda.memory import weights
 from pi_runtime.cuda.memory.devices import Cuda, Device, Op, allocate
 from pi_runtime.cuda.memory.handover import PinnedBuffers
@@ -31,14 +30,13 @@ from pi_runtime.cuda.memory.weights import STAGING_NBYTES, WeightStreamer
 from pi_runtime.cuda.memory.workspace import DeviceWorkspace
 from pi_runtime.cuda.prefill.prefill import Prefill, measured_crossover
 from pi_runtime.errors import DoesNotFitError, Setting
-from pi_runtime.execution.cold_side import ColdSide
-from pi_runtime.execution.cpu import CpuModel
-from pi_runtime.execution.cpu_ops import token_blocks
-from pi_runtime.execution.executor import DiskStats, Floats, Ints, SequenceResult, SequenceStep
+from pi_runtime.execution.executor import DiskStats, Floats, Ints, Observer, SequenceResult, SequenceStep
+from pi_runtime.execution.host import CpuModel, token_blocks
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PagePool
 from pi_runtime.execution.plan_choice import Allocation, choose_plan
 from pi_runtime.execution.plan_layout import GPU, cuts_of, placed_arrays
+from pi_runtime.execution.rows import MemoryRows
 from pi_runtime.kernels.codegen.threads import SPIN_BESIDE_GPU, advance_progress, start_threads
 
 
@@ -58,7 +56,7 @@ class CudaExecutor:
     one after the other.
 
     Logits at every position with selection, as evaluation needs them, are those of decoding: token by token where
-    selection is counted.
+    somebody looks on at the FFNs.
     """
 
     def __init__(
@@ -70,11 +68,12 @@ class CudaExecutor:
         device: Device,
         progress: Callable[[int, int], None] | None = None,
         stream_from: int | None = None,
-        cold: ColdSide | None = None,
+        rows: MemoryRows | None = None,
     ) -> None:
-        """`cold` has the CPU's part within a budget of RAM, and is closed with this; None: all of it is in memory."""
+        """`rows`: the CPU's part within a budget of RAM, whose host is closed with this; None: it is in memory."""
         plan, context = allocation.plan, allocation.context
-        self._cold, self._host = cold, CpuModel(artifact, mode, context, threads) if cold is None else cold.model
+        self.rows = MemoryRows(CpuModel(artifact, mode, context, threads)) if rows is None else rows
+        self._host = self.rows.host
         self.allocation, self.context, self.neurons = allocation, context, self._host.neurons
         self.block_tokens = allocation.block_tokens
         self.device, self.device_name = device, device.name
@@ -95,9 +94,9 @@ class CudaExecutor:
             cuts = cuts_of(plan, d)
             self._all_device_ops = DeviceOps(d, layers, cuts, loaded, device, workspace, cache, self._pinned)
             self.device_ops = self._all_device_ops.for_tokens(1)
-            self.host_ops = HostOps(self._host, layers, cuts, self._pinned, 1, None if cold is None else cold.ops)
+            self.host_ops = HostOps(self.rows, layers, cuts, self._pinned, 1)
             self._kv_residency = KVResidency(cache, device)
-            self._stats = SelectionStats(self.device_ops, self.host_ops, device)
+            self._inputs = FfnInputs(self.device_ops, self.host_ops, device)
             empty = self.new_cache()
             empty.reserve(1)  # building the schedule runs a token
             self.host_ops.move_to([empty], np.zeros(1, np.int64))
@@ -107,7 +106,7 @@ class CudaExecutor:
                 values.zero_()
         self._prefill = self._make_prefill(artifact, stream_from)
         self._schedules = {1: Decoding(self.host_ops, tuple(call.run for call in self.calls))}
-        self._runs_with_stats: tuple[Op, ...] = ()
+        self._observed_runs: tuple[Op, ...] = ()
         always = (c.hot if d.n_experts == 1 else 0 for c in cuts)
         self._implied_L2 = np.array([_implied_rows(how, cut) for how, cut in zip(layers, always, strict=True)])
         self._device_rows_ML2 = self._pinned.rows_ML2.numpy()
@@ -115,11 +114,11 @@ class CudaExecutor:
 
     @property
     def disk(self) -> DiskStats | None:
-        return None if self._cold is None else self._cold.disk
+        return self.rows.disk
 
     @property
     def kv_room(self) -> int | None:
-        return None if self._cold is None else self._cold.kv_room
+        return self.rows.kv_room
 
     @property
     def draft_tokens(self) -> int:
@@ -145,8 +144,7 @@ class CudaExecutor:
         """Run some sequences, of which those that decode come first, in batches; returns their results in order."""
         numba.set_num_threads(self._host.threads)
         results: list[SequenceResult] = []
-        turn = contextlib.nullcontext() if self._cold is None else self._cold.turn()
-        with self.device.stream(), self._synchronised_on_error(), turn:
+        with self.device.stream(), self._synchronised_on_error(), self.rows.turn():
             decoding = [s for s in sequences if _decodes(s)]
             while len(results) < len(decoding):
                 some = decoding[len(results) :][: self.allocation.batch_tokens]
@@ -156,17 +154,13 @@ class CudaExecutor:
 
     def _run(self, s: SequenceStep) -> SequenceResult:
         """Run one sequence that brings a prompt, or asks for the logits of all its tokens."""
-        counts_L3 = None
-        if s.select and not s.count:  # guesses, or tokens that others have run with selection
+        if s.select and s.observer is None:  # guesses, or tokens that others have run with selection
             parts = token_blocks(len(s.tokens), self.draft_tokens)
             found = [self._decode_together([replace(s, tokens=s.tokens[part])])[0].logits_TV for part in parts]
             return SequenceResult(logits_TV=np.concatenate(found) if s.logits == "all" else found[-1][-1:])
         if s.logits == "all":
-            logits_TV = self._all_logits(s)
-            if s.count:
-                most = min(self.block_tokens, BLOCK_TOKENS)
-                counts_L3 = self._stats.tally(self._prefill.count_firing, most)
-            return SequenceResult(logits_TV=logits_TV, counts_L3=counts_L3)
+            found_TV = self._all_logits(s) if s.observer is None else self._observed(s, s.observer)
+            return SequenceResult(logits_TV=found_TV)
         self._place(self.host_ops, [s.cache], s.tokens[:1], len(s.tokens))
         self._prefill.run(s.tokens)
         s.cache.append(s.tokens, s.select)
@@ -183,7 +177,7 @@ class CudaExecutor:
             plan, device_ops = self.allocation.plan, self._all_device_ops.for_tokens(count)
             calls = build_schedule(plan, device_ops, host_ops, self.device)
             decoding = self._schedules[count] = Decoding(host_ops, tuple(call.run for call in calls))
-        with contextlib.nullcontext() if self._cold is None else self._cold.decoding(count):
+        with self.rows.decoding(count):
             rows_ML2 = self._decode(decoding)
         for s in sequences:
             s.cache.append(s.tokens, s.select)
@@ -191,24 +185,30 @@ class CudaExecutor:
         return [SequenceResult(logits_TV=logits_TV, rows_L2=rows_L2) for logits_TV, rows_L2 in found]
 
     def _all_logits(self, s: SequenceStep) -> Floats:
-        """Logits of all tokens: decoded one by one where selection is counted, else read in dense blocks."""
+        """Logits of all tokens, which are read in dense blocks."""
         tokens, cache = s.tokens, s.cache
         logits_TV = np.empty((len(tokens), self.device_ops.decoder.vocab_size), np.float32)
-        if not s.select:
-            for part in token_blocks(len(tokens), self.block_tokens):
-                self._place(self.host_ops, [cache], tokens[part][:1], part.stop - part.start)
-                self._prefill.all_logits(tokens[part], logits_TV[part])
-                cache.append(tokens[part], s.select)
-            return logits_TV
-        self._stats.clear()
+        for part in token_blocks(len(tokens), self.block_tokens):
+            self._place(self.host_ops, [cache], tokens[part][:1], part.stop - part.start)
+            self._prefill.all_logits(tokens[part], logits_TV[part])
+            cache.append(tokens[part], s.select)
+        return logits_TV
+
+    def _observed(self, s: SequenceStep, observer: Observer) -> Floats:
+        """Logits of all tokens, decoded one by one; the inputs of their FFNs are shown when all have run."""
+        tokens, cache, inputs_TLD = s.tokens, s.cache, []
+        logits_TV = np.empty((len(tokens), self.device_ops.decoder.vocab_size), np.float32)
         for n in range(len(tokens)):
             self._place(self.host_ops, [cache], tokens[n : n + 1], 1)
-            if not self._runs_with_stats:  # building it writes into the cache where this token will
-                calls = build_schedule(self.allocation.plan, self.device_ops, self.host_ops, self.device, self._stats)
-                self._runs_with_stats = tuple(call.run for call in calls)
-            self._stats.add(self._decode(Decoding(self.host_ops, self._runs_with_stats))[0])
+            if not self._observed_runs:  # building it writes into the cache where this token will
+                calls = build_schedule(self.allocation.plan, self.device_ops, self.host_ops, self.device, self._inputs)
+                self._observed_runs = tuple(call.run for call in calls)
+            self._decode(Decoding(self.host_ops, self._observed_runs))
+            inputs_TLD.append(self._inputs.of_last.copy())
             logits_TV[n] = self._logits_MV[0]
             cache.append(tokens[n : n + 1], s.select)
+        for layer, input_TD in enumerate(np.stack(inputs_TLD, axis=1)):
+            observer.see(layer, input_TD, None)
         return logits_TV
 
     @contextlib.contextmanager
@@ -244,7 +244,7 @@ class CudaExecutor:
         """A `Prefill`; it streams cold weights to the GPU if there are any, memory for them is left and it may pay."""
         d, plan, device = self.device_ops.decoder, self.allocation.plan, self.device
         streamer, first = None, 0
-        if self.allocation.streamed and self._cold is None:
+        if self.allocation.streamed and self.rows.are_in_memory:
             fmt = artifact.manifest.formats["ffn"]
             first = measured_crossover(d, fmt, self._host.threads, device) if stream_from is None else stream_from
             if first <= self.block_tokens:
@@ -262,11 +262,12 @@ class CudaExecutor:
                 self._prefill.close()
             self._kv_residency.release()
             # Tensors, and the graphs that work in them, hold the GPU's memory.
-            self.calls, self._schedules, self._runs_with_stats = (), {}, ()
-            del self.device_ops, self._all_device_ops, self.host_ops, self._prefill, self._kv_residency, self._stats
+            self.calls, self._schedules, self._observed_runs = (), {}, ()
+            del self.device_ops, self._all_device_ops, self.host_ops, self._prefill, self._kv_residency, self._inputs
             with contextlib.suppress(RuntimeError):
                 self.device.limit(None)
-        (self._host if self._cold is None else self._cold).close()
+        self._host.close()
+        self.rows.close()
 
 
 def _decodes(s: SequenceStep) -> bool:
@@ -311,7 +312,7 @@ def open_on_gpu(
 ) -> CudaExecutor:
     """Make an executor on GPU `index` within the budget, or within what the card has free if that is less.
 
-    With a budget of RAM the CPU's part is kept within it, and rows come from disk (see `cold_side`).
+    With a budget of RAM the CPU's part is kept within it, and rows come from disk (see `ram_budget`).
     Raises DoesNotFitError if no stored plan fits, or if the GPU tier lacks what the model does.
     """
     check_features(artifact.manifest)
@@ -319,15 +320,15 @@ def open_on_gpu(
     device: Device = Cuda(index)
     free = device.free_bytes()
     allocation = choose_plan(artifact, context, free if vram_budget is None else vram_budget, free)
-    cold = None
+    rows = None
     if ram_budget is not None:
         allocation = replace(allocation, streamed=0)
-        cold = cold_side(artifact, mode, threads, allocation, ram_budget, kv_budget)
+        rows = cold_rows(artifact, mode, threads, allocation, ram_budget, kv_budget)
     try:
-        executor = CudaExecutor(artifact, mode, threads, allocation, device, progress, cold=cold)
+        executor = CudaExecutor(artifact, mode, threads, allocation, device, progress, rows=rows)
     except BaseException as error:
-        if cold is not None:
-            cold.close()
+        if rows is not None:
+            rows.host.close()
         _clear_frames(error)
         with contextlib.suppress(RuntimeError):
             device.limit(None)
@@ -337,15 +338,18 @@ def open_on_gpu(
     return executor
 
 
-def cold_side(
+def cold_rows(
     artifact: Artifact, mode: str, threads: int, taken: Allocation, ram_budget: int, kv_budget: int | None
-) -> ColdSide:
+) -> MemoryRows:
     """The CPU's part of a run on a GPU within a budget of RAM, of which the GPU's buffers there are a part.
 
     Raises DoesNotFitError naming the smallest budget that fits.
     """
+    from pi_runtime.execution.ram_budget import rows_within  # noqa: PLC0415  few runs need it
+
     own = host_bytes(artifact.manifest.decoder, taken.context, taken.batch_tokens, taken.block_tokens)
-    return ColdSide(artifact, mode, threads, taken, ram_budget, kv_budget, own + STAGING_NBYTES)
+    beside = own + STAGING_NBYTES
+    return rows_within(artifact, mode, taken.context, threads, "auto", ram_budget, kv_budget, taken, beside)
 
 
 def _clear_frames(error: BaseException | None) -> None:

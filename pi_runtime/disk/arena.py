@@ -55,16 +55,18 @@ class ResidentArrays:
         held = zip(ends[::2], ends[1::2], strict=True)
         return [(low * row_nbytes, (high - low) * row_nbytes) for low, high in held if low < high]
 
-    def is_divided(self, name: str) -> bool:
-        """Whether some rows of an array are here, and others a GPU's."""
-        return name in self._away and name in self._places
+    def places(self, name: str) -> list[tuple[int, int]] | None:
+        """Of each expert where its rows of an array would begin, and 0, where some rows are here and others a GPU's.
 
-    def expert_address(self, name: str, expert: int) -> int:
-        """Where an expert's rows of an array would begin: those behind its cut are at their places from there.
-
-        0 where no row from there on is here.
+        Those behind the expert's cut are at their places from there. 0 where no row from there on is here.
         """
-        begin, before = self._entry(name).nbytes // self.manifest.decoder.n_experts * expert, 0
+        if name not in self._away or name not in self._places:
+            return None
+        experts = self.manifest.decoder.n_experts
+        return [(self._expert_address(name, self._entry(name).nbytes // experts * n), 0) for n in range(experts)]
+
+    def _expert_address(self, name: str, begin: int) -> int:
+        before = 0
         for offset, nbytes in self._ranges[name]:
             if offset + nbytes > begin:
                 return self._address(name) + before + begin - offset
@@ -165,7 +167,7 @@ def row_arena(
     pool_slots = sum(slots_L[n].cached for n in pooled)
     regions = slots - np.cumsum([plan.ahead, plan.ahead, plan.staged, plan.staged])[::-1]
     ring = int(regions[0]) - pool_slots
-    on_gpu = 0 if plan.away else sum(map(sum, plan.cuts_LX))
+    on_gpu = 0 if plan.away else int(plan.cut_LX.sum())
     # Units may be read straight to the ring, which begins at a page.
     memory = page_aligned((on_gpu + slots) * nbytes + PAGE)[-(on_gpu + ring) * nbytes % PAGE :]
     reader.hold(memory)
@@ -189,7 +191,7 @@ def row_arena(
         arena.places_L.append(places)
         hottest = np.arange(d.neurons) if whole_L[n] else _hottest(artifact, n, plan)
         if on_gpu:
-            first = (np.arange(d.d_ff) < np.array(plan.cuts_LX[n])[:, None]).ravel().nonzero()[0]
+            first = (np.arange(d.d_ff) < plan.cut_LX[n][:, None]).ravel().nonzero()[0]
             rows.slot_N[first] = np.arange(before, before + len(first))
             read_rows(reader, first, rows.slot_N[first], places)
             before += len(first)
@@ -206,21 +208,17 @@ def row_arena(
 
 
 def _hottest(artifact: Artifact, layer: int, plan: RamPlan) -> Ints:
-    """The rows of a layer: of each expert those that are stored first before others, or expert by expert.
-
-    Beside a GPU these are the rows behind the cuts, those to be pinned before others.
-    """
+    """The rows of a layer that are not a GPU's: those to be pinned before others, of each expert those that are stored
+    first; or expert by expert."""
     d = artifact.manifest.decoder
     row_XF = np.arange(d.neurons).reshape(d.n_experts, d.d_ff)
-    if plan.cuts_LX:
-        cut_X1, pinned_X1 = (np.array(of_L[layer])[:, None] for of_L in (plan.cuts_LX, plan.pinned_LX))
-        rank_XF = np.broadcast_to(np.arange(d.d_ff), row_XF.shape)
-        order = np.lexsort((row_XF.ravel(), rank_XF.ravel(), (rank_XF >= cut_X1 + pinned_X1).ravel()))
-        return order[(rank_XF >= cut_X1).ravel()[order]]
-    if not plan.by_expert_L[layer]:
-        return row_XF.T.ravel()
-    counts_X = expert_counts(artifact, layer)
-    return row_XF[np.argsort(-counts_X, kind="stable")].ravel()
+    if plan.by_expert_L[layer]:
+        counts_X = expert_counts(artifact, layer)
+        return row_XF[np.argsort(-counts_X, kind="stable")].ravel()
+    cut_X1, pinned_X1 = plan.cut_LX[layer][:, None], plan.pinned_LX[layer][:, None]
+    rank_XF = np.broadcast_to(np.arange(d.d_ff), row_XF.shape)
+    order = np.lexsort((row_XF.ravel(), rank_XF.ravel(), (rank_XF >= cut_X1 + pinned_X1).ravel()))
+    return order[(rank_XF >= cut_X1).ravel()[order]]
 
 
 def read_rows(reader: Reader, row_I: Ints, slot_I: Ints, places: Places) -> None:

@@ -28,12 +28,13 @@ from pi_runtime.artifact.rows import (
     slot_nbytes,
 )
 from pi_runtime.artifact.rungs import rung_in_mode
-from pi_runtime.artifact.schema import Manifest, RowPlan
+from pi_runtime.artifact.schema import SIDES, Manifest, Plan, RowPlan
 from pi_runtime.console import size
 from pi_runtime.errors import DoesNotFitError, Setting
 from pi_runtime.kernels.data.matrix_view import Ints
 
 _NOT_RESIDENT = (*(f"/ffn/{array}" for array in ROW_ARRAYS), "/ffn/order", "/ffn/counts")
+_, GPU = SIDES
 PINNED_SHARE = 0.5
 """Share of the slots that keep the rows that fire most often; the others are a cache."""
 _EXPONENT = 0.83
@@ -75,16 +76,16 @@ class RamPlan:
     """Whether all of the embedding is in memory."""
     stored: RowPlan | None = None
     """The stored division that this one follows; None where it goes by the rule."""
-    cuts_LX: tuple[tuple[int, ...], ...] = ()
-    """Rows of each expert that are the GPU's, those that are stored first; () without one (see `behind_cuts`)."""
-    pinned_LX: tuple[tuple[int, ...], ...] = ()
-    """Rows behind each of these cuts that are pinned."""
+    cut_LX: Ints
+    """Rows of each expert that are the GPU's, those that are stored first; 0 without one."""
+    pinned_LX: Ints
+    """Rows behind each of these cuts that are pinned, on rungs that need `first` of every neuron those of `rest`."""
     away: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
     """Of each array the ranges of rows that a GPU has; none where this memory stands in for it, and they are here."""
 
     def cut(self, layer: int, expert: int) -> int:
         """The first neuron of an expert that is not the GPU's."""
-        return self.cuts_LX[layer][expert] if self.cuts_LX else 0
+        return int(self.cut_LX[layer, expert])
 
     def slots(self, name: str) -> int:
         """Slots of all layers for one of `ROW_ARRAYS`: an empty one, pinned and cached ones, and staged ones."""
@@ -141,40 +142,50 @@ def useful_budgets(manifest: Manifest, fixed: int) -> tuple[int, int]:
     return least, least + all_rows(d, both) + embedding_on_disk_nbytes(d, manifest.formats["embedding"])
 
 
-def plan_for(artifact: Artifact, mode: str, budget: int, fixed: int) -> RamPlan:
-    """Divide a budget: by the largest stored division that it holds, with what is left as further slots of caches.
+def plan_for(
+    artifact: Artifact, mode: str, budget: int, fixed: int, gpu: Plan | None = None,
+    away: Mapping[str, Sequence[tuple[int, int]]] | None = None,
+) -> RamPlan:  # fmt: skip
+    """Divide a budget: by a stored division where one suits, else by a rule; `fixed` bytes are taken whatever it is.
 
-    Where none fits, or where the mode is not the one that they were solved for, a rule divides it: rows that fire often
-    are pinned, the others share caches by how often they fire. Raises DoesNotFitError naming the smallest budget that
-    fits.
+    Rows that fire often are pinned, the others share caches by how often they fire. `gpu`: the placement by which rows
+    before each expert's cut are elsewhere. `away`: rows of arrays that a GPU has alone (see `RamPlan`), which then also
+    reads prompts; None where this memory stands in for it. Raises DoesNotFitError naming the smallest budget that fits.
     """
     m = artifact.manifest
-    nbytes = slot_nbytes(m.decoder, m.formats["ffn"])
-    least, most = useful_budgets(m, fixed)
-    refuse_below(artifact, budget, least, _parts(m, least))
-    buffers = row_buffers(m.decoder, sum(nbytes.values()), budget - fixed)
-    room = buffers.left
+    d, nbytes = m.decoder, slot_nbytes(m.decoder, m.formats["ffn"])
+    both, whole_embedding = sum(nbytes.values()), gpu is not None and gpu.embedding == GPU
+    cut_LX = np.array((0,) * d.n_layers * d.n_experts if gpu is None else gpu.cuts, np.int64).reshape(d.n_layers, -1)
+    least = fixed + least_row_buffers(d, both)
+    cold_LX = d.d_ff - cut_LX
+    every_row = least + int(cold_LX.sum()) * both
+    most = every_row + (0 if whole_embedding else embedding_on_disk_nbytes(d, m.formats["embedding"]))
+    _refuse_below(artifact, budget, least, "" if gpu is not None else _parts(m, least))
+    buffers = row_buffers(d, both, budget - fixed)
     gate_L, packed_L = ([rung_in_mode(layer.rung, how).needs_all_first for layer in m.layers] for how in (mode, "auto"))
-    holds_rows = budget >= most - embedding_on_disk_nbytes(m.decoder, m.formats["embedding"])
-    stored = None if gate_L != packed_L or holds_rows else _largest(m, room)
-    whole_L = [rung_in_mode(layer.rung, mode).dense and m.decoder.n_experts > 1 for layer in m.layers]
-    slots = (
-        _by_rule(artifact, nbytes, gate_L, whole_L, room)
-        if stored is None
-        else _as_stored(m, stored, nbytes, gate_L, whole_L, room)
-    )
+    whole_L = [gpu is None and rung_in_mode(layer.rung, mode).dense and d.n_experts > 1 for layer in m.layers]
+    cost_L = np.array([nbytes["rest"] + (0 if gate else nbytes["first"]) for gate in gate_L])
+    room = Room(d, cold_LX, cost_L, nbytes["first"], gate_L, whole_L, buffers.left)
+    stored = None if gate_L != packed_L or budget >= every_row else _stored(m, gpu, room)
+    pinned_LX, cached_L, resident_L = _by_rule(artifact, room) if stored is None else _as_stored(stored, room)
+    rest = [Slots(*of) for of in zip(pinned_LX.sum(1).tolist(), cached_L.tolist(), strict=True)]
+    cold_L = cold_LX.sum(1).tolist()
+    whole = [Slots(cold if resident else 0, 0) for cold, resident in zip(cold_L, resident_L, strict=True)]
     return RamPlan(
         budget=budget,
         fixed=fixed,
-        first_L=tuple(slots["first"]),
-        rest_L=tuple(slots["rest"]),
+        first_L=tuple(whole[n] if gate else rest[n] for n, gate in enumerate(gate_L)),
+        rest_L=tuple(rest),
         staged=buffers.staged,
         ahead=buffers.staged // 2,
-        block_tokens=buffers.tokens or BLOCK_TOKENS,
+        block_tokens=BLOCK_TOKENS if away is not None else buffers.tokens or BLOCK_TOKENS,
         two_phases_L=tuple(gate_L),
         by_expert_L=tuple(whole_L),
-        whole_embedding=budget >= most,
+        whole_embedding=budget >= most or whole_embedding,
         stored=stored,
+        cut_LX=cut_LX,
+        pinned_LX=pinned_LX,
+        away=away or {},
     )
 
 
@@ -186,7 +197,7 @@ def _parts(m: Manifest, least: int) -> str:
     return ", ".join(f"{size(nbytes)} for {part}" for part, nbytes in parts.items())
 
 
-def refuse_below(artifact: Artifact, budget: int, least: int, parts: str = "") -> None:
+def _refuse_below(artifact: Artifact, budget: int, least: int, parts: str = "") -> None:
     """Raise DoesNotFitError for a budget below the smallest one with which the artifact runs, and what has `parts`."""
     if budget < least:
         raise DoesNotFitError(
@@ -202,55 +213,112 @@ def refuse_below(artifact: Artifact, budget: int, least: int, parts: str = "") -
         )
 
 
-def _largest(m: Manifest, room: int) -> RowPlan | None:
-    """The stored division with most rows that `room` holds; None where none fits."""
-    return max((p for p in m.row_plans if p.slot_bytes <= room), key=lambda p: p.slot_bytes, default=None)
+@dataclass(frozen=True)
+class Room:
+    """What is divided, and among which rows."""
+
+    decoder: Decoder
+    cold_LX: Ints
+    """The neurons of each expert that are not a GPU's: the last ones."""
+    cost_L: Ints
+    """Bytes that a neuron takes in a cache of each layer."""
+    first_nbytes: int
+    """Bytes of a slot of `first`."""
+    gate_L: Sequence[bool]
+    """Layers that ask for all of `first` with every token: all of it is resident, or none."""
+    whole_L: Sequence[bool]
+    """Layers whose experts come and go as a whole."""
+    nbytes: int
 
 
-def _as_stored(
-    m: Manifest, plan: RowPlan, nbytes: Mapping[str, int], gate_L: Sequence[bool], whole_L: Sequence[bool], room: int
-) -> dict[str, list[Slots]]:
-    """The slots of a stored division; every layer's cache gets equally many of those that are left."""
-    neurons = m.decoder.neurons
-    more = (room - plan.slot_bytes) // int(cost_of_each(nbytes, gate_L).sum())
-    rest = [
-        _slots(m.decoder, pinned, min(neurons - pinned, cached + more), whole)
-        for pinned, cached, whole in zip(plan.pinned, plan.cached, whole_L, strict=True)
-    ]
-    whole = [Slots(neurons if resident else 0, 0) for resident in plan.first]
-    first = [whole[n] if gate else rest[n] for n, gate in enumerate(gate_L)]
-    return {"first": first, "rest": rest}
+Division = tuple[Ints, Ints, Sequence[bool]]
+"""(L, X) pinned rows behind the cuts, (L,) cached rows of each layer, and whether a layer's `first` is resident."""
 
 
-def _slots(d: Decoder, pinned: int, cached: int, whole: bool) -> Slots:
-    """So many slots; where experts come and go as a whole all are cached, in whole experts, unless all rows stay."""
-    if not whole or pinned == d.neurons:
-        return Slots(pinned, cached)
-    return Slots(0, (pinned + cached) // d.d_ff * d.d_ff)
+def _stored(m: Manifest, gpu: Plan | None, room: Room) -> RowPlan | None:
+    """The stored division with most rows that there is room for; None where none fits.
+
+    A placement's own one may have its caches shortened: a GPU's driver and staging memory are not the placement's.
+    """
+    if gpu is None:
+        fitting = (plan for plan in m.row_plans if plan.slot_bytes <= room.nbytes)
+        return max(fitting, key=lambda plan: plan.slot_bytes, default=None)
+    found = gpu.rows
+    fits = found is not None and int(np.array(found.cached) @ room.cost_L) + room.nbytes >= found.slot_bytes
+    return found if fits else None
 
 
-def _by_rule(
-    artifact: Artifact, nbytes: dict[str, int], gate_L: Sequence[bool], whole_L: Sequence[bool], room: int
-) -> dict[str, list[Slots]]:
-    """The slots of a division by rule."""
-    d, layers = artifact.manifest.decoder, len(gate_L)
-    slots: dict[str, list[Slots]] = {name: [Slots(0, 0)] * layers for name in ROW_ARRAYS}
-    for n in np.flatnonzero(gate_L).tolist():  # asked for whole with every token: all of it, or none
-        if room >= d.neurons * nbytes["first"]:
-            slots["first"][n] = Slots(d.neurons, 0)
-            room -= d.neurons * nbytes["first"]
-    often_LF = np.array([np.sort(_often(artifact, n).reshape(d.n_experts, -1).sum(0))[::-1] for n in range(layers)])
-    divided = _divided(d, often_LF, cost_of_each(nbytes, gate_L), np.array(whole_L), room)
-    for n, found in enumerate(divided):
-        slots["rest"][n] = found
-        if not gate_L[n]:
-            slots["first"][n] = found
-    return slots
+def _as_stored(plan: RowPlan, room: Room) -> Division:
+    """A stored division: every layer's cache gets equally many of the slots that are left, or loses its part of what
+    lacks."""
+    cached_L, left, experts = np.array(plan.cached, np.int64), room.nbytes - plan.slot_bytes, room.decoder.n_experts
+    pinned_LX = np.array(plan.pinned, np.int64).reshape(len(cached_L), -1)
+    if pinned_LX.shape[1] < experts:
+        pinned_LX = np.repeat(pinned_LX // experts, experts, axis=1)
+    if left >= 0:
+        cached_L = cached_L + left // int(room.cost_L.sum())
+    else:
+        nbytes = int(cached_L @ room.cost_L)
+        cached_L = cached_L * (nbytes + left) // nbytes
+    cold_L, pinned_L = room.cold_LX.sum(1), pinned_LX.sum(1)
+    cached_L = np.minimum(cached_L, cold_L - pinned_L)
+    # Where experts come and go as a whole all are cached, in whole experts, unless all rows stay.
+    moves_L = np.array(room.whole_L) & (pinned_L < cold_L)
+    cached_L[moves_L] = (pinned_L + cached_L)[moves_L] // room.decoder.d_ff * room.decoder.d_ff
+    pinned_LX[moves_L] = 0
+    return pinned_LX, cached_L, plan.first
 
 
-def cost_of_each(nbytes: Mapping[str, int], gate_L: Sequence[bool]) -> Ints:
-    """(L,) bytes that a neuron takes in a cache of each layer, by the bytes of a slot of each array."""
-    return np.array([nbytes["rest"] + (0 if gate else nbytes["first"]) for gate in gate_L])
+def _by_rule(artifact: Artifact, room: Room) -> Division:
+    """A division by how often rows fire: a share of the room pins those that fire most often, the rest goes by what is
+    left.
+
+    Rows are pinned in groups, one of each expert, of those that are stored first behind their cuts. Layers whose
+    experts come and go as a whole pin none, and share one cache.
+    """
+    cold_LX, nbytes, resident_L = room.cold_LX, room.nbytes, [False] * len(room.gate_L)
+    for n in np.flatnonzero(room.gate_L).tolist():
+        if (needed := int(cold_LX[n].sum()) * room.first_nbytes) <= nbytes:
+            resident_L[n] = True
+            nbytes -= needed
+    if nbytes >= int(cold_LX.sum(1) @ room.cost_L):
+        return cold_LX, np.zeros(len(cold_LX), np.int64), resident_L
+    often_LF = np.array([_often_in_groups(artifact, n, cold_X) for n, cold_X in enumerate(cold_LX)])
+    step_LF = (cold_LX[:, :, None] > np.arange(room.decoder.d_ff)).sum(1) * room.cost_L[:, None]
+    order = np.argsort(-(often_LF / np.maximum(step_LF, 1)).ravel(), kind="stable")
+    layer_G, step_G = order // room.decoder.d_ff, step_LF.ravel()[order]
+    may_be_pinned = (step_G > 0) & ~np.array(room.whole_L)[layer_G]
+    layer_G, step_G = layer_G[may_be_pinned], step_G[may_be_pinned]
+    groups_L = np.bincount(layer_G[np.cumsum(step_G) <= nbytes * PINNED_SHARE], minlength=len(cold_LX))
+    pinned_LX = np.minimum(groups_L[:, None], cold_LX)
+    nbytes -= int(pinned_LX.sum(1) @ room.cost_L)
+    left_L = np.array([often_F[groups:].sum() for often_F, groups in zip(often_LF, groups_L, strict=True)])
+    if any(room.whole_L) or not left_L.sum():
+        left_L = np.ones(len(left_L))
+    return pinned_LX, _caches(room, pinned_LX, left_L / left_L.sum(), nbytes), resident_L
+
+
+def _caches(room: Room, pinned_LX: Ints, share_L: np.ndarray, nbytes: int) -> Ints:
+    """(L,) cached rows by shares of so many bytes; what is less than a whole expert goes to the next layer."""
+    left_L, found, spare = (room.cold_LX - pinned_LX).sum(1).tolist(), [], 0
+    for n, (share, cost) in enumerate(zip(share_L, room.cost_L.tolist(), strict=True)):
+        own = int(nbytes * share) + spare
+        cached = min(left_L[n], own // cost)
+        if room.whole_L[n]:
+            cached -= cached % room.decoder.d_ff
+        found.append(cached)
+        spare = own - cached * cost if room.whole_L[n] else 0
+    return np.array(found, np.int64)
+
+
+def _often_in_groups(artifact: Artifact, layer: int, cold_X: Ints) -> np.ndarray:
+    """(F,) how often the neurons fire that are stored first behind their expert's cut, then those behind them, and so
+    on; 0 where no expert has more."""
+    often_XF = _often(artifact, layer).reshape(len(cold_X), -1)
+    behind_XF = np.zeros_like(often_XF)
+    for often_F, behind_F, cold in zip(often_XF, behind_XF, cold_X.tolist(), strict=True):
+        behind_F[:cold] = often_F[len(often_F) - cold :]
+    return np.sort(behind_XF.sum(0))[::-1]
 
 
 def _counts(artifact: Artifact, layer: int) -> np.ndarray | None:
@@ -269,29 +337,3 @@ def expert_counts(artifact: Artifact, layer: int) -> np.ndarray:
     """How often neurons of each expert of a layer fire, by the profile's counts; all 0 without one."""
     d, found = artifact.manifest.decoder, _counts(artifact, layer)
     return np.zeros(d.n_experts) if found is None else found.reshape(d.n_experts, -1).sum(1)
-
-
-def _divided(d: Decoder, often_LF: np.ndarray, cost_L: np.ndarray, whole_L: np.ndarray, room: int) -> list[Slots]:
-    """Slots of each layer: a share of the room pins the rows that fire most often, the rest goes by what is left.
-
-    Rows are pinned in groups, equally many of each expert; `often_LF` has the groups of each layer, those that fire
-    most often first. Layers whose experts come and go as a whole pin none, and share one cache.
-    """
-    if room >= int(cost_L.sum()) * d.neurons:
-        return [Slots(d.neurons, 0)] * len(often_LF)
-    step_L = d.n_experts * cost_L
-    order = np.argsort(-(often_LF / step_L[:, None]).ravel(), kind="stable")
-    layer_G = order // d.d_ff
-    layer_G = layer_G[~whole_L[layer_G]]
-    taken_G = layer_G[np.cumsum(step_L[layer_G]) <= room * PINNED_SHARE]
-    pinned_L = np.bincount(taken_G, minlength=len(often_LF))
-    room -= int((pinned_L * step_L).sum())
-    left_L = np.array([often_F[p:].sum() for often_F, p in zip(often_LF, pinned_L, strict=True)])
-    if whole_L.any() or not left_L.sum():
-        left_L = np.ones(len(left_L))
-    found, spare = [], 0
-    for n, share in enumerate(left_L / left_L.sum()):
-        pinned, own, cost = int(pinned_L[n]) * d.n_experts, int(room * share) + spare, int(cost_L[n])
-        found.append(_slots(d, pinned, min(d.neurons - pinned, own // cost), bool(whole_L[n])))
-        spare = own - found[n].cached * cost if whole_L[n] else 0
-    return found

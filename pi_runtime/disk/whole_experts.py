@@ -1,18 +1,20 @@
-"""Experts of which all rows are needed together: which are in memory, and how often each was used lately.
+"""Experts of which all rows are needed together: they come and go as a whole, and the least used one makes room.
 
 Shape letters: X experts, U experts of all layers whose experts come and go as a whole.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
+from pi_runtime.artifact.footprint import CHUNKS
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.disk.arena import RowArena
+from pi_runtime.artifact.rows import ROW_ARRAYS
+from pi_runtime.disk.kernels import neuron_cache
 from pi_runtime.disk.kernels.neuron_cache import LayerRows
 from pi_runtime.disk.ram_plan import RamPlan, expert_counts
-from pi_runtime.disk.reader import Reader
+from pi_runtime.disk.row_slots import REGIONS, Request, RowRange, RowSlots
 from pi_runtime.kernels.data.matrix_view import Ints
 
 HALF_LIVES = (32, 512)
@@ -44,37 +46,122 @@ class Heat:
         np.sum(self._uses_2U / self._tokens_2[:, None], axis=0, out=self.value_U)
 
 
-class WholeExperts:
-    """The experts of all layers that share a cache, in which the one with least heat makes room.
+class ExpertStore:
+    """The experts of all layers that share a cache, in slots of rows; the one with least heat makes room.
 
     An expert's *heat* is the sum of two rates, its uses a token of late and in the long run. The former follows a
     subject; the latter keeps what all subjects need.
     """
 
-    def __init__(self, artifact: Artifact, plan: RamPlan) -> None:
-        d = artifact.manifest.decoder
-        layers = [layer for layer, by_expert in enumerate(plan.by_expert_L) if by_expert]
-        self._unit_of, self._d_ff = {layer: n * d.n_experts for n, layer in enumerate(layers)}, d.d_ff
-        self.heat = Heat(np.concatenate([np.zeros(0), *(_profiled(artifact, layer) for layer in layers)]))
-        self.rows_of: list[list[LayerRows]] = []
-        """The rows of each layer, of both arrays; who has them tells."""
+    def __init__(self, slots: RowSlots, heat: Heat) -> None:
+        self._slots, self._reader, self._d_ff, self.heat = slots, slots.reader, slots.d_ff, heat
+        experts = len(slots.arenas["first"].rows_L[0].slot_N) // slots.d_ff
+        layers = [layer for layer, by_expert in enumerate(slots.plan.by_expert_L) if by_expert]
+        self._unit_of = {layer: n * experts for n, layer in enumerate(layers)}
+        self.room = _experts_in_a_batch(slots)
+        """Experts that one batch of reads has room for."""
 
-    def rows(self, expert_X: Ints) -> Ints:
-        """All rows of some experts."""
-        return (expert_X[:, None] * self._d_ff + np.arange(self._d_ff)).ravel()
+    def request(self, layer: int, expert_X: Ints) -> Request:
+        """A request for all rows of some experts."""
+        row_I = (expert_X[:, None] * self._d_ff + np.arange(self._d_ff)).ravel()
+        return Request(layer, 0, [(name, row_I) for name in ROW_ARRAYS])
 
-    def slots(self, layer: int, expert_X: Ints) -> list[Ints]:
-        """The slots of the first rows of some experts, by array; 0 where one is absent."""
-        return [rows.slot_N[expert_X * self._d_ff] for rows in self.rows_of[layer]]
+    def _rows(self, layer: int) -> list[LayerRows]:
+        return [arena.rows_L[layer] for arena in self._slots.arenas.values()]
 
     def are_there(self, layer: int, expert_X: Ints) -> npt.NDArray[np.bool_]:
         """(X,) which of some experts have slots, whether or not their rows are still on their way."""
-        found: npt.NDArray[np.bool_] = np.all(self.slots(layer, expert_X), axis=0)
+        found: npt.NDArray[np.bool_] = np.all(
+            [rows.slot_N[expert_X * self._d_ff] for rows in self._rows(layer)], axis=0
+        )
         return found
 
-    def use(self, layer: int, expert_X: Ints | int) -> None:
-        """Count a use of some experts."""
+    def holds(self, layer: int, expert_X: Ints) -> bool:
+        """Whether experts are in memory, all of them, and none is still on its way: each then counts as used, and stays
+        until the layer after the next one begins."""
+        is_ahead = self._slots.turns[layer].ahead is not None
+        if not self.are_there(layer, expert_X).all():
+            return False
+        if is_ahead and self._reader.is_pending(REGIONS + layer % 2):
+            return False
+        self._slots.wait_ahead(layer)
+        for rows in self._rows(layer):
+            rows.clock_7[neuron_cache.TURN] += not is_ahead
+            rows.turn_S[rows.slot_N[expert_X * self._d_ff]] = rows.clock_7[neuron_cache.TURN]
+        self._use(layer, expert_X)
+        return True
+
+    def _use(self, layer: int, expert_X: Ints) -> None:
+        """Count a use of experts that are there."""
+        for rows in self._rows(layer):
+            rows.counts_2[neuron_cache.HITS] += len(expert_X) * self._d_ff
         self.heat.use(self._unit_of[layer] + expert_X)
+
+    def arriving(self, layer: int, expert_X: Ints) -> Iterator[list[int]] | None:
+        """Begin to read the absent ones of a layer's experts, all of them at once.
+
+        Returns groups of experts, each in memory when it is taken, those that are there now first; None where there is
+        no room for all.
+        """
+        is_there = self.are_there(layer, expert_X)
+        there_X, halves = expert_X[is_there], np.array_split(expert_X[~is_there], REGIONS)
+        if len(halves[0]) > self.room:
+            return None
+        self._slots.begin_turn(self.request(layer, there_X))
+        self._slots.turns[layer].is_open = True
+        for region, some_X in enumerate(halves):
+            if len(some_X) and not self.ask(self.request(layer, some_X), region):
+                self._reader.wait(0)
+                return None
+        self._use(layer, there_X)
+        return self._groups(layer, there_X.tolist(), [some_X.tolist() for some_X in halves])
+
+    def _groups(self, layer: int, there: list[int], halves: list[list[int]]) -> Iterator[list[int]]:
+        coming = self._slots.turns[layer].coming
+        yield [expert for expert in there if expert not in coming]
+        self._slots.wait_ahead(layer)
+        yield [expert for expert in there if expert in coming]
+        for region, some in enumerate(halves):
+            self._reader.wait(region)
+            yield some
+
+    def ask(self, request: Request, region: int) -> bool:
+        """Begin the turn of a request for whole experts, and to read those that are missing into the cache; False where
+        it has no room for all of them."""
+        slots, layer, base = self._slots, request.layer, request.expert * self._d_ff
+        slots.begin_turn(request)
+        slots.turns[layer].is_open = True
+        if region < REGIONS:
+            self.heat.use(self._unit_of[layer] + (base + request.needs[0][1][:: self._d_ff]) // self._d_ff)
+        before = {name: slots.arenas[name].counts_L2[layer].copy() for name, _ in request.needs}
+        slots.ask(RowRange(request, 0, CHUNKS), region, keep=True, stage=False)
+        has_all = all(slots.arenas[name].rows_L[layer].slot_N[base + row_I].all() for name, row_I in request.needs)
+        if region >= REGIONS:
+            slots.set_counts(layer, before)  # they are counted when they are needed
+        elif not has_all:  # what remains is staged, by other reads of the same batch, and counted then
+            self._reader.wait(region)
+            slots.set_counts(layer, before)
+        return has_all
+
+    def read_ahead(self, layer: int, expert_X: Ints) -> None:
+        """Begin to read those of a coming layer's experts that are missing, if any are."""
+        absent_X = expert_X[~self.are_there(layer, expert_X)]
+        if len(absent_X):
+            turn, request = self._slots.turns[layer], self.request(layer, expert_X)
+            turn.coming = absent_X.tolist()
+            self.ask(request, REGIONS + layer % 2)
+            turn.ahead = request
+
+    def let_go(self, layer: int, expert: int) -> None:
+        """Say that an expert has been used, and may go before the turn is over."""
+        for rows in self._rows(layer):
+            neuron_cache.end_unit(rows, expert * self._d_ff)
+
+
+def profiled_heat(artifact: Artifact, plan: RamPlan) -> Heat:
+    """The heat of experts before any token has run, by the profile's counts, if any."""
+    layers = [layer for layer, by_expert in enumerate(plan.by_expert_L) if by_expert]
+    return Heat(np.concatenate([np.zeros(0), *(_profiled(artifact, layer) for layer in layers)]))
 
 
 def _profiled(artifact: Artifact, layer: int) -> npt.NDArray[np.float64]:
@@ -83,9 +170,9 @@ def _profiled(artifact: Artifact, layer: int) -> npt.NDArray[np.float64]:
     return count_X * (artifact.manifest.decoder.experts_per_token / max(1.0, count_X.sum()))
 
 
-def experts_in_a_batch(arenas: Iterable[RowArena], reader: Reader, d_ff: int) -> int:
+def _experts_in_a_batch(slots: RowSlots) -> int:
     """Whole experts of which a batch of reads has room for all."""
-    some = list(arenas)
+    some, reader, d_ff = list(slots.arenas.values()), slots.reader, slots.d_ff
     if any(places.nbytes != places.slot_nbytes for arena in some for places in arena.places_L):
         return reader.rows // (len(some) * d_ff)  # rows do not lie side by side: a read for each
     return reader.rows // sum(2 + d_ff // (reader.piece // arena.nbytes) for arena in some)

@@ -15,9 +15,8 @@ from pi_runtime.engine.scheduler import Scheduler
 from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.sequence.answer import AnswerSequence
-from pi_runtime.sequence.drafts import NO_DRAFT, Draft
+from pi_runtime.sequence.drafts import NO_DRAFT, Draft, Speculation
 from pi_runtime.sequence.sequence import Output, Rank, Status, TokenSequence
-from pi_runtime.sequence.speculation import Speculation
 from pi_runtime.sequence.stats import DraftFigures
 
 

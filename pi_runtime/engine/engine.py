@@ -30,9 +30,9 @@ from pi_runtime.errors import UsageError
 from pi_runtime.execution.pages import PagePool
 from pi_runtime.kernels import SUMS
 from pi_runtime.kernels.codegen.isa import ISA
+from pi_runtime.sequence.drafts import StepTimes
 from pi_runtime.sequence.sequence import Origin, Rank, TokenSequence
 from pi_runtime.sequence.settings import AnswerSettings, names_settings
-from pi_runtime.sequence.speculation import StepTimes
 
 DISK_BUDGET = 8 << 30
 """Bytes of keys and values in `kv_disk` unless asked otherwise."""

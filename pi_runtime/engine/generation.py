@@ -9,8 +9,8 @@ from pi_runtime.engine.stream import AnswerIterator
 from pi_runtime.execution.executor import Executor
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.sequence.answer import AnswerSequence
+from pi_runtime.sequence.drafts import Speculation
 from pi_runtime.sequence.sequence import Output, TokenSequence
-from pi_runtime.sequence.speculation import Speculation
 
 
 class Generation(AnswerIterator):

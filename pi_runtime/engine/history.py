@@ -128,13 +128,10 @@ def arranged(messages: Sequence[Message], abilities: Abilities, way: Way) -> lis
     found = _with_instructions(found, abilities, way)
     if not abilities.repeats:
         found = _alternating(found)
-    return [as_parts(_said(message, abilities.nothing), abilities.typed) for message in found]
-
-
-def _said(message: Message, nothing: str) -> Message:
-    """The message with what stands for nothing, where an assistant says nothing."""
-    says_nothing = message["role"] == "assistant" and "tool_calls" not in message and not message["content"]
-    return {**message, "content": nothing} if says_nothing else message
+    for n, message in enumerate(found):
+        if message["role"] == "assistant" and "tool_calls" not in message and not message["content"]:
+            found[n] = {**message, "content": abilities.nothing}
+    return [as_parts(message, abilities.typed) for message in found]
 
 
 def _text(content: Any) -> str:
@@ -290,11 +287,10 @@ def _with_instructions(messages: Sequence[Message], abilities: Abilities, way: W
         if leading > 1:
             first = [{**first[0], "content": _joined(m["content"] for m in first)}]
     if first and (way.user_instructs or not (abilities.system if rest else abilities.system_alone)):
-        told = _joined(m["content"] for m in first)
+        said = _joined(m["content"] for m in first)
         if rest and rest[0]["role"] == "user":
-            rest[0] = {**rest[0], "content": _joined([told, rest[0]["content"]])}
-            return rest
-        return [{"role": "user", "content": told}, *rest]
+            return [{**rest[0], "content": _joined([said, rest[0]["content"]])}, *rest[1:]]
+        return [{"role": "user", "content": said}, *rest]
     return [*first, *rest]
 
 

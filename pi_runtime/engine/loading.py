@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +15,11 @@ from pi_runtime.artifact.sizes import BY_NEURON
 from pi_runtime.engine.model import Model
 from pi_runtime.engine.options import ModelOptions
 from pi_runtime.errors import DeviceError, DoesNotFitError, Setting, UsageError, spelled
-from pi_runtime.execution.cpu import CpuExecutor
+from pi_runtime.execution.cut import check_divisible
 from pi_runtime.execution.devices import ram_budget_for, resolve_device
 from pi_runtime.execution.executor import Executor
-from pi_runtime.execution.plan_choice import choose_plan
-from pi_runtime.execution.stand_in import StandInExecutor
+from pi_runtime.execution.host_executor import HostExecutor, in_memory
+from pi_runtime.execution.plan_choice import Allocation, choose_plan
 
 MODES = ("auto", "dense", "gate", "predicted")
 DEFAULT_CONTEXT = 4096
@@ -101,7 +100,7 @@ def open_model(path: str | Path, options: ModelOptions, progress: Callable[[int,
             notice = f"the GPU is not used: {spelled(error.what)}"
             if error.expected is not None:
                 notice += f" (expected: {spelled(error.expected)}; found: {error.found})"
-            executor = CpuExecutor(artifact, options.mode, context, threads, options.cache_format)
+            executor = in_memory(artifact, options.mode, context, threads, options.cache_format)
         if artifact.manifest.guess_states and executor.guess_head is None:
             notice = "; ".join(filter(None, (notice or executor.notice, NO_HEAD)))
         return Model(artifact, options.mode, executor, notice)
@@ -138,50 +137,59 @@ def _executor(
     threads: int,
     progress: Callable[[int, int], None] | None,
 ) -> Executor:
-    """What computes the model: `options.device` is a device that is there."""
-    device, mode, held, vram = options.device, options.mode, options.cache_format, options.vram_budget
-    budget, whole = options.ram_budget, artifact.manifest.ffn_layout != BY_NEURON
+    """What computes the model: rows by the budget of RAM, sides by the device, which is one that is there."""
+    device, held, kv, budget, notice = options.device, options.cache_format, options.kv_budget, options.ram_budget, None
+    whole = artifact.manifest.ffn_layout != BY_NEURON
     if whole and (device != "cpu" or budget is not None):
         raise DeviceError(
             f"{artifact.path}: its FFNs are whole matrices, which run on the CPU, in memory",
             remedy=f"for a budget of RAM {BY_NEURON_REMEDY}; for a GPU: pi-compile build RECIPE",
         )
-    if budget is None and device == "cpu":
-        budget = ram_budget_for(artifact.nbytes)
-    if budget is not None and device == "stand-in":
-        from pi_runtime.execution.tiers import TieredExecutor  # noqa: PLC0415  few runs need it
+    if device not in ("cpu", "stand-in"):
+        return _on_gpu(artifact, options, context, threads, progress)
+    taken = _placement(artifact, context, options.vram_budget) if device == "stand-in" else None
+    if budget is None and taken is None and (budget := ram_budget_for(artifact.nbytes)) is not None:
+        notice = "the model is larger than the free memory: neurons come from disk"
+        if whole:
+            budget = None
+            notice = f"the model is larger than the free memory, and slow; to run from disk {BY_NEURON_REMEDY}"
+    if budget is not None:
+        from pi_runtime.execution.ram_budget import rows_within  # noqa: PLC0415  few runs need it
 
-        taken = choose_plan(artifact, context, sys.maxsize if vram is None else vram)
-        return TieredExecutor(artifact, mode, threads, held, taken, budget, options.kv_budget)
-    if budget is not None and whole:
-        mapped = CpuExecutor(artifact, mode, context, threads, held)
-        mapped.notice = f"the model is larger than the free memory, and slow; to run from disk {BY_NEURON_REMEDY}"
-        return mapped
-    if budget is not None and device == "cpu":
-        from pi_runtime.execution.disk import open_from_disk  # noqa: PLC0415  few runs need it
+        try:
+            rows = rows_within(artifact, options.mode, context, threads, held, budget, kv, taken)
+            return HostExecutor(rows, taken, notice)
+        except DoesNotFitError:
+            if options.ram_budget is not None:
+                raise
+            notice = None  # so little may be free that mapping the file is no worse
+    return in_memory(artifact, options.mode, context, threads, held, taken, notice)
 
-        # So little may be free that mapping the file is no worse.
-        with nullcontext() if options.ram_budget is not None else suppress(DoesNotFitError):
-            found = open_from_disk(artifact, mode, context, threads, held, budget, options.kv_budget)
-            if options.ram_budget is None:
-                found.notice = "the model is larger than the free memory: neurons come from disk"
-            return found
-    if device == "cpu":
-        return CpuExecutor(artifact, mode, context, threads, held)
-    if device == "stand-in":
-        taken = choose_plan(artifact, context, sys.maxsize if vram is None else vram)
-        return StandInExecutor(artifact, mode, threads, taken, held)
-    if held != "auto":
+
+def _placement(artifact: Artifact, context: int, vram_budget: int | None) -> Allocation:
+    """The plan that a stand-in for the GPU follows."""
+    check_divisible(artifact.manifest)
+    return choose_plan(artifact, context, sys.maxsize if vram_budget is None else vram_budget)
+
+
+def _on_gpu(
+    artifact: Artifact,
+    options: ModelOptions,
+    context: int,
+    threads: int,
+    progress: Callable[[int, int], None] | None,
+) -> Executor:
+    if options.cache_format != "auto":
         raise DeviceError(
-            (Setting("cache_format", held), " does not go with a GPU"),
+            (Setting("cache_format", options.cache_format), " does not go with a GPU"),
             remedy=(Setting("device", "cpu"), ", or leave the format out"),
         )
     from pi_runtime.cuda.executor import open_on_gpu  # noqa: PLC0415  needs torch
 
-    index = int(device.partition(":")[2])
+    index = int(options.device.partition(":")[2])
     return open_on_gpu(
-        artifact, mode, context, threads, index=index, vram_budget=vram, ram_budget=budget,
-        kv_budget=options.kv_budget, progress=progress,
+        artifact, options.mode, context, threads, index=index, vram_budget=options.vram_budget,
+        ram_budget=options.ram_budget, kv_budget=options.kv_budget, progress=progress,
     )  # fmt: skip
 
 

@@ -16,17 +16,17 @@ from pi_runtime.artifact.schema import Plan
 from pi_runtime.engine.chat import ChatModel
 from pi_runtime.engine.generation import Generation, run_alone
 from pi_runtime.errors import PromptError, Setting, UsageError
-from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
+from pi_runtime.execution.executor import Executor, Observer, SequenceResult, SequenceStep
+from pi_runtime.execution.firing import Firing
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.sequence.answer import AnswerSequence, check_prompt
-from pi_runtime.sequence.drafts import Acceptance
+from pi_runtime.sequence.drafts import Acceptance, Speculation, StepTimes
 from pi_runtime.sequence.head_draft import HEAD_RIGHT, HeadDraft
 from pi_runtime.sequence.logprobs import TokenLogprobs
 from pi_runtime.sequence.sampling import Sampling
 from pi_runtime.sequence.sequence import ReadSequence, ScoreSequence
 from pi_runtime.sequence.settings import AnswerSettings, names_settings
-from pi_runtime.sequence.speculation import Speculation, StepTimes
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.text.tokenizer import Tokenizer
 
@@ -200,17 +200,22 @@ class Model(ChatModel):
         cache.truncate(len(ids) - last)
         return np.concatenate([block.logits_TV for block in self._blocks(ids, cache)])[-last:]
 
-    def examine(self, token_ids: npt.ArrayLike) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    def examine(
+        self, token_ids: npt.ArrayLike, *, cache: KVCache | None = None
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         """Logits as `logits` gives them, and what was selected.
 
         The second array (L, 3) has for each layer the sums over all tokens of neurons that fire, rows of `first` that
-        the mode reads, and neurons that fire and are kept.
+        the mode reads, and neurons that fire and are kept. `cache`: one that holds the first tokens; they are left out.
         """
-        blocks = list(self._blocks(self._checked_ids(token_ids), self.new_cache(), count=True))
-        counts = [block.counts_L3 for block in blocks if block.counts_L3 is not None]
-        return np.concatenate([block.logits_TV for block in blocks]), np.sum(counts, axis=0)
+        ids, cache = self._checked_ids(token_ids), self.new_cache() if cache is None else self._checked_cache(cache)
+        firing = Firing(self._artifact, self.mode)
+        logits_TV = np.concatenate([block.logits_TV for block in self._blocks(ids, cache, firing)])
+        return logits_TV, firing.counts_L3
 
-    def _blocks(self, ids: npt.NDArray[np.int64], cache: KVCache, *, count: bool = False) -> Iterator[SequenceResult]:
+    def _blocks(
+        self, ids: npt.NDArray[np.int64], cache: KVCache, observer: Observer | None = None
+    ) -> Iterator[SequenceResult]:
         """Run the tokens that the cache does not hold yet, with logits of all; yields a result for each block."""
         if len(ids) > self.context:
             raise PromptError(
@@ -220,7 +225,7 @@ class Model(ChatModel):
             )
         for start in range(cache.length, len(ids), BLOCK_TOKENS):
             block = ids[start : start + BLOCK_TOKENS]
-            yield self._step(SequenceStep(cache=cache, tokens=block, select=True, logits="all", count=count))
+            yield self._step(SequenceStep(cache=cache, tokens=block, select=True, logits="all", observer=observer))
 
     def _step(self, sequence: SequenceStep) -> SequenceResult:
         return self.executor.step([sequence])[0]

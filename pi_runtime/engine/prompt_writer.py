@@ -10,16 +10,17 @@ Where the answer goes on from an assistant's text, that message is rendered with
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from pi_runtime.engine.history import INSTRUCTS, Message, Way, arranged, with_tools_as_text
 from pi_runtime.engine.tools.formats import ReasoningFormat
 from pi_runtime.errors import PromptError, Setting, TemplateError, UsageError
 from pi_runtime.text.chat_template import ChatTemplate
 
+T = TypeVar("T")
 Tool = Mapping[str, Any]
 Part = tuple[int | None, str]
 """A part of a conversation: the message, if it is one's, and what it is of it."""
@@ -41,7 +42,7 @@ class PromptWriter:
         add_generation_prompt: bool,
     ) -> None:
         """`tools_as_text`: messages tell of the tools: the template does not, or its form of calls is not known."""
-        self._template, self._tools, self._are_told = template, tools, tools_as_text
+        self._template, self._tools, self._tools_as_text = template, tools, tools_as_text
         self._variables = {name: value for name, value in variables.items() if value is not None}
         self._add_generation_prompt = add_generation_prompt
         self._until = time.monotonic() + RENDERINGS * template.limits.seconds
@@ -59,16 +60,20 @@ class PromptWriter:
                 failed = failed or error
                 continue
             try:
-                return self._render(given, tools, way)
+                return self._rendered(self._template.render, given, tools, way)
             except TemplateError as error:
                 failed = failed or error
         assert failed is not None
         raise failed
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Tool], way: Way) -> str:
-        return self._template.render(
-            self._arranged(messages, tools, way),
-            tools=self._given(tools),
+    def _rendered(self, render: Callable[..., T], messages: Sequence[Message], tools: Sequence[Tool], way: Way) -> T:
+        """What a method of the template makes of messages that are arranged in a way, and of tools."""
+        abilities = self._template.abilities
+        if tools and self._tools_as_text:
+            messages, tools = with_tools_as_text(messages, tools), ()
+        return render(
+            arranged(messages, abilities, way),
+            tools=tools or ([] if abilities.empty_tools else None),
             variables=self._variables,
             add_generation_prompt=self._add_generation_prompt,
             seconds=self._until - time.monotonic(),
@@ -77,19 +82,13 @@ class PromptWriter:
     def _way(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Way:
         """The first way in which all parts reach the prompt. Raises PromptError where there is none."""
         abilities = self._template.abilities
-        way = Way(calls_as_text=bool(tools) and self._are_told)
+        way = Way(calls_as_text=bool(tools) and self._tools_as_text)
         if not abilities.is_whole or (not tools and _is_plain(messages)):
             return way
         parts, shapes = _words(messages)
         best: list[Part] | None = None
         for _ in range(6):
-            text = self._template.attempt(
-                self._arranged(shapes, tools, way),
-                tools=self._given(tools),
-                variables=self._variables,
-                add_generation_prompt=self._add_generation_prompt,
-                seconds=self._until - time.monotonic(),
-            )
+            text = self._rendered(self._template.attempt, shapes, tools, way)
             missing = None if text is None else [*_missing(text, parts, tools)]
             if missing == []:
                 return way
@@ -104,14 +103,6 @@ class PromptWriter:
         n, what = best[0]
         place = what if n is None else f"message {n} of the chat: {what}"
         raise PromptError(f"{place} is not shown by the model's chat template", remedy="leave it out")
-
-    def _arranged(self, messages: Sequence[Message], tools: Sequence[Tool], way: Way) -> list[Message]:
-        shown = with_tools_as_text(messages, tools) if tools and self._are_told else messages
-        return arranged(shown, self._template.abilities, way)
-
-    def _given(self, tools: Sequence[Tool]) -> Sequence[Tool] | None:
-        """The tools that the template is given."""
-        return tools if tools and not self._are_told else [] if self._template.abilities.empty_tools else None
 
 
 def _next(way: Way, messages: Sequence[Message], missing: Sequence[Part] | None) -> Way | None:

@@ -11,9 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from pi_runtime.artifact.footprint import FEW_TOKENS
-from pi_runtime.disk.row_store import Request, RowStore
-from pi_runtime.execution.cpu import CpuModel
+from pi_runtime.artifact.rows import ROW_ARRAYS, TWO_PHASES_FROM
+from pi_runtime.disk.row_slots import Request
+from pi_runtime.disk.row_store import RowStore
 from pi_runtime.execution.executor import Floats, Ints
+from pi_runtime.execution.host import CpuModel
+from pi_runtime.execution.rows import FfnTokens
 from pi_runtime.kernels import moe
 from pi_runtime.kernels.data import weight_table
 from pi_runtime.kernels.data.workspace import allocate_workspace
@@ -46,6 +49,23 @@ class FasterWay:
         self._tokens += 1
 
 
+class TwoPhases:
+    """The layers whose `rest` is read only when it is known what fires: on the gate rung, or where that saves."""
+
+    def __init__(self, rows: RowStore) -> None:
+        self._always_L, self.by_layer = rows.plan.two_phases_L, list(rows.plan.two_phases_L)
+        self._spared_L = np.zeros(len(self.by_layer))
+        """Share of the named neurons that did not fire lately."""
+        self._rest_share = rows.arenas["rest"].nbytes / sum(arena.nbytes for arena in rows.arenas.values())
+
+    def learn(self, counts_LT2: Ints) -> None:
+        """Learn from the rows of `first` that a few tokens read, and from the neurons that they kept."""
+        read_L, kept_L = counts_LT2.sum(1).T
+        self._spared_L += 0.1 * (1 - kept_L / np.maximum(read_L, 1) - self._spared_L)
+        saves_L = self._spared_L * self._rest_share >= TWO_PHASES_FROM
+        self.by_layer = (saves_L | self._always_L).tolist()
+
+
 class ReadAhead:
     """Names neurons of a coming layer by the residual as it is, which the steps before that layer change little."""
 
@@ -55,7 +75,7 @@ class ReadAhead:
         self._ws = allocate_workspace(d, model.largest_rank, FEW_TOKENS)
         self._ffn = ffn_of(model.cfg, self._ws)
         self._named_F = np.empty(d.d_ff + 1, np.int64)
-        self.way = FasterWay()
+        self.way, self.two_phases = FasterWay(), TwoPhases(rows)
         cfg = model.cfg
         self.is_exact = cfg.experts > 1 and bool(cfg.router_early)
         """Whether experts are known before attention."""
@@ -66,14 +86,37 @@ class ReadAhead:
         ]
         """Layers with rows to be read, and an FFN that reads a norm of the residual, or a router before it."""
         self.can_L.append(False)  # behind the last one
+        self.take(None)
 
-    def read(self, layer: int, arrays: tuple[str, ...], x_TD: Floats, select_T: Ints) -> None:
-        """Begin to read what a layer will probably need of these arrays, for a few tokens with this residual."""
+    def learn(self, counts_LT2: Ints, seconds: float) -> None:
+        """Learn from what a few tokens read and kept, and from the seconds that each took."""
+        self.two_phases.learn(counts_LT2)
+        self.way.count(seconds)
+
+    def take(self, tokens: FfnTokens | None) -> None:
+        """Go on with these tokens, few or many; None: nothing is read for them."""
+        few = tokens is not None and len(tokens.x_TD) <= FEW_TOKENS and tokens.select_T.any()
+        self._tokens = tokens if few else None
+        self._by_residual = bool(few) and not self.is_exact and self.way.second
+
+    def before_attention(self, layer: int) -> None:
+        """Begin to read the rows of experts that are known exactly, before attention."""
+        if self._tokens is not None and self.is_exact and self.can_L[layer]:
+            self._read(layer, self._tokens)
+
+    def next(self, layer: int) -> None:
+        """Begin to read what the layer behind this one will probably need, where tokens are faster so."""
+        if self._tokens is not None and self._by_residual and self.can_L[layer + 1]:
+            self._read(layer + 1, self._tokens)
+
+    def _read(self, layer: int, tokens: FfnTokens) -> None:
+        x_TD, _, select_T = tokens
         taken = self._taken(layer, x_TD)
         if self._rows.plan.by_expert_L[layer]:
-            expert_X = np.array([expert for expert, _, _ in taken][: self._rows.experts_ahead], np.int64)
-            self._rows.read_experts_ahead(layer, expert_X)
+            expert_X = np.array([expert for expert, _, _ in taken][: self._rows.experts.room], np.int64)
+            self._rows.experts.read_ahead(layer, expert_X)
             return
+        arrays = ROW_ARRAYS[:1] if self.two_phases.by_layer[layer] else ROW_ARRAYS
         row_I = self._named(layer, taken, select_T)
         self._rows.read_ahead(Request(layer, 0, [(name, row_I) for name in arrays]))
 

@@ -2,7 +2,8 @@
 
 CPU, stand-in and GPU implement it, and a caller uses nothing else of them.
 
-Shape letters: T tokens of a sequence in this step, V vocabulary, L layers, C·D states of some layers side by side.
+Shape letters: T tokens of a sequence in this step, D model width, K experts of a token, V vocabulary, L layers, C·D
+states of some layers side by side.
 """
 
 from collections.abc import Sequence
@@ -21,6 +22,13 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
 
+class Observer(Protocol):
+    """Looks on at a run between two operations; what it sees belongs to the run, and changes with the next one."""
+
+    def see(self, layer: int, input_TD: Floats, expert_TK: Ints | None) -> None:
+        """The input of a layer's FFN, which is about to run, and the tokens' experts; None: those that it routes to."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SequenceStep:
     """The work of one sequence in a step: its next tokens run, and join those its cache holds."""
@@ -34,8 +42,8 @@ class SequenceStep:
     """Whether to skip what the layers' rungs skip; else every neuron is computed."""
     logits: Literal["last", "all"] = "last"
     """The tokens whose logits are wanted; `all` takes up to `BLOCK_TOKENS` tokens."""
-    count: bool = False
-    """Whether to count what selection reads and leaves out; with `select` and `all` logits."""
+    observer: "Observer | None" = None
+    """Who looks on at the FFNs of these tokens; with `select` and `all` logits."""
     states: bool = False
     """Whether the states are wanted that the guess head reads; only where the executor has one."""
 
@@ -47,10 +55,7 @@ class SequenceResult:
     logits_TV: Floats
     """One row for each token, or (1, V) for the last one."""
     rows_L2: Ints | None = None
-    """Rows of `first` read and neurons kept, for a single token with selection whose logits alone were asked for."""
-    counts_L3: Ints | None = None
-    """Sums over the tokens of neurons that fire, rows of `first` read, and neurons that fire and are kept; if asked
-    for."""
+    """Rows of `first` read and neurons kept, for a single token with selection."""
     states_TC: Floats | None = None
     """The residual stream as it enters the layers that the guess head names, for each token; if asked for."""
 

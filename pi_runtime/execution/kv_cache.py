@@ -71,15 +71,11 @@ class PageTable:
 
     def share(self, run: PageRun) -> None:
         """Begin an empty table with pages of others."""
-        self.begin(run.first)
+        assert not self.pages, self.pages
+        self.first = run.first
         for place, page in enumerate(run.pages, run.first):
             self._pool.share(page)
             self.put(place, page)
-
-    def begin(self, first: int) -> None:
-        """Let an empty table begin with this place."""
-        assert not self.pages, self.pages
-        self.first = first
 
     def leave(self, first: int) -> None:
         """Release the pages before a place; one without pages then begins there."""
@@ -219,14 +215,6 @@ class KVCache:
             for kind, table in enumerate(self.tables)
             for place in range(max(table.first, first // PAGE_POSITIONS), end // PAGE_POSITIONS)
         ]
-
-    def begin(self, tokens: Sequence[int], selected: Sequence[bool]) -> None:
-        """Begin an empty cache with tokens whose keys and values are put into the pages that it reserves next."""
-        assert len(tokens) == len(selected) <= self.context
-        self.close()
-        for table in self.tables:
-            table.begin(table.of.first_page(len(tokens)))
-        self._tokens, self._selected = list(tokens), list(selected)
 
     def truncate(self, length: int) -> None:
         """Roll back to the first `length` positions; there may be fewer already. Pages past the end are released.

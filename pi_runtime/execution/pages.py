@@ -16,19 +16,16 @@ from math import gcd, prod
 from threading import RLock
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact.buffers import cache_format
 from pi_runtime.artifact.footprint import POSITIONS
-from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.layer_classes import layer_classes
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.errors import DoesNotFitError, Setting
 
 PAGE_POSITIONS = POSITIONS
 """Positions of a page: those that attention takes at once."""
-_Q8_BLOCK = BLOCK + FORMATS["scale"].itemsize
 
 
 class PagesExhausted(Exception):  # noqa: N818  a state of the pool, which a scheduler answers by making room
@@ -272,18 +269,3 @@ def by_position(layer_2GSE: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDA
     keys, values = layer_2GSE
     groups, positions, width = values.shape
     return keys.reshape(groups, width, positions).swapaxes(1, 2), values
-
-
-def first_positions(page: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
-    """A copy of what a page holds, with zeros in place of all but its first `count` positions."""
-    found = page.copy()
-    if found.ndim == 3:  # latents, row by row
-        found[:, count:] = 0
-        return found
-    values_LGSE, keys_LGX = found[:, 1], found[:, 0].reshape(*found[:, 0].shape[:2], -1)
-    values_LGSE[:, :, count:] = 0
-    # Keys lie column by column; those in q8 are followed by their scales.
-    whole = PAGE_POSITIONS * (found.shape[-1] // _Q8_BLOCK * BLOCK) if found.dtype == np.uint8 else 0
-    for columns in (keys_LGX[..., :whole], keys_LGX[..., whole:].view(np.uint16 if whole else found.dtype)):
-        columns.reshape(*columns.shape[:2], -1, PAGE_POSITIONS)[..., count:] = 0
-    return found

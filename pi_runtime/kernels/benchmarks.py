@@ -127,7 +127,7 @@ class _TimedFfn:
         self._w_1["picks"] = RUNGS[rung].picks
         self._w_1["predictor_bias"] = bias_F.ctypes.data
         batch = every_token(self._w_1, 0, 0, self.neurons, tokens=1)
-        add_neurons(self._ffn, batch, self._x_1D, False, self._tally_13, self._sum_1D)
+        add_neurons(self._ffn, batch, self._x_1D, self._tally_13, self._sum_1D)
         return int(self._tally_13[0, READ]), int(self._tally_13[0, KEPT])
 
 

@@ -250,7 +250,6 @@ def forward(
     cos_SJ: Floats,
     sin_SJ: Floats,
     step: Step,
-    count_all: bool,
     ws: Workspace,
 ) -> None:
     """Run the tokens of a step: the logits that are wanted go to `ws.logits_TV`, keys and values to the caches.
@@ -261,7 +260,7 @@ def forward(
     at, select_T, wanted_N, tokens = step.at, step.select_T, step.wanted_N, step.tokens_T.shape[0]
     x_TD, wanted, layers = ws.x_TD[:tokens], wanted_N.shape[0], table_LX.shape[0]
     # Of the last layer nobody reads more than the wanted tokens: the others end with their keys and values.
-    wanted_alone = wanted < tokens and cfg.experts == 1 and not count_all and step.state_L[layers] < 0
+    wanted_alone = wanted < tokens and cfg.experts == 1 and step.state_L[layers] < 0
     _embed(cfg, ends, eps, step.tokens_T, at.position_T, ws, x_TD)
     for layer in range(layers):
         keep_state(step.state_L, step.states_TC, layer, x_TD)
@@ -271,7 +270,7 @@ def forward(
             select_T = _bring_forward(wanted_N, select_T, residual_of(cfg, ws), ws)
             tokens, x_TD = wanted, ws.x_TD[:wanted]
         tally_T3 = ws.counts_LT3[layer, :tokens]
-        _ffn(cfg, w_X, ws.normed_TD[:tokens], select_T, count_all, ws, tally_T3, x_TD)
+        _ffn(cfg, w_X, ws.normed_TD[:tokens], select_T, ws, tally_T3, x_TD)
         after_ffn(cfg, w_X[0], eps, residual_of(cfg, ws)[:tokens], x_TD)
     if wanted_alone:
         for n in range(wanted - 1, -1, -1):

@@ -145,21 +145,20 @@ def _slot(expert_K: Ints, expert: int) -> int:
 
 @public
 def ffn_of_experts(
-    cfg: KernelConfig, w_X: LayerRecords, x_TD: Floats, select_T: Ints, count_all: bool, ws: Workspace, tally_T3: Ints,
-    y_TD: Floats,
-) -> None:  # fmt: skip
+    cfg: KernelConfig, w_X: LayerRecords, x_TD: Floats, select_T: Ints, ws: Workspace, tally_T3: Ints, y_TD: Floats
+) -> None:
     """y ← y + the FFN of T tokens, by neuron or, where `down` is one, as matrices; see `network.add_neurons`.
 
     The results of a token's experts are added in the order of the experts, so that no other token changes it.
     """
     tokens, f = x_TD.shape[0], ffn_of(cfg, ws)
     if w_X[0].down != 0:
-        _add_matrices(f, w_X, x_TD, count_all, ws.attended_TD[:tokens], tally_T3, y_TD)
+        _add_matrices(f, w_X, x_TD, ws.attended_TD[:tokens], tally_T3, y_TD)
         return
     prepare(f, w_X[0], x_TD)
     tally_T3[:] = 0
     if cfg.experts == 1:
-        _add(f, whole_expert(f, w_X, 0, ws.token_T[:tokens], select_T, ws.one_T[:tokens]), count_all, tally_T3, y_TD)
+        _add(f, whole_expert(f, w_X, 0, ws.token_T[:tokens], select_T, ws.one_T[:tokens]), tally_T3, y_TD)
         return
     for expert in range(cfg.experts):
         taken = take_expert(ws.expert_TK[:tokens], ws.route_weight_TK, expert, ws.taken_T, ws.taken_weight_T)
@@ -168,4 +167,4 @@ def ffn_of_experts(
         token_N, select_N, weight_N = ws.taken_T[:taken], ws.taken_select_T[:taken], ws.taken_weight_T[:taken]
         for n in range(taken):
             select_N[n] = select_T[token_N[n]]
-        _add(f, whole_expert(f, w_X, expert, token_N, select_N, weight_N), count_all, tally_T3, y_TD)
+        _add(f, whole_expert(f, w_X, expert, token_N, select_N, weight_N), tally_T3, y_TD)

@@ -94,7 +94,7 @@ def cold_sum(
             for n in range(taken):
                 _name(f, expert, low, cold.index_MF[token_N[n], : cold.count_M[token_N[n]]], scores_of(f, n))
         e = Batch(w_X, expert, low, f.d_ff, token_N[:taken], select_N[:taken], weight_N[:taken], 0)
-        add_batch(f, e, selected, False, True, tally_M3, y_MD)
+        add_batch(f, e, selected, True, tally_M3, y_MD)
 
 
 @public

@@ -42,8 +42,9 @@ UNREADABLE = re.compile(r"\(\?<?[=!]|\(\?>|\\[bBzZAG1-9]|\\k<|\(\?P=")
 DRAFTS = "json-schema.org/"
 LARGEST, MOST = 10**17, 10_000
 """The largest bound of numbers that llguidance takes, and of lengths that advice has."""
-MOST_GROWN = 4 << 20
-"""Bytes by which a schema may grow where its objects are shut: what stands behind references, and names."""
+MOST_GROWN, REFERENCE_BYTES = 4 << 20, 512
+"""Bytes by which schemas may grow where their objects are shut: names, and what stands behind references, each of which
+counts as so many more, for it takes time too."""
 SHOWN_CHARS = 200
 """Characters that are shown of a place."""
 
@@ -236,6 +237,20 @@ def referred(ref: str, whole: Any) -> Any:
     return found
 
 
+class Growth:
+    """What schemas have grown by where their objects were shut, those of one request together."""
+
+    def __init__(self) -> None:
+        self._nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count what a schema grows by, before it does. Raises UsageError where it is too much."""
+        self._nbytes += nbytes
+        if self._nbytes > MOST_GROWN:
+            expected = f"at most {MOST_GROWN} bytes behind references and of names"
+            raise UsageError("too complex", setting=Setting("json_schema"), expected=expected)
+
+
 def together(schema: Any, whole: Any, branches: Iterable[str] = BRANCHES) -> Iterator[Mapping[str, Any]]:
     """A schema, and those in its branches and behind its references, each once. `whole` has what is referred to."""
     rest, seen = deque([schema]), set[int]()
@@ -249,8 +264,8 @@ def together(schema: Any, whole: Any, branches: Iterable[str] = BRANCHES) -> Ite
                 rest.append(referred(part["$ref"], whole))
 
 
-def closed(schema: Schema) -> Schema:
-    """The schema with its objects shut. Raises UsageError for one that is too complex.
+def closed(schema: Schema, growth: Growth | None = None) -> Schema:
+    """The schema with its objects shut. Raises UsageError for one that is too complex, or is beside others' `growth`.
 
     Parts that hold together, of `allOf` or beside `anyOf` and `$ref`, are shut together: each of them alone would
     leave no room for the others.
@@ -259,15 +274,15 @@ def closed(schema: Schema) -> Schema:
     {'properties': {'a': {'properties': {}, 'additionalProperties': False}}, 'additionalProperties': False}
     """
     try:
-        shut: Schema = _Closer(schema).alone(schema)
+        shut: Schema = _Closer(schema, growth or Growth()).alone(schema)
     except RecursionError:
         raise UsageError("too deep", setting=Setting("json_schema")) from None
     return shut
 
 
 class _Closer:
-    def __init__(self, whole: Schema) -> None:
-        self._whole, self._grown = whole, 0
+    def __init__(self, whole: Schema, growth: Growth) -> None:
+        self._whole, self._growth = whole, growth
 
     def alone(self, schema: Any) -> Any:
         """A schema that stands by itself, shut."""
@@ -295,7 +310,7 @@ class _Closer:
                 continue
             # One branch has no room for another's properties, but for those of all that stands around it.
             around = self._names({name: value for name, value in schema.items() if name != key}) or {}
-            self._grow(len(found[key]) * len(json.dumps([*around])))
+            self._growth.add(len(found[key]) * len(json.dumps([*around])))
             found[key] = [
                 self._shut(part, {**around, **(self._names(part) or {})}) if isinstance(part, dict) else part
                 for part in found[key]
@@ -340,7 +355,7 @@ class _Closer:
         target = self._target(schema)
         if not isinstance(target, Mapping) or id(target) in inside:
             return found
-        self._grow(len(json.dumps(target)))
+        self._growth.add(REFERENCE_BYTES + len(json.dumps(target)))
         opened, inlined = self._open(target, (*inside, id(target))), dict[str, Any]()
         for key, value in found.items():  # the order of keywords is that of properties
             if key in {"$ref", "allOf"}:
@@ -362,13 +377,6 @@ class _Closer:
 
     def _target(self, schema: Mapping[str, Any]) -> Any:
         return referred(schema["$ref"], self._whole) if isinstance(schema.get("$ref"), str) else None
-
-    def _grow(self, nbytes: int) -> None:
-        """Count what a schema grows by, before it does. Raises UsageError where it is too much."""
-        self._grown += nbytes
-        if self._grown > MOST_GROWN:
-            expected = f"at most {MOST_GROWN} bytes behind references and of names"
-            raise UsageError("too complex", setting=Setting("json_schema"), expected=expected)
 
 
 def _only(schema: Mapping[str, Any], key: str) -> dict[str, Any]:

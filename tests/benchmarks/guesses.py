@@ -40,9 +40,9 @@ from pi_runtime.artifact.guess_head import GuessHead
 from pi_runtime.engine.generation import Generation
 from pi_runtime.engine.stream import Stream
 from pi_runtime.sequence.answer import AnswerSequence
+from pi_runtime.sequence.drafts import StepTimes
 from pi_runtime.sequence.sampling import Sampler
 from pi_runtime.sequence.sequence import Origin
-from pi_runtime.sequence.speculation import StepTimes
 from pi_runtime.sequence.stats import Stats
 
 INSTRUCTION = "Write the following text again, with the changes that were asked for:"

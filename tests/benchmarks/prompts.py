@@ -24,9 +24,10 @@ from support.synthetic import byte_tokenizer
 from pi_runtime.artifact.footprint import BLOCK_TOKENS, CHUNKS, FEW_TOKENS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import PARTS
-from pi_runtime.execution.cpu import CpuModel
-from pi_runtime.execution.cpu_ops import CpuOps, token_blocks
 from pi_runtime.execution.executor import SequenceStep
+from pi_runtime.execution.host import CpuModel, token_blocks
+from pi_runtime.execution.ops import CpuOps
+from pi_runtime.execution.rows import MemoryRows
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import public
 from pi_runtime.kernels.data.matrix_view import Floats, MatrixView, matrix
@@ -65,7 +66,7 @@ class Seconds:
 
 def read(model: CpuModel, tokens: int) -> Seconds:
     """Read a prompt, and run each of its kernels once more alone."""
-    ops, found, cache = CpuOps(model), Seconds(), model.new_cache()
+    ops, found, cache = CpuOps(model, MemoryRows(model)), Seconds(), model.new_cache()
     ids = np.random.default_rng(0).integers(0, model.manifest.decoder.vocab_size, tokens)
     for part in token_blocks(tokens, BLOCK_TOKENS):
         step = SequenceStep(cache=cache, tokens=ids[part], select=False)

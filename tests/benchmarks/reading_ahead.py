@@ -5,7 +5,7 @@ nox -s bench -- reading_ahead [--parts typed,fast,answers] [--model ARTIFACT] [-
     typed    a message of `--tokens` tokens is typed at `--words` words a minute (five characters each), and read ahead
              once a second: from Enter to the first token, beside the same message sent whole. Its last `--seconds` are
              typed; what comes before is there when the first reading begins
-    fast     the same of 1,000 tokens, a byte each, at `--typing` tokens/s
+    fast     the same of 1,000 tokens, a byte each, at `--typing` tokens/s, read after each word of 6
     answers  the next turn after an answer of `--answer` tokens, which has been read again as a prompt, beside one that
              reads it then; and what reading it again takes
 
@@ -18,6 +18,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from support.bench_model import VOCABULARY, add_arguments, opened, verdict
@@ -57,19 +58,27 @@ def first_token_s(stream: Stream) -> float:
     return stream.stats.first_token_s
 
 
-def type_into(
-    engine: Engine, prompt_of: Callable[[str], str], text: str, rate: float, seconds: float, salt: str
-) -> None:
-    """Type the end of a text at so many characters a second; what is there is read ahead once a second."""
-    began, shown = time.monotonic(), ""
-    first = max(0, len(text) - int(rate * seconds))
-    read_at = began
-    while (at := first + int((time.monotonic() - began) * rate)) < len(text):
-        if time.monotonic() >= read_at and at and text[:at] != shown:
-            shown = text[:at]
-            engine.read(prompt_of(shown), cache_salt=salt)
-            read_at = time.monotonic() + 1
-        time.sleep(0.02)
+@dataclass
+class Typist:
+    """Types the end of a text, so many characters a second for so many seconds; what is there is read ahead."""
+
+    engine: Engine
+    prompt_of: Callable[[str], str]
+    rate: float
+    seconds: float
+    every_s: float
+    """Time between two readings."""
+
+    def type(self, text: str, salt: str) -> None:
+        """Type a text; its end is now."""
+        began, shown = time.monotonic(), ""
+        first, read_at = max(0, len(text) - int(self.rate * self.seconds)), began
+        while (at := first + int((time.monotonic() - began) * self.rate)) < len(text):
+            if time.monotonic() >= read_at and at and text[:at] != shown:
+                shown = text[:at]
+                self.engine.read(self.prompt_of(shown), cache_salt=salt)
+                read_at = time.monotonic() + self.every_s
+            time.sleep(0.01)
 
 
 def compared(name: str, rounds: int, ahead: Callable[[int], float], whole: Callable[[int], float]) -> float:
@@ -98,7 +107,7 @@ def typed(model: Model, a: argparse.Namespace) -> list[str]:
     with Engine(model, speculate="off") as engine:
 
         def ahead(n: int) -> float:
-            type_into(engine, prompt_of, texts[n], rate, a.seconds, f"ahead {n}")
+            Typist(engine, prompt_of, rate, a.seconds, 1.0).type(texts[n], f"ahead {n}")
             return whole(n, f"ahead {n}")
 
         def whole(n: int, salt: str = "") -> float:
@@ -116,7 +125,7 @@ def fast(model: Model, a: argparse.Namespace) -> list[str]:
     with Engine(model, speculate="off") as engine:
 
         def ahead(n: int) -> float:
-            type_into(engine, str, texts[n], a.typing, 1000 / a.typing, f"ahead {n}")
+            Typist(engine, str, a.typing, 1000 / a.typing, 6 / a.typing).type(texts[n], f"ahead {n}")
             return whole(n, f"ahead {n}")
 
         def whole(n: int, salt: str = "") -> float:

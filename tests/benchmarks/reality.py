@@ -34,8 +34,8 @@ from pi_runtime import Model, load
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.execution.host_executor import in_memory
 from pi_runtime.execution.plan_choice import allocation
-from pi_runtime.execution.stand_in import StandInExecutor
 from pi_runtime.kernels.benchmarks import most_threads
 
 # (layers, d_model, d_ff, heads, heads of keys and values)
@@ -177,7 +177,7 @@ def order(path: Path, rounds: int) -> None:
 
 def _on_the_stand_in(artifact: Artifact, plan: Plan) -> Model:
     taken = allocation(artifact.manifest, plan, 2 * POSITIONS, 0)
-    return Model(artifact, "gate", StandInExecutor(artifact, "gate", 2, taken))
+    return Model(artifact, "gate", in_memory(artifact, "gate", taken.context, 2, taken=taken))
 
 
 def main() -> None:

@@ -11,7 +11,9 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import read_nbytes
 from pi_runtime.disk.ram_plan import batch_rows, plan_for, sequence_kv_bytes, useful_budgets
 from pi_runtime.disk.reader import Reader
-from pi_runtime.execution.disk import DiskExecutor
+from pi_runtime.execution.disk_rows import DiskRows
+from pi_runtime.execution.host_executor import HostExecutor
+from pi_runtime.execution.ram_budget import divided_rows
 
 
 def from_disk(
@@ -29,7 +31,14 @@ def from_disk(
     context = m.decoder.context_length if context is None else context
     rows = Reader(path, batch_rows(plan.staged), **{"piece": read_nbytes(m.decoder), **(reader or {})})
     kv = 64 * sequence_kv_bytes(m, context, "auto")
-    return Model(found, mode, DiskExecutor(found, mode, context, threads, "auto", plan, rows, kv))
+    return Model(found, mode, HostExecutor(divided_rows(found, mode, context, threads, "auto", plan, rows, kv)))
+
+
+def rows_of(model: Model) -> DiskRows:
+    """The rows of a model that runs within a budget of RAM."""
+    assert isinstance(model.executor, HostExecutor)
+    assert isinstance(model.executor.rows, DiskRows)
+    return model.executor.rows
 
 
 class FaultyPread:

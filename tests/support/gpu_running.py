@@ -15,8 +15,8 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Manifest, Plan
 from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.memory.devices import Device
-from pi_runtime.execution.cpu import CpuExecutor
 from pi_runtime.execution.executor import Executor
+from pi_runtime.execution.host_executor import HostExecutor
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import allocation
 from pi_runtime.execution.plan_layout import placed_arrays
@@ -124,7 +124,7 @@ def decoded(executor: Executor, cache: KVCache, ids: Sequence[int]) -> tuple[np.
 
 
 def assert_same_answers(
-    one: CpuExecutor, two: CudaExecutor, prompt: Sequence[int], going_on: Sequence[int]
+    one: HostExecutor, two: CudaExecutor, prompt: Sequence[int], going_on: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compare after a prompt, then token by token; returns the rows that each read and kept."""
     caches = [two.new_cache() for _ in range(2)]

@@ -73,7 +73,7 @@ def check_ffn(fmt: str) -> None:
     layer = ffn_layer(small_decoder(d_model=133, d_ff=200, activation="silu"), fmt, 1, 0)
     x_TD = random(3, 1, 133)
     y_TD, tally_T3 = np.zeros((1, 133), np.float32), np.zeros((1, 3), np.int64)
-    serial_add_neurons(layer.ffn, layer.batch("gate", 0, 200, 1), x_TD, False, tally_T3, y_TD)
+    serial_add_neurons(layer.ffn, layer.batch("gate", 0, 200, 1), x_TD, tally_T3, y_TD)
     np.testing.assert_allclose(y_TD, reference.ffn(layer.decoder, layer.values, x_TD), rtol=1e-3, atol=1e-4)
 
 

@@ -46,15 +46,15 @@ def check_numpy(folder: str) -> None:
 
 def check_cpu(folder: str) -> None:
     """Kernels by themselves, and a model alone and in company."""
-    from pi_runtime.execution.cpu import CpuExecutor
     from pi_runtime.execution.executor import SequenceStep
+    from pi_runtime.execution.host_executor import in_memory
     from support import isa_checks
 
     for check in (isa_checks.check_products, isa_checks.check_sums, isa_checks.check_ffn, isa_checks.check_extremes):
         check(NEW)
     artifact = Artifact.open(model(folder))
     wanted_TV = reference.forward(artifact, IDS, "predicted")
-    executor = CpuExecutor(artifact, "auto", 128, 2)
+    executor = in_memory(artifact, "auto", 128, 2)
 
     def steps(caches: list[Any], tokens: list[int]) -> list[SequenceStep]:
         return [

@@ -56,7 +56,7 @@ def operators(w: StoredMatrix, layer: Layer) -> None:
         for tokens in (1, 7, 30):
             x_TD, y_TD = random(tokens, width), np.zeros((tokens, width), np.float32)
             tally_T3 = np.zeros((tokens, 3), np.int64)
-            add_neurons(layer.ffn, layer.batch(rung, low, high, tokens), x_TD, False, tally_T3, y_TD)
+            add_neurons(layer.ffn, layer.batch(rung, low, high, tokens), x_TD, tally_T3, y_TD)
             assert np.all(tally_T3[:, 1:] > 0)
             note(f"ffn {rung} {tokens}", y_TD, tally_T3)
 

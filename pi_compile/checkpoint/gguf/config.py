@@ -113,12 +113,13 @@ def _rows(file: GgufFile, name: str) -> int | None:
 
 def _check_counts(file: GgufFile, fields: Mapping[str, Any]) -> None:
     """Refuse numbers of layers and experts that do not fit the tensors, before anything is made for each of them."""
-    layers, experts = fields["num_hidden_layers"], fields.get("num_local_experts")
+    layers, experts, used = (fields.get(name) for name in ("num_hidden_layers", *EXPERTS.values()))
     routers = (name for name in file.tensors if name.endswith(".ffn_gate_inp.weight"))
     routed = _rows(file, next(routers, ""))
     counts = {
         "block_count": (layers, type(layers) is int and layers <= len(file.tensors), f"at most {len(file.tensors)}"),
         "expert_count": (experts, experts in (None, routed), routed),
+        "expert_used_count": (used, experts is None or used is not None, f"how many of {experts} a token goes to"),
     }
     for key, (found, fits, expected) in counts.items():
         if not fits:
@@ -161,6 +162,7 @@ def _vocabulary(file: GgufFile, keys: dict[str, Any]) -> dict[str, Any]:
 def _rope(file: GgufFile, found: Architecture, fields: Mapping[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
     scaling = {name: keys.pop(key) for key, name in _SCALING.items() if key in keys}
     rope_type = keys.pop("rope.scaling.type", "linear" if scaling.get("factor") else "none")
+    scaling.setdefault("factor", 1.0)  # what llama.cpp takes for a missing one
     width = fields.get("head_dim")
     rotated = keys.pop("rope.dimension_count", width)
     partly = found.partly_rotated and type(rotated) is type(width) is int and 2 <= rotated < width and rotated % 2 == 0

@@ -13,8 +13,9 @@ from pi_runtime.console import Progress
 from pi_runtime.disk.ram_plan import useful_budgets
 from pi_runtime.engine.model import Model
 from pi_runtime.errors import Setting, UsageError
-from pi_runtime.execution.disk import DiskExecutor
+from pi_runtime.execution.disk_rows import DiskRows
 from pi_runtime.execution.executor import DiskStats
+from pi_runtime.execution.host_executor import HostExecutor
 from pi_runtime.sequence.sampling import Sampler, Sampling
 
 BUDGETS = 6
@@ -71,8 +72,9 @@ def _useful(open_model: Callable[[int], Model], budget: int) -> tuple[int, int]:
                 found=model.context,
                 remedy=("raise ", Setting("context")),
             )
-    assert isinstance(model.executor, DiskExecutor)
-    return useful_budgets(model.manifest, model.executor.plan.fixed)
+    assert isinstance(model.executor, HostExecutor)
+    assert isinstance(model.executor.rows, DiskRows)
+    return useful_budgets(model.manifest, model.executor.rows.plan.fixed)
 
 
 def _decoded(open_model: Callable[[int], Model], budget: int, limit_s: float) -> BudgetRow:

@@ -16,12 +16,12 @@ import numpy as np
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.cuda.memory.handover import HandoverArrays, PinnedBuffers
-from pi_runtime.execution.cpu import CpuModel, positions_of
-from pi_runtime.execution.cpu_ops import CpuOps
-from pi_runtime.execution.disk_ops import DiskOps
 from pi_runtime.execution.executor import Floats, Ints
+from pi_runtime.execution.host import positions_of
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.ops import CpuOps
 from pi_runtime.execution.plan_layout import Cuts
+from pi_runtime.execution.rows import FfnTokens, MemoryRows
 from pi_runtime.kernels.ffn.memory import READ, Batch, tokens_by_expert
 from pi_runtime.kernels.split_ffn import NeuronLists, cold_sum, predict
 
@@ -33,16 +33,14 @@ class HostOps(CpuOps):
     """
 
     def __init__(
-        self, model: CpuModel, layers: Sequence[Layer], cuts: Sequence[Cuts], pinned: PinnedBuffers, tokens: int,
-        rows: DiskOps | None = None,
-    ) -> None:  # fmt: skip
-        """`rows` sums neurons whose rows may be on disk; None where all of them are in memory."""
-        super().__init__(model)
-        self.layers, self.cuts, self._pinned, self._rows = layers, cuts, pinned, rows
-        self.tokens, cfg, pinned = tokens, model.cfg, pinned.first(tokens)
-        self._tally_M3, self.count_all = np.zeros((tokens, 3), np.int64), False
+        self, rows: MemoryRows, layers: Sequence[Layer], cuts: Sequence[Cuts], pinned: PinnedBuffers, tokens: int
+    ) -> None:
+        super().__init__(rows.host, rows)
+        self.layers, self.cuts, self._pinned, ws = layers, cuts, pinned, rows.host.workspace
+        self.tokens, cfg, pinned = tokens, rows.host.cfg, pinned.first(tokens)
+        self._tally_M3 = np.zeros((tokens, 3), np.int64)
         self.select_T, self.wanted_N = np.ones(tokens, np.int64), np.arange(tokens)
-        self.x_TD, self.input_TD = model.workspace.x_TD[:tokens], model.workspace.normed_TD[:tokens]
+        self.x_TD, self.input_TD = ws.x_TD[:tokens], ws.normed_TD[:tokens]
         self.residual_TD = self.input_TD
         self.rows_ML2 = np.zeros((tokens, len(layers), 2), np.int64)
         """For each layer: rows of `first` read here, and neurons kept."""
@@ -59,32 +57,30 @@ class HostOps(CpuOps):
 
     def for_tokens(self, tokens: int) -> "HostOps":
         """The same for so many tokens together."""
-        return HostOps(self.model, self.layers, self.cuts, self._pinned, tokens, self._rows)
+        return HostOps(self.rows, self.layers, self.cuts, self._pinned, tokens)
 
     def move_to(self, caches: Sequence[KVCache], token_M: Ints) -> None:
         """Go on behind what the sequences' caches hold, with as many of these tokens each."""
         self.cache, self.start, self.tokens_T = caches[0], caches[0].length, token_M
         self.at = positions_of([(len(token_M) // len(caches), cache.length, cache) for cache in caches])
+        self.blocks = [(slice(0, self.tokens), self.at)]
 
     def ffn(self, layer: int) -> None:
         """x ← x + FFN, where no neuron is on the GPU."""
-        if self._rows is None:
-            super().ffn(layer)
-        else:
-            self._rows.take_few(self.x_TD, self.input_TD)
-            self._rows.ffn(layer)
-        self.rows_ML2[:, layer] = self.model.workspace.counts_LT3[layer, : self.tokens, READ:]
+        self.rows.take(FfnTokens(self.x_TD, self.input_TD, self.select_T), ahead=False)
+        super().ffn(layer)
+        self.rows_ML2[:, layer] = self.host.workspace.counts_LT3[layer, : self.tokens, READ:]
 
     def send_handover(self) -> None:
         """Leave the FFN's input and the tokens' experts for the GPU."""
-        ws, send, slots = self.model.workspace, self._send, self._send.expert_MK.shape[1]
+        ws, send, slots = self.host.workspace, self._send, self._send.expert_MK.shape[1]
         send.x_MD[:] = self.input_TD
         send.expert_MK[:] = ws.expert_TK[: self.tokens, :slots]
         send.route_weight_MK[:] = ws.route_weight_TK[: self.tokens, :slots]
 
     def select(self, layer: int) -> None:
         """Leave the selected hot rows for the GPU; keep the selected cold ones."""
-        m, send, expert_MK = self.model, self._send, self.model.workspace.expert_TK[: self.tokens]
+        m, send, expert_MK = self.host, self._send, self.host.workspace.expert_TK[: self.tokens]
         hot = NeuronLists(send.count_M, send.listed(self.cuts[layer].hot))
         cut_X, base_X = self._cut_LX[layer], self._base_LX[layer]
         predict(m.ffn, m.table_LX[layer], self.input_TD, expert_MK, cut_X, base_X, hot, self._cold)
@@ -102,33 +98,23 @@ class HostOps(CpuOps):
 
     def _cold_sum(self, layer: int, x_MD: Floats, routed: HandoverArrays, cold: NeuronLists, sum_MD: Floats) -> None:
         """Sum the cold neurons of a handover's experts; where the rung selects, the listed ones."""
-        m, cut_X, selected = self.model, self._cut_LX[layer], RUNGS[self.layers[layer].rung].picks
+        m, cut_X, selected = self.host, self._cut_LX[layer], RUNGS[self.layers[layer].rung].picks
         one = self._one_expert
         expert_MK, weight_MK = (routed.expert_MK, routed.route_weight_MK) if len(cut_X) > 1 else one
-        w_X, tally_M3, rows = m.table_LX[layer], self._tally_M3, self.on_disk(layer)
-        if rows is None:
+        w_X, tally_M3 = m.table_LX[layer], self._tally_M3
+        if self.rows.whole_L[layer]:
             cold_sum(m.ffn, w_X, x_MD, expert_MK, weight_MK, cut_X, selected, cold, tally_M3, sum_MD)
         else:
-            rows.take_few(self.x_TD, x_MD)
+            self.rows.take(FfnTokens(self.x_TD, x_MD, self.select_T), ahead=False)
             batches = [
                 Batch(w_X, e, int(cut_X[e]), m.cfg.d_ff, token_N, np.ones(len(token_N), np.int64), weight_N, 0)
                 for e, token_N, weight_N in tokens_by_expert(expert_MK.astype(np.int64), weight_MK, m.cfg.experts)
                 if cut_X[e] < m.cfg.d_ff
             ]
-            rows.sum_few(layer, x_MD, batches, tally_M3, sum_MD, cold if selected else None)
-            rows.end_layer(layer)
+            self.rows.sum_few(layer, x_MD, batches, tally_M3, sum_MD, cold if selected else None)
+            self.rows.end_layer(layer)
         self.rows_ML2[:, layer] = tally_M3[:, READ:]
-        if self.has_disk:  # hits are counted by them
-            m.workspace.counts_LT3[layer, : self.tokens] = tally_M3
-
-    @property
-    def has_disk(self) -> bool:
-        """Whether there are rows on disk at all."""
-        return self._rows is not None
-
-    def on_disk(self, layer: int) -> DiskOps | None:
-        """What sums the layer's neurons where some of their rows may be on disk."""
-        return None if self._rows is None or self._rows.whole_L[layer] else self._rows
+        m.workspace.counts_LT3[layer, : self.tokens] = tally_M3  # hits of rows are counted by them
 
     def merge(self, layer: int) -> None:
         """x ← x + the cold neurons' sum + the GPU's sum + the bias."""

@@ -12,81 +12,21 @@ on the GPU and whose neurons are on both sides the calls are:
 
 A layer wholly on the residual's side adds to the open graph, or is calls on the CPU, and hands over nothing.
 
-For evaluation `SelectionStats` count what selection reads and what it leaves out. A decoded token counts the rows it
-reads and the neurons it keeps; it does not know which others would have fired. So the schedule of a token whose stats
-are kept also sends each FFN's input to the host. When the stats are asked for, all neurons are computed for these
-inputs, a block of tokens at a time.
-
-Shape letters: L layers, T tokens of a block, D model width.
+Shape letters: L layers, D model width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
-
-from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.cuda.decode.device_ops import DeviceOps
 from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.memory.devices import Device, Event, Op
-from pi_runtime.execution.cpu_ops import token_blocks
-from pi_runtime.execution.executor import Ints
+from pi_runtime.execution.executor import Floats
 from pi_runtime.execution.plan_layout import CPU, GPU
 from pi_runtime.execution.schedule import Side, schedule_of
-
-
-class SelectionStats:
-    """Stats of the tokens of one block. Make it within `device.stream()`."""
-
-    def __init__(self, device_ops: DeviceOps, host_ops: HostOps, device: Device) -> None:
-        d = device_ops.decoder
-        self._device_ops, self._host_ops = device_ops, host_ops
-        dtype = device_ops.workspace.x_MD.dtype
-        self._input_LD = device.pinned(d.n_layers * d.d_model, dtype).view(d.n_layers, d.d_model)
-        self._inputs_LTD = np.empty((d.n_layers, BLOCK_TOKENS, d.d_model), np.float32)
-        self._rows_L2 = np.zeros((d.n_layers, 2), np.int64)
-        self._tokens = 0
-
-    def keep_device_input(self, layer: int) -> None:
-        """Keep the FFN's input of a layer whose attention is on the GPU."""
-        self._input_LD[layer].copy_(self._device_ops.workspace.handover.x_MD[0], non_blocking=True)
-
-    def keep_host_input(self, layer: int) -> None:
-        """Keep the FFN's input of a layer whose attention is on the CPU."""
-        self._input_LD[layer].numpy()[:] = self._host_ops.model.workspace.normed_TD[0]
-
-    def clear(self) -> None:
-        """Begin a block."""
-        self._tokens = 0
-        self._rows_L2[:] = 0
-
-    def add(self, rows_L2: Ints) -> None:
-        """Add a token that has run, and the rows that it read and kept."""
-        self._inputs_LTD[:, self._tokens] = self._input_LD.numpy()
-        self._rows_L2 += rows_L2
-        self._tokens += 1
-
-    def tally(self, count_firing: Callable[[int, npt.NDArray[np.float32]], int], block_tokens: int) -> Ints:
-        """(layers, 3): neurons that fire, rows of `first` read, and neurons that fire and are kept.
-
-        `count_firing` counts the neurons of a layer that fire for inputs [T, D], for at most `block_tokens` of them.
-        """
-        tally_L3 = np.zeros((len(self._rows_L2), 3), np.int64)
-        tally_L3[:, 1:] = self._rows_L2
-        for layer, how in enumerate(self._device_ops.layers):
-            tally_3, rung = tally_L3[layer], RUNGS[how.rung]
-            if rung.exact and not rung.dense:  # it keeps just what fires
-                tally_3[0] = tally_3[2]
-                continue
-            for part in token_blocks(self._tokens, block_tokens):
-                tally_3[0] += count_firing(layer, self._inputs_LTD[layer, part])
-            if rung.dense:  # it keeps what does not fire too
-                tally_3[2] = tally_3[0]
-        return tally_L3
 
 
 @dataclass(frozen=True)
@@ -133,9 +73,9 @@ class CallRecorder:
 
 
 def build_schedule(
-    plan: Plan, device_ops: DeviceOps, host_ops: HostOps, device: Device, stats: SelectionStats | None = None
+    plan: Plan, device_ops: DeviceOps, host_ops: HostOps, device: Device, inputs: "FfnInputs | None" = None
 ) -> Sequence[Call]:
-    """The calls of tokens that are decoded together; `stats` keeps the inputs of FFNs.
+    """The calls of tokens that are decoded together; `inputs` keeps the FFNs' of the first one.
 
     Everything runs once on the way. Use it within `device.stream()`.
     """
@@ -147,15 +87,39 @@ def build_schedule(
     for operation in schedule_of(plan):
         s.layer = operation.layer
         operation.run(sides)
-        if stats is not None and operation.name == "attention":
+        if inputs is not None and operation.name == "attention":
             if operation.side == GPU:
-                s.gpu(partial(stats.keep_device_input, s.layer))
+                s.gpu(partial(inputs.keep_on_device, s.layer))
             else:
-                s.call("cpu", partial(stats.keep_host_input, s.layer))
+                s.call("cpu", partial(inputs.keep_on_host, s.layer))
     if uses_gpu:
         s.gpu(device_ops.send_rows)
         s.wait(s.record())
     return tuple(s.calls)
+
+
+class FfnInputs:
+    """The inputs (L, D) of a decoded token's FFNs, in pinned memory. Make it within `device.stream()`."""
+
+    def __init__(self, device_ops: DeviceOps, host_ops: HostOps, device: Device) -> None:
+        d = device_ops.decoder
+        self._device_ops, self._host_ops = device_ops, host_ops
+        dtype = device_ops.workspace.x_MD.dtype
+        self._input_LD = device.pinned(d.n_layers * d.d_model, dtype).view(d.n_layers, d.d_model)
+
+    @property
+    def of_last(self) -> Floats:
+        """Those of the token that ran last."""
+        found: Floats = self._input_LD.numpy()
+        return found
+
+    def keep_on_device(self, layer: int) -> None:
+        """Keep that of a layer whose attention is on the GPU."""
+        self._input_LD[layer].copy_(self._device_ops.workspace.handover.x_MD[0], non_blocking=True)
+
+    def keep_on_host(self, layer: int) -> None:
+        """Keep that of a layer whose attention is on the CPU."""
+        self._input_LD[layer].numpy()[:] = self._host_ops.host.workspace.normed_TD[0]
 
 
 @dataclass(frozen=True)

@@ -78,14 +78,6 @@ def add_neurons(n: Neurons, d: Decoder, x_TD: torch.Tensor, y_TD: torch.Tensor) 
             y_TD += (h_TN / scale_T1).to(w_ND.dtype).mm(w_ND).float() * scale_T1
 
 
-def count_firing(n: Neurons, d: Decoder, x_TD: torch.Tensor) -> torch.Tensor:
-    """How many h_i are not zero, over all neurons and tokens, by exact products."""
-    step, found = dense_rows(len(x_TD)), torch.zeros((), dtype=torch.int64, device=x_TD.device)
-    for low in range(0, n.count, step):
-        found += torch.count_nonzero(_activations(n, d, low, min(n.count, low + step), x_TD, exact=True))
-    return found
-
-
 def _activations(
     n: Neurons, d: Decoder, low: int, high: int, x_TD: torch.Tensor, *, exact: bool = False
 ) -> torch.Tensor:

@@ -19,19 +19,17 @@ import numpy.typing as npt
 import torch
 
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.footprint import padded_width
 from pi_runtime.artifact.gpu_buffers import gpu_prompt_block, pinned_prompt_block
 from pi_runtime.cuda.decode.device_ops import DeviceOps
 from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.kernels import gemm
 from pi_runtime.cuda.memory.devices import Device, allocate, allocate_pinned
 from pi_runtime.cuda.memory.weights import WeightStreamer
-from pi_runtime.execution.cpu_ops import token_blocks
 from pi_runtime.execution.executor import Floats, Ints
+from pi_runtime.execution.host import token_blocks
 from pi_runtime.execution.plan_layout import GPU
 from pi_runtime.kernels import moe
-from pi_runtime.kernels.ffn.memory import FIRES, every_token, tokens_by_expert
-from pi_runtime.kernels.ffn.network import add_neurons
+from pi_runtime.kernels.ffn.memory import tokens_by_expert
 
 
 @dataclass(frozen=True)
@@ -93,9 +91,6 @@ class FfnBlocks:
     ) -> None:
         self._device_ops, self._host_ops, self._buffers = device_ops, host_ops, buffers
         self._streamer, self._stream_from = streamer, stream_from
-        tokens = len(buffers.x_TD) if host_ops.has_disk else 0
-        self._carried_TD = np.zeros((tokens, padded_width(device_ops.decoder.d_model)), np.float32)
-        """Sums to which rows from disk are still to be added."""
 
     def run(self, layer: int, side: str, count: int) -> tuple[bool, bool]:
         """Leave the sums of `count` tokens in the buffers' y; the FFN's input is on the side that has the residual.
@@ -114,31 +109,6 @@ class FfnBlocks:
         if on_host:
             self._host_sums(layer, on_host, count)
         return bool(on_device), bool(on_host)
-
-    def count_firing(self, layer: int, side: str, input_TD: Floats) -> int:
-        """How many neurons fire on these inputs of the layer's FFN, each counted on the side that has it."""
-        b, m, count = self._buffers, self._host_ops.model, len(input_TD)
-        decoder, cuts = self._device_ops.decoder, self._device_ops.cuts[layer]
-        b.host_normed_TD.numpy()[:count] = input_TD
-        b.normed_TD[:count].copy_(b.host_normed_TD[:count])
-        tally_T3, on_device = np.zeros((count, 3), np.int64), torch.zeros((), device=b.normed_TD.device)
-        on_host = 0
-        for work in self._work(layer, side, count):
-            cut, low = cuts.cut_X[work.expert], cuts.base_X[work.expert]
-            x_ND = input_TD if work.routes is None else input_TD[work.routes.token_N]
-            if cut:
-                neurons = self._device_ops.layer_neurons(layer).slice(low, low + cut)
-                on_device += gemm.count_firing(neurons, decoder, _to_device(x_ND, b.normed_TD.device))
-            if cut < decoder.d_ff and (rows := self._host_ops.on_disk(layer)) is not None:
-                found_T3, taken = np.zeros((len(x_ND), 3), np.int64), (work.expert, *_all_tokens(len(x_ND)))
-                rows.add_dense(layer, [taken], x_ND, self._carried_TD, np.zeros_like(x_ND), found_T3)
-                on_host += int(found_T3[:, FIRES].sum())
-            elif cut < decoder.d_ff:
-                batch = every_token(m.table_LX[layer], work.expert, cut, decoder.d_ff, len(x_ND))
-                found_T3 = tally_T3[: len(x_ND)]
-                add_neurons(m.ffn, batch, x_ND, True, found_T3, np.zeros_like(x_ND))
-                on_host += int(found_T3[:, FIRES].sum())
-        return on_host + int(on_device)
 
     def _work(self, layer: int, side: str, count: int) -> Iterator[ExpertWork]:
         """The work of each expert that has tokens."""
@@ -171,7 +141,7 @@ class FfnBlocks:
 
     def _route_on_host(self, layer: int, count: int) -> tuple[Ints, Floats]:
         """(T, K) experts of each token, and their weights."""
-        m, taken = self._host_ops.model, self._device_ops.decoder.experts_per_token
+        m, taken = self._host_ops.host, self._device_ops.decoder.experts_per_token
         expert_TK, route_weight_TK = np.empty((count, taken), np.int64), np.empty((count, taken), np.float32)
         for part in token_blocks(count):
             ws, tokens = m.workspace, part.stop - part.start
@@ -214,23 +184,11 @@ class FfnBlocks:
 
     def _host_sums(self, layer: int, work: Sequence[ExpertWork], count: int) -> None:
         """y ← the sums of the cold neurons, on the CPU."""
-        m, d_ff, tally_T3 = self._host_ops.model, self._device_ops.decoder.d_ff, np.zeros((count, 3), np.int64)
         normed_TD, y_TD = (b.numpy()[:count] for b in (self._buffers.host_normed_TD, self._buffers.host_y_TD))
         y_TD[:] = 0
-        if (rows_on_disk := self._host_ops.on_disk(layer)) is not None:
-            tokens = ((w.routes.token_N, w.routes.route_weight_N) if w.routes else _all_tokens(count) for w in work)
-            taken = [(w.expert, *of) for w, of in zip(work, tokens, strict=True)]
-            rows_on_disk.add_dense(layer, taken, normed_TD, self._carried_TD, y_TD)
-            return
-        for w in work:
-            cut = self._device_ops.cuts[layer].cut_X[w.expert]
-            for part in token_blocks(w.tokens):
-                rows = part if w.routes is None else w.routes.token_N[part]
-                x_ND = normed_TD[rows]
-                y_ND = np.zeros_like(x_ND)
-                batch = every_token(m.table_LX[layer], w.expert, cut, d_ff, len(x_ND), select=False)
-                add_neurons(m.ffn, batch, x_ND, False, tally_T3[: len(x_ND)], y_ND)
-                y_TD[rows] += y_ND if w.routes is None else w.routes.route_weight_N[part, None] * y_ND
+        tokens = ((w.routes.token_N, w.routes.route_weight_N) if w.routes else _all_tokens(count) for w in work)
+        taken = [(w.expert, *of) for w, of in zip(work, tokens, strict=True)]
+        self._host_ops.rows.add_dense(layer, taken, self._device_ops.cuts[layer].cut_X, normed_TD, y_TD)
 
 
 def _all_tokens(count: int) -> tuple[Ints, Floats]:

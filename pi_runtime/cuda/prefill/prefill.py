@@ -32,9 +32,10 @@ from pi_runtime.cuda.kernels import gemm
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.cuda.memory.weights import NBYTES, PinnedStaging, WeightStreamer
 from pi_runtime.cuda.prefill.ffn_blocks import BlockBuffers, FfnBlocks
-from pi_runtime.execution.cpu_ops import BlockOps
 from pi_runtime.execution.executor import Floats, Ints
+from pi_runtime.execution.ops import CpuOps
 from pi_runtime.execution.plan_layout import CPU, GPU
+from pi_runtime.execution.rows import Piece
 from pi_runtime.execution.schedule import schedule_of
 from pi_runtime.kernels.benchmarks import product_flops
 from pi_runtime.kernels.codegen.threads import advance_progress
@@ -53,7 +54,7 @@ class Prefill:
         streamer: WeightStreamer | None,
         stream_from: int,
     ) -> None:
-        self._device_ops, self._plan, self._streamer = device_ops, plan, streamer
+        self._device_ops, self._streamer = device_ops, streamer
         buffers = BlockBuffers.allocate(device_ops.decoder, tokens, device_ops.device)
         self._ffn = FfnBlocks(device_ops, host_ops, buffers, streamer, stream_from)
         self._on_device = DeviceBlock(device_ops, host_ops, buffers, self._ffn)
@@ -72,15 +73,11 @@ class Prefill:
 
     def _run(self, tokens: Ints, wanted: slice, logits_TV: Floats | None) -> None:
         self._device_ops.receive_tokens()  # the first one's position, and the table of pages
-        self._on_device.take(tokens, wanted, logits_TV)
-        self._on_host.take(tokens, wanted, logits_TV)
+        self._on_device.take_block(tokens, wanted, logits_TV)
+        self._on_host.take_block(tokens, wanted, logits_TV)
         for operation in self._schedule:
             operation.run({GPU: self._on_device, CPU: self._on_host})
             advance_progress()
-
-    def count_firing(self, layer: int, input_TD: Floats) -> int:
-        """How many neurons fire on these inputs of the layer's FFN."""
-        return self._ffn.count_firing(layer, self._plan.attention[layer], input_TD)
 
     def close(self) -> None:
         if self._streamer is not None:
@@ -101,7 +98,7 @@ class DeviceBlock:
             attn_out_TO=b.attn_out_TO,
         )
 
-    def take(self, tokens: Ints, wanted: slice, logits_TV: Floats | None) -> None:
+    def take_block(self, tokens: Ints, wanted: slice, logits_TV: Floats | None) -> None:
         """Go on with these tokens; of those that are `wanted` the logits go to `logits_TV`, or to decoding's place."""
         self._tokens, self._count, self._wanted, self._logits_TV = tokens, len(tokens), wanted, logits_TV
 
@@ -160,31 +157,32 @@ class DeviceBlock:
         self._parts.finish_logits(found_TV)
 
 
-class HostBlock(BlockOps):
+class HostBlock(CpuOps):
     """The operations of a block of tokens on the CPU."""
 
     def __init__(self, host_ops: HostOps, buffers: BlockBuffers, ffn: FfnBlocks) -> None:
-        super().__init__(host_ops.model, buffers.host_x_TD.numpy(), buffers.host_normed_TD.numpy())
+        piece = Piece(host_ops.host.workspace, buffers.host_x_TD.numpy(), buffers.host_normed_TD.numpy())
+        super().__init__(host_ops.host, host_ops.rows, piece)
         self._host_ops, self._buffers, self._ffn = host_ops, buffers, ffn
 
-    def take(self, tokens: Ints, wanted: slice, logits_TV: Floats | None) -> None:
-        """Go on with these tokens; see `DeviceBlock.take`."""
+    def take_block(self, tokens: Ints, wanted: slice, logits_TV: Floats | None) -> None:
+        """Go on with these tokens; see `DeviceBlock.take_block`."""
         self.take_piece(tokens, self._host_ops.start, self._host_ops.cache)
         self._wanted, self._logits_TV = wanted, logits_TV
 
     def move(self, layer: int) -> None:
         """Bring the residual from the GPU."""
-        b, rows = self._buffers, _moved(layer, len(self.model.table_LX), self.tokens, self._wanted)
+        b, rows = self._buffers, _moved(layer, len(self.host.table_LX), len(self.x_TD), self._wanted)
         b.host_x_TD[rows].copy_(b.x_TD[rows])
 
     def ffn(self, layer: int) -> None:
         """Both sides' sums, each in its buffer."""
-        self._sums = self._ffn.run(layer, CPU, self.tokens)
+        self._sums = self._ffn.run(layer, CPU, len(self.x_TD))
 
     def after_ffn(self, layer: int) -> None:
         """x ← x + the sums of both sides + the bias."""
-        b, count, (device_sum, host_sum) = self._buffers, self.tokens, self._sums
-        x_TD = self.x_TD[:count]
+        b, x_TD, (device_sum, host_sum) = self._buffers, self.x_TD, self._sums
+        count = len(x_TD)
         if host_sum:
             x_TD += b.host_y_TD.numpy()[:count]
         if device_sum:
@@ -194,7 +192,7 @@ class HostBlock(BlockOps):
 
     def head(self, layer: int) -> None:
         """The wanted tokens' logits."""
-        m, x_ND = self.model, self.x_TD[self._wanted]
+        m, x_ND = self.host, self.x_TD[self._wanted]
         if self._logits_TV is None:
             self._host_ops.x_TD[:] = x_ND
             self._host_ops.head(layer)

@@ -15,7 +15,7 @@ from pi_runtime.engine.tools.scanners import MarkerWatch
 from pi_runtime.errors import Setting, UsageError, spelled
 from pi_runtime.text.chat_template import ChatTemplate
 from pi_runtime.text.grammar import Grammar
-from pi_runtime.text.schemas import Schema, closed, followed
+from pi_runtime.text.schemas import Growth, Schema, closed, followed
 from pi_runtime.text.template_abilities import KEY, LOOKUP, VALUE
 from pi_runtime.text.tokenizer import Tokenizer
 
@@ -204,7 +204,7 @@ class OutputFormat:
         reasoning = None if self.reasoning is None or self.reasoning.is_closed(prompt) else self.reasoning
         writer = GrammarWriter(self.tokens)
         final = self.reasoning.answer if self.reasoning else ""
-        answer = None if schema is None else writer.answer(final, _strictly(schema, Setting("schema"), ""))
+        answer = None if schema is None else writer.answer(final, _strictly(schema, Setting("schema"), "", Growth()))
         if tools:
             answer = self._with_calls(writer, tools, choice, parallel, answer, is_good)
         if answer is None:
@@ -233,8 +233,10 @@ class OutputFormat:
         ):
             return None
         chosen = [(n, tool) for n, tool in enumerate(tools) if only in {None, _name(tool)}]
+        growth = Growth()
         functions = [
-            (_name(tool), _arguments(n, tool, self.tools, must_call=must_call, is_good=is_good)) for n, tool in chosen
+            (_name(tool), _arguments(n, tool, self.tools, must_call=must_call, is_good=is_good, growth=growth))
+            for n, tool in chosen
         ]
         calls = writer.calls(self.tools, functions, parallel=parallel and only is None)
         if must_call:
@@ -288,13 +290,19 @@ def _is_strict(tool: Tool) -> bool:
 
 
 def _arguments(
-    n: int, tool: Tool, tools: ToolFormat, *, must_call: bool, is_good: Callable[[Mapping[str, Any]], bool]
+    n: int,
+    tool: Tool,
+    tools: ToolFormat,
+    *,
+    must_call: bool,
+    is_good: Callable[[Mapping[str, Any]], bool],
+    growth: Growth,
 ) -> Mapping[str, Any]:
     """The schema that the arguments of a function follow: its own, what can be followed of it, or any object."""
     given, what = tool["function"].get("parameters") or NO_PARAMETERS, f"tool {_name(tool)!r}: "
     if must_call or _is_strict(tool):
         place = Setting(f"tools[{n}].function.parameters")
-        found = _strictly(given, place, what)
+        found = _strictly(given, place, what, growth)
         if not _is_object(found):
             raise UsageError(f"{what}parameters must be an object's schema", setting=place)
         if tools.pairs and (beyond := sorted(BEYOND_PAIRS & found.keys())):
@@ -307,20 +315,20 @@ def _arguments(
     if not tools.is_generic:
         return ANY_OBJECT
     try:
-        advice = closed(followed(given, is_advice=True).schema)
+        advice = closed(followed(given, is_advice=True).schema, growth)
     except UsageError:
         return ANY_OBJECT
     found = {**advice, "type": "object"} if _is_object(advice) else ANY_OBJECT
     return found if is_good(found) else ANY_OBJECT
 
 
-def _strictly(schema: Schema, place: Setting, what: str) -> Any:
+def _strictly(schema: Schema, place: Setting, what: str, growth: Growth) -> Any:
     """A schema that is followed to the letter, its objects shut. Raises UsageError for one that cannot be."""
     found = followed(schema)
     if found.left_out:
         raise UsageError(f"{what}{found.left_out[0]}", setting=place)
     try:
-        return closed(found.schema)
+        return closed(found.schema, growth)
     except UsageError as error:
         raise UsageError(f"{what}{spelled(error.reason)}", setting=place) from None
 

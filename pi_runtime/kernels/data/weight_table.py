@@ -3,7 +3,7 @@
 Numba compiles once for these types, whatever the model and its number formats. Shape letters: L layers, X experts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, NamedTuple, Protocol, get_origin
 
@@ -250,8 +250,13 @@ def ends_of(artifact: StoredArrays) -> Ends:
     return Ends(*(_address(artifact, "", names.get(field, field)) for field in Ends._fields))
 
 
-def table_of(artifact: StoredArrays, mode: str) -> LayerRecords:
-    """The table (L, X) of layers and their experts.
+RowsAt = Callable[[int, str], Sequence[tuple[int, int]] | None]
+"""(layer, array) → of each expert the address of its rows and that of their slots (0: they lie in order); None: they
+are where the array is."""
+
+
+def table_of(artifact: StoredArrays, mode: str, rows_at: RowsAt | None = None) -> LayerRecords:
+    """The table (L, X) of layers and their experts; `rows_at` says where rows are that no array of the artifact has.
 
     The addresses are valid as long as the artifact is open.
     """
@@ -260,7 +265,19 @@ def table_of(artifact: StoredArrays, mode: str) -> LayerRecords:
     for n, layer in enumerate(m.layers):
         settings = settings_of(m.decoder, layer, mode) | _facts_of(m.decoder, n) | formats_of(m.formats, n)
         fill(table_LX[n], settings, partial(_address, artifact, f"layers/{n}/"))
+        if rows_at is not None:
+            _point_to_rows(table_LX[n], partial(rows_at, n))
     return table_LX
+
+
+def _point_to_rows(w_X: LayerRecords, rows_at: Callable[[str], Sequence[tuple[int, int]] | None]) -> None:
+    """Fill in where a layer's rows are that do not lie in arrays."""
+    for field, name in ARRAYS.items():
+        if (place_X := rows_at(name)) is None:
+            continue
+        w_X[field] = [address for address, _ in place_X]
+        if f"{field}_slots" in LayerRecord.__annotations__:
+            w_X[f"{field}_slots"] = [slots for _, slots in place_X]
 
 
 def _facts_of(d: Decoder, layer: int) -> dict[str, int]:

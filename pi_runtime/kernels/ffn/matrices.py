@@ -34,9 +34,7 @@ NEURONS_AT_ONCE = 32
 
 
 @public
-def add_matrices(
-    f: Ffn, w_X: LayerRecords, x_TD: Floats, count_all: bool, sum_TD: Floats, tally_T3: Ints, y_TD: Floats
-) -> None:
+def add_matrices(f: Ffn, w_X: LayerRecords, x_TD: Floats, sum_TD: Floats, tally_T3: Ints, y_TD: Floats) -> None:
     """y ← y + the FFN of T tokens; `sum_TD` holds its result meanwhile. See `network.add_neurons` for what is counted.
 
     `f.inputs` has room for T inputs of F columns.
@@ -46,9 +44,8 @@ def add_matrices(
     prepare_inputs(w.first_format if is_quantised(w.first_format) else w.up_format, x_TD, f.inputs)
     _factors(f, w_X, h_TF)
     for t in range(tokens):
-        fires = _count(h_TF[t]) if count_all or w.dense == 0 else f.d_ff
-        tally_T3[t, FIRES] = fires if count_all else 0
-        tally_T3[t, READ], tally_T3[t, KEPT] = f.d_ff, fires
+        tally_T3[t, FIRES], tally_T3[t, READ] = 0, f.d_ff
+        tally_T3[t, KEPT] = _count(h_TF[t]) if w.dense == 0 else f.d_ff
     linear(matrix(w.down_format, w.down, w.down_scales, f.d_ff), f.d_model, 0, h_TF, f.inputs, sum_TD)
     for t in range(tokens):
         for j in range(f.d_model):

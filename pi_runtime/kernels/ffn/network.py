@@ -36,21 +36,17 @@ from pi_runtime.kernels.ffn.blocks import (
     list_firing,
     norm_scale,
     up_products,
-    weigh_squares,
 )
-from pi_runtime.kernels.ffn.down import add_tile, add_whole, few_at_a_time
+from pi_runtime.kernels.ffn.down import add_tile, few_at_a_time
 from pi_runtime.kernels.ffn.memory import (
     FIRES,
     KEPT,
     READ,
-    WHOLE,
     Batch,
     Ffn,
     block_end,
     block_neurons,
-    down_rows,
     factors_of,
-    kept_of,
     list_neurons,
     list_of,
     lists_of,
@@ -78,65 +74,65 @@ def prepare(f: Ffn, w: LayerRecord, x_TD: Floats) -> None:
 
 
 @device
-def add_batch(
-    f: Ffn, e: Batch, given: bool, count_all: bool, threads: bool | None, tally_T3: Ints, y_TD: Floats
-) -> None:
+def add_batch(f: Ffn, e: Batch, given: bool, threads: bool | None, tally_T3: Ints, y_TD: Floats) -> None:
     """y ← y + the neurons of a batch, whose inputs are prepared; `tally_T3` ← tally + their counts.
 
-    `given`: the scores of the tokens that select are there. `count_all` counts what fires, for which every neuron is
-    computed. `threads` is None for the calling thread alone: numba then compiles one of two branches, not both; tokens
-    are few, and `count_all` does not count.
+    `given`: the scores of the tokens that select are there. `threads` is None for the calling thread alone: numba then
+    compiles one of two branches, not both; tokens are few.
     """
     name_neurons(f, e, given, threads)
     if threads is None:
         _serial_list(f, e, 0, CHUNKS)
         _serial_sum(f, e, 0, CHUNKS)
         _serial_merge(f, e, y_TD)
-    elif e.token_N.shape[0] <= FEW_TOKENS and count_all:
-        count_chunks(f, e, 0, CHUNKS)
-        merge(f, e, y_TD)
-    elif not count_all and few_at_a_time(e):
+    elif few_at_a_time(e):
         for first in range(0, e.token_N.shape[0], FEW_TOKENS):
             some = some_tokens(e, first, e.low, e.high)
             list_chunks(f, some, 0, CHUNKS)
             sum_chunks(f, some, 0, CHUNKS)
             merge(f, some, y_TD)
     else:
-        if count_all:
-            count_chunks(f, e, 0, CHUNKS)
-        else:
-            factor_chunks(f, e, 0, CHUNKS)
+        factor_chunks(f, e, 0, CHUNKS)
         sum_tiles(f, e, 0, CHUNKS, y_TD, y_TD)
     add_counts(f, e, tally_T3)
 
 
 @public
-def add(f: Ffn, e: Batch, count_all: bool, tally_T3: Ints, y_TD: Floats) -> None:
+def add(f: Ffn, e: Batch, tally_T3: Ints, y_TD: Floats) -> None:
     """`add_batch` on numba's threads."""
-    add_batch(f, e, False, count_all, True, tally_T3, y_TD)
+    add_batch(f, e, False, True, tally_T3, y_TD)
 
 
 @public
-def add_neurons(f: Ffn, e: Batch, x_TD: Floats, count_all: bool, tally_T3: Ints, y_TD: Floats) -> None:
+def add_neurons(f: Ffn, e: Batch, x_TD: Floats, tally_T3: Ints, y_TD: Floats) -> None:
     """y ← y + the neurons of a batch, of T tokens in all, on numba's threads.
 
-    `tally_T3` ← for each token (0, rows of `first` read, neurons kept), or with `count_all` (neurons that fire, rows of
-    `first` that the rung reads, neurons that fire and are kept).
+    `tally_T3` ← for each token (0, rows of `first` read, neurons kept).
     """
     prepare(f, weights_of(e), x_TD)
     tally_T3[:] = 0
-    add_batch(f, e, False, count_all, True, tally_T3, y_TD)
+    add_batch(f, e, False, True, tally_T3, y_TD)
 
 
 @public
-def serial_add_neurons(f: Ffn, e: Batch, x_TD: Floats, count_all: bool, tally_T3: Ints, y_TD: Floats) -> None:
-    """`add_neurons` for few tokens on the calling thread alone, for the thread that stands in for a GPU.
-
-    What fires beyond what is read is not counted, whatever `count_all` says.
-    """
+def serial_add_neurons(f: Ffn, e: Batch, x_TD: Floats, tally_T3: Ints, y_TD: Floats) -> None:
+    """`add_neurons` for few tokens on the calling thread alone, for the thread that stands in for a GPU."""
     prepare(f, weights_of(e), x_TD)
     tally_T3[:] = 0
-    add_batch(f, e, False, count_all, None, tally_T3, y_TD)
+    add_batch(f, e, False, None, tally_T3, y_TD)
+
+
+@public
+def count_neurons(f: Ffn, e: Batch, x_TD: Floats, tally_T3: Ints) -> None:
+    """Compute every neuron of a batch, and add up nothing: `factors_of` ← the factors of those that the rung keeps.
+
+    `tally_T3` ← for each token tally + (neurons that fire, rows of `first` that the rung reads, neurons that fire and
+    are kept).
+    """
+    prepare(f, weights_of(e), x_TD)
+    name_neurons(f, e, False, True)
+    count_chunks(f, e)
+    add_counts(f, e, tally_T3)
 
 
 @public
@@ -209,10 +205,7 @@ def _factor_chunk(f: Ffn, e: Batch, chunk: int) -> None:
 
 @loop_body
 def _count_chunk(f: Ffn, e: Batch, chunk: int) -> None:
-    """Compute the factors, and for few tokens the sums, of one chunk, with every neuron computed.
-
-    So those that fire are counted, read or not.
-    """
+    """Compute the factors of all neurons of one chunk, so that those that fire are counted, read or not."""
     _begin_chunk(f, e, chunk)
     tokens, list_K = e.token_N.shape[0], list_of(f, chunk)
     h_NK, up_NK, count = factors_of(f, chunk, tokens), ups_of(f, chunk, tokens), list_K.shape[0]
@@ -231,17 +224,7 @@ def _count_chunk(f: Ffn, e: Batch, chunk: int) -> None:
             tally_N3[n, READ] += read
             h = h if kept else np.float32(0)
             tally_N3[n, KEPT] += h != 0
-            h_NK[n, k] = h * e.route_weight_N[n]
-        weigh_squares(f, e, chunk, n, list_K, h_NK[n])
-    kept_of(f, chunk, tokens)[:, :count] = WHOLE
-    if tokens <= FEW_TOKENS:
-        sums_NP = sums_of(f, chunk, tokens)
-        sums_NP[:] = np.float32(0)
-        begin, neurons = 0, block_neurons(f, e)
-        while begin < count:
-            end = block_end(neurons, list_K, begin)
-            add_whole(down_rows(f, e), lists_of(f, chunk), list_K, begin, end, h_NK, sums_NP)
-            begin = end
+            h_NK[n, k] = h
 
 
 @loop_body
@@ -310,9 +293,9 @@ def factor_chunks(f: Ffn, e: Batch, begin: int, end: int) -> None:
 
 
 @parallel(_count_chunk)
-def count_chunks(f: Ffn, e: Batch, begin: int, end: int) -> None:
-    """Compute the factors of the chunks [begin, end), and for a few tokens their sums, with every neuron computed."""
-    for chunk in prange(begin, end):
+def count_chunks(f: Ffn, e: Batch) -> None:
+    """Compute the factors of all neurons."""
+    for chunk in prange(CHUNKS):
         _count_chunk(f, e, chunk)
 
 

@@ -71,13 +71,10 @@ def merge(f: Ffn, e: Batch, y_TD: Floats) -> None:
 
 
 @public
-def add_chunks(f: Ffn, e: Batch, count_all: bool, begin: int, end: int, carried_ND: Floats, y_TD: Floats) -> None:
+def add_chunks(f: Ffn, e: Batch, begin: int, end: int, carried_ND: Floats, y_TD: Floats) -> None:
     """The factors and sums of the chunks [begin, end): y ← y + the sums of all chunks, after the last of them.
 
-    `carried_ND` holds the sums until then. `count_all` counts what fires, for which every neuron is computed.
+    `carried_ND` holds the sums until then.
     """
-    if count_all:
-        network.count_chunks(f, e, begin, end)
-    else:
-        network.factor_chunks(f, e, begin, end)
+    network.factor_chunks(f, e, begin, end)
     network.sum_tiles(f, e, begin, end, carried_ND, y_TD)

@@ -3,6 +3,7 @@
 Those of chats are what the model's template makes of messages and tools, with a grammar for what the answer may be.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,8 +62,8 @@ class Prompt:
         return len(self.texts) * self.count * (self.goal == "answers")
 
 
-GRAMMARS_S = 2 * LIMITS.seconds
-"""Time in which it is found out what can be followed of one request's schemas."""
+TOOLS_S = LIMITS.seconds + 1.0
+"""Time in which the schemas of all tools are tried alone: enough to remember one that is refused."""
 
 
 def chat_prompt(
@@ -94,15 +95,14 @@ def _grammar(served: Served, make: Callable[..., Grammar | None], field: str, sc
     """The grammar of answers, which is compiled now, and kept: the engine's error would not name the field.
 
     `make` makes it. Where it cannot be compiled, the schema of each tool is tried alone, and `make` told of the result.
-    All tries together have `GRAMMARS_S`.
     """
-    until = time.monotonic() + GRAMMARS_S
     grammar = _made(make, schema_field)
-    if grammar is None or _compiles(grammar, field, served, until):
+    if grammar is None or _compiles(grammar, field, served):
         return grammar
-    is_good = lambda alone: _compiles(Grammar.json_schema(alone), field, served, until)  # noqa: E731
+    until = time.monotonic() + TOOLS_S
+    is_good = lambda alone: _compiles(Grammar.json_schema(alone), field, served, until - time.monotonic())  # noqa: E731
     grammar = _made(partial(make, is_good=is_good), schema_field)
-    if grammar is not None and not _compiles(grammar, field, served, until):
+    if grammar is not None and not _compiles(grammar, field, served):
         raise invalid(field, "cannot be used: it is too complex, or no text follows it")
     return grammar
 
@@ -115,11 +115,10 @@ def _made(make: Callable[..., Grammar | None], schema_field: str) -> Grammar | N
         raise invalid(schema_field if name == "schema" else name, spelled(error.reason)) from None
 
 
-def _compiles(grammar: Grammar, field: str, served: Served, until: float) -> bool:
-    """Whether a grammar can be compiled, and that is found out in time."""
+def _compiles(grammar: Grammar, field: str, served: Served, seconds: float = math.inf) -> bool:
+    """Whether a grammar can be compiled, and that is found out within so many seconds."""
     try:
-        nbytes = check_grammar(grammar, seconds=max(0.0, until - time.monotonic()))
-        served.model.tokenizer.grammars.start(grammar, nbytes=nbytes)
+        served.model.tokenizer.grammars.start(grammar, nbytes=check_grammar(grammar, seconds=seconds))
     except MissingExtraError as error:
         raise invalid(field, f"{spelled(error.what)}: {spelled(error.remedy)}", code="unsupported_value") from None
     except UsageError:

@@ -10,7 +10,6 @@ import numpy as np
 from pi_runtime import Model
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.artifact.sizes import FfnBytes
-from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 
 
@@ -52,11 +51,8 @@ def _added(model: Model, cache: KVCache, token: int) -> float:
     Where most of a chunk's factors are not 0, all its rows are read.
     """
     cache.truncate(cache.length - 1)
-    cache.reserve(1)
-    step = SequenceStep(cache=cache, tokens=np.array([token]), select=True, count=True, logits="all")
-    (found,) = model.executor.step([step])
-    assert found.counts_L3 is not None
-    fired = float(found.counts_L3[:, 0].mean() / model.manifest.decoder.d_ff)
+    _, counts_L3 = model.examine([*cache.tokens, token], cache=cache)
+    fired = float(counts_L3[:, 0].mean() / model.manifest.decoder.d_ff)
     return fired if fired < 0.5 else 1.0
 
 

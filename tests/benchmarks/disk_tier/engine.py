@@ -17,9 +17,8 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.disk.ram_plan import Slots, fixed_bytes, sequence_kv_bytes, useful_budgets
 from pi_runtime.disk.row_store import REGIONS, Request, RowRange, RowStore
 from pi_runtime.engine import loading as model_module
-from pi_runtime.execution import cpu_ops, disk, disk_ahead, disk_ops
+from pi_runtime.execution import disk_ahead, disk_rows, ops, rows
 from pi_runtime.execution.devices import resident_bytes
-from pi_runtime.execution.disk import DiskExecutor
 from pi_runtime.kernels.ffn import steps
 
 _models: list[Model] = []
@@ -44,21 +43,22 @@ def _timed(function: Any) -> Any:
 def _time_steps() -> None:
     """Add up the seconds of all compiled steps of a run from disk."""
     timed = {name: _timed(step) for name, step in vars(steps).items() if hasattr(step, "signatures")}
-    for module in (disk_ops, disk_ahead):
+    for module in (disk_rows, disk_ahead):
         module.steps = SimpleNamespace(**timed)  # type: ignore[attr-defined]
-    for name in ("embed", "attention", "ffn_of_experts", "after_ffn", "head"):
-        setattr(cpu_ops, name, _timed(getattr(cpu_ops, name)))
+    for name in ("embed", "attention", "after_ffn", "head"):
+        setattr(ops, name, _timed(getattr(ops, name)))
+    rows.ffn_of_experts = _timed(rows.ffn_of_experts)
     disk_ahead.norm = _timed(disk_ahead.norm)
 
 
-def _one_after_the_other(rows: RowStore, requests: Iterable[Request], keep: bool) -> Iterator[RowRange]:
+def _one_after_the_other(store: RowStore, requests: Iterable[Request], keep: bool) -> Iterator[RowRange]:
     """`RowStore.ranges` without overlap: each range is read, and then used."""
-    for n, part in enumerate(part for request in requests for part in rows._cut(request)):
-        rows._asked(part, n % REGIONS, keep)
-        rows.reader.wait(n % REGIONS)
+    for n, part in enumerate(part for request in requests for part in store._cut(request)):
+        store._asked(part, n % REGIONS, keep)
+        store.reader.wait(n % REGIONS)
         yield part
         for name, _ in part.request.needs:
-            rows._clear(name, part.request.layer, n % REGIONS)
+            store._clear(name, part.request.layer, n % REGIONS)
 
 
 def budgets(path: str) -> dict[str, int]:
@@ -80,19 +80,19 @@ def open_model(
     """
     model_module.ram_budget_for = lambda _nbytes: None
     if two_phases is not None:
-        disk_ops.TWO_PHASES_FROM = -1.0 if two_phases else 9.0
+        disk_ahead.TWO_PHASES_FROM = -1.0 if two_phases else 9.0
     if only is not None:
         RowStore.ranges = _one_after_the_other  # type: ignore[method-assign, assignment]
         disk_ahead.FasterWay.second = False  # type: ignore[method-assign, assignment]
     if only == "bundles":
-        plan_for = disk.plan_for
+        plan_for = ram_budget.plan_for
 
         def without_cache(artifact: Artifact, mode: str, budget: int, fixed: int) -> Any:
             plan = plan_for(artifact, mode, budget, fixed)
             none_L = (Slots(0, 0),) * len(plan.first_L)
             return replace(plan, first_L=none_L, rest_L=none_L)
 
-        disk.plan_for = without_cache
+        ram_budget.plan_for = without_cache
     if ram_budget is not None:
         _time_steps()
     _models.append(load(path, mode=mode, context=CONTEXT, threads=threads(), device="cpu", ram_budget=ram_budget))
@@ -120,7 +120,7 @@ def decode(tokens: list[int], warm: int) -> dict[str, Any]:
 
 
 def _reads(model: Model) -> int:
-    return model.executor.reader.reads if isinstance(model.executor, DiskExecutor) else 0
+    return model.executor.rows.reader.reads if model.executor.disk is not None else 0  # type: ignore[attr-defined]
 
 
 def _bytes_from_devices() -> int:
@@ -137,7 +137,7 @@ def _peak() -> int:
 
 def plan() -> dict[str, list[tuple[int, int]]]:
     """How many rows of each layer are pinned, and how many its cache holds, by array."""
-    found = _models[0].executor.plan
+    found = _models[0].executor.rows.plan
     return {
         "first": [(slots.pinned, slots.cached) for slots in found.first_L],
         "rest": [(slots.pinned, slots.cached) for slots in found.rest_L],
@@ -168,7 +168,7 @@ def trace(tokens: list[int], named: str, fired: str) -> dict[str, Any]:
 def routes(tokens: list[int]) -> dict[str, Any]:
     """Decode tokens one by one: the experts of each, layer by layer, and those that each layer's router would have
     taken before its turn, where it is asked."""
-    steps_of = disk_ops.tokens_by_expert, disk_ahead.tokens_by_expert
+    steps_of = disk_rows.tokens_by_expert, disk_ahead.tokens_by_expert
     taken, ahead = list[list[int]](), list[list[int]]()
 
     def spied(function: Any, into: list[list[int]]) -> Any:
@@ -178,12 +178,12 @@ def routes(tokens: list[int]) -> dict[str, Any]:
 
         return spy
 
-    disk_ops.tokens_by_expert, disk_ahead.tokens_by_expert = (
+    disk_rows.tokens_by_expert, disk_ahead.tokens_by_expert = (
         spied(function, into) for function, into in zip(steps_of, (taken, ahead), strict=True)
     )
     disk_ahead.FasterWay.second = True  # type: ignore[method-assign, assignment]
     decode(tokens, 0)
-    disk_ops.tokens_by_expert, disk_ahead.tokens_by_expert = steps_of
+    disk_rows.tokens_by_expert, disk_ahead.tokens_by_expert = steps_of
     return {"taken": taken, "ahead": ahead}
 
 

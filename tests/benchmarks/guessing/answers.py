@@ -14,7 +14,7 @@ import numpy as np
 from pi_runtime import Model
 from pi_runtime.engine.generation import Generation
 from pi_runtime.sequence.answer import AnswerSequence
-from pi_runtime.sequence.speculation import StepTimes
+from pi_runtime.sequence.drafts import StepTimes
 from pi_runtime.sequence.stats import DraftFigures, Stats
 
 Clock = Callable[[], float]

@@ -8,7 +8,7 @@ from argparse import Namespace
 
 from guessing.answers import Way, clock_of, drafted, interval
 from pi_runtime import Sampling, load
-from pi_runtime.sequence.speculation import StepTimes
+from pi_runtime.sequence.drafts import StepTimes
 from pi_runtime.sequence.stats import Stats
 
 PROMPT = 32

@@ -13,7 +13,7 @@ from support.schemas import random_schema
 from guessing.answers import Clock, Way, clock_of, drafted, interval
 from pi_runtime import Engine, Grammar, Model, Sampling, load
 from pi_runtime.engine.stream import Stream
-from pi_runtime.sequence.speculation import StepTimes
+from pi_runtime.sequence.drafts import StepTimes
 from pi_runtime.sequence.stats import Stats
 
 AT_ONCE, LEAST_TOKENS, MOST_TOKENS = 8, 4, 48

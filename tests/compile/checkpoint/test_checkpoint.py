@@ -2,8 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,6 +14,7 @@ import huggingface_hub
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from support.hf import edit_json, edit_tensors, random_llama
+from support.refused_checkpoints import refusal
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import CheckpointError
@@ -31,90 +32,92 @@ def sharded(tmp_path: Path) -> Path:
     return tmp_path / "sharded"
 
 
-def refusal(model: str | Path, **arguments: Any) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(model, **arguments)
-    assert caught.value.exit_code == 3
-    return str(caught.value)
+Prepare = Callable[[Path], object]
 
 
-def test_no_such_folder(tmp_path: Path) -> None:
-    message = refusal(tmp_path / "nothing")
-    assert "no such folder" in message
-    assert "config.json" in message
+def only(name: str) -> Prepare:
+    """One file alone is in the folder."""
+
+    def prepare(folder: Path) -> None:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        if name:
+            (folder / name).write_text("{}")
+
+    return prepare
 
 
-def test_an_empty_folder(tmp_path: Path) -> None:
-    assert "no config.json" in (message := refusal(tmp_path))
-    assert "an empty folder" in message
+def config(text: str = "", **changed: object) -> Prepare:
+    if changed:
+        return lambda folder: edit_json(folder / "config.json", **changed)
+    return lambda folder: (folder / "config.json").write_text(text, encoding="latin-1")
 
 
-def test_a_file_instead_of_a_folder(folder: Path) -> None:
-    assert f"name the folder: {folder}" in refusal(folder / "model.safetensors")
+def weights(content: bytes) -> Prepare:
+    return lambda folder: (folder / "model.safetensors").write_bytes(content)
 
 
-def test_an_adapter_instead_of_a_model(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    assert "merge it into its base model" in refusal(tmp_path)
+def cut(name: str, keep: float, **made: bool) -> Prepare:
+    """So many bytes, or that share of them, are left of a file."""
+
+    def prepare(folder: Path) -> None:
+        shutil.rmtree(folder)
+        random_llama(folder, tokenizer=False, **made)
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: int(keep if keep >= 1 else keep * len(data))])
+
+    return prepare
 
 
-def test_a_revision_for_a_local_folder(folder: Path) -> None:
-    assert "revision 'main' is given for a local folder" in refusal(folder, revision="main")
+def list_in_a_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save([torch.ones(2)], folder / "pytorch_model.bin")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "\x00\xff"])
-def test_a_broken_config(folder: Path, text: str) -> None:
-    (folder / "config.json").write_text(text, encoding="latin-1")
-    assert "config.json: " in refusal(folder)
+def tensors(*removed: str, **changed: torch.Tensor) -> Prepare:
+    return lambda folder: edit_tensors(folder, *removed, **changed)
 
 
-def test_an_unsupported_family(folder: Path) -> None:
-    edit_json(folder / "config.json", model_type="mamba")
+STRAY_TENSORS = ("model.layers.0.self_attn.q_norm.weight", "model.layers.0.mlp.up_proj.bias", "score")
+UNREAD = (torch.float64, torch.int8, torch.float8_e4m3fn)
+WRONG: list[tuple[str, Prepare, tuple[str, ...]]] = [
+    ("an empty folder", only(""), ("no config.json", "an empty folder")),
+    ("an adapter", only("adapter_config.json"), ("merge it into its base model",)),
+    *((f"broken config {text!r}", config(text), ("config.json: ",)) for text in ("", "{", "[]", "\x00\xff")),
+    ("a classifier", config(architectures=["LlamaForSequenceClassification"]), ("LlamaForCausalLM",)),
+    ("no weights", lambda f: (f / "model.safetensors").rename(f / "weights.h5"), ("no weights", "weights.h5")),
+    ("a pointer", weights(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"), ("git lfs pull",)),
+    *(
+        (f"{keep} of weights", cut("model.safetensors", keep), ("model.safetensors: not a whole safetensors file",))
+        for keep in (0, 7, 1000, 0.5, 0.999)
+    ),
+    *(
+        (f"{n} of a pickle", cut("pytorch_model.bin", n, pickled=True), ("pytorch_model.bin: not a whole torch file",))
+        for n in (0, 100, 0.5, 0.99)
+    ),
+    ("a list in a pickle", list_in_a_pickle, ("not a state dict",)),
+    (
+        "missing tensors",
+        tensors("model.norm.weight", "model.layers.1.mlp.up_proj.weight"),
+        ("2 tensors that config.json calls for are missing", "model.layers.1.mlp.up_proj.weight"),
+    ),
+    *(
+        (name, tensors(**{name: torch.ones(10)}), ("1 tensors that config.json does not account for", name))
+        for name in STRAY_TENSORS
+    ),
+    ("other shapes", config(intermediate_size=84), ("9 tensors do not have the shape", "(84, 48)", "(83, 48)")),
+    *(
+        (str(t), tensors(model__norm__weight=torch.ones(48).to(t)), (str(t).removeprefix("torch."), "f32, f16, bf16"))
+        for t in UNREAD
+    ),
+]
+
+
+@pytest.mark.parametrize(("prepare", "words"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
+def test_what_is_wrong_is_named(folder: Path, prepare: Prepare, words: tuple[str, ...]) -> None:
+    prepare(folder)
     message = refusal(folder)
-    assert "model type 'mamba' is not supported" in message
-    assert "gpt2, gpt_oss, granite, granitemoe, llama, mistral" in message
-
-
-def test_a_classifier_of_a_known_family(folder: Path) -> None:
-    edit_json(folder / "config.json", architectures=["LlamaForSequenceClassification"])
-    assert "LlamaForCausalLM" in refusal(folder)
-
-
-def test_auto_map_with_an_adapter_is_a_notice(folder: Path) -> None:
-    edit_json(folder / "config.json", auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"})
-    assert "never run" in open_checkpoint(folder).notices[0]
-
-
-def test_auto_map_without_an_adapter_is_refused(folder: Path) -> None:
-    edit_json(folder / "config.json", model_type="mine", auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"})
-    assert "its own code (auto_map), which is never run" in refusal(folder)
-
-
-def test_no_weights(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "weights.h5")
-    message = refusal(folder)
-    assert "no weights" in message
-    assert "weights.h5" in message
-
-
-@pytest.mark.parametrize("keep", [0, 7, 1000, 0.5, 0.999])
-def test_truncated_weights(folder: Path, keep: float) -> None:
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[: int(keep if keep >= 1 else keep * len(data))])
-    assert "model.safetensors: not a whole safetensors file" in refusal(folder)
-
-
-def test_a_git_lfs_pointer(folder: Path) -> None:
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
-    assert "git lfs pull" in refusal(folder)
-
-
-def test_a_missing_shard(sharded: Path) -> None:
-    shard = sorted(sharded.glob("model-*.safetensors"))[2]
-    shard.unlink()
-    message = refusal(sharded)
-    assert "1 of " in message
-    assert shard.name in message
+    assert all(word in message for word in words), message
 
 
 STRAY = {
@@ -159,60 +162,9 @@ def test_an_index_that_points_elsewhere(sharded: Path, target: object) -> None:
     assert "not an index" in refusal(sharded)
 
 
-def test_a_pickle_with_more_than_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    torch.save({"weights": torch.nn.Linear(2, 2)}, folder / "pytorch_model.bin")
-    assert "a pickle's code is never run" in refusal(folder)
-
-
 def test_safetensors_go_before_pickles(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"never read")
     assert open_checkpoint(folder).source.files == ("model.safetensors",)
-
-
-@pytest.mark.parametrize("keep", [0, 100, 0.5, 0.99])
-def test_a_truncated_pickle(tmp_path: Path, keep: float) -> None:
-    random_llama(tmp_path, tokenizer=False, pickled=True)
-    data = (tmp_path / "pytorch_model.bin").read_bytes()
-    (tmp_path / "pytorch_model.bin").write_bytes(data[: int(keep if keep >= 1 else keep * len(data))])
-    assert "pytorch_model.bin: not a whole torch file" in refusal(tmp_path)
-
-
-def test_a_pickle_that_is_no_state_dict(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    torch.save([torch.ones(2)], folder / "pytorch_model.bin")
-    assert "not a state dict" in refusal(folder)
-
-
-def test_missing_tensors_are_listed(folder: Path) -> None:
-    edit_tensors(folder, "model.norm.weight", "model.layers.1.mlp.up_proj.weight")
-    message = refusal(folder)
-    assert "2 tensors that config.json calls for are missing" in message
-    assert "model.layers.1.mlp.up_proj.weight" in message
-
-
-@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_norm.weight", "model.layers.0.mlp.up_proj.bias", "score"])
-def test_tensors_with_a_function_nobody_asked_for(folder: Path, name: str) -> None:
-    edit_tensors(folder, **{name: torch.ones(10)})
-    message = refusal(folder)
-    assert "1 tensors that config.json does not account for" in message
-    assert name in message
-
-
-def test_a_config_that_lies_about_shapes(folder: Path) -> None:
-    edit_json(folder / "config.json", intermediate_size=84)
-    message = refusal(folder)
-    assert "9 tensors do not have the shape" in message
-    assert "(84, 48)" in message
-    assert "(83, 48)" in message
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn])
-def test_a_number_format_that_is_not_read(folder: Path, dtype: Any) -> None:
-    edit_tensors(folder, model__norm__weight=torch.ones(48).to(dtype))
-    message = refusal(folder)
-    assert str(dtype).removeprefix("torch.") in message
-    assert "f32, f16, bf16" in message
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

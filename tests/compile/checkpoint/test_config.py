@@ -1,7 +1,6 @@
 """config.json is read strictly: keys that might change the function are refused, others are let through."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -9,9 +8,9 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from support.hf import edit_json, random_llama
+from support.refused_checkpoints import refusal
 
 from pi_compile.checkpoint import open_checkpoint
-from pi_compile.errors import CheckpointError
 from pi_runtime.errors import UsageError
 
 
@@ -19,13 +18,6 @@ from pi_runtime.errors import UsageError
 def folder(tmp_path: Path) -> Path:
     random_llama(tmp_path / "model", tokenizer=False)
     return tmp_path / "model"
-
-
-def refusal(model: str | Path, **arguments: Any) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(model, **arguments)
-    assert caught.value.exit_code == 3
-    return str(caught.value)
 
 
 CHANGING = {

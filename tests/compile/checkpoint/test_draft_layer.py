@@ -1,8 +1,6 @@
 """Layers behind the last that draft tokens: read as checkpoints have them, run as equations say, or left out."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import torch
 from support.families import CASES, random_checkpoint
 from support.gguf_files import rounded_checkpoint, write_gguf
 from support.hf import edit_json, edit_tensors
+from support.small_project import no_progress
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import CheckpointError
@@ -28,11 +27,6 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.execution.executor import SequenceStep
 
 LAYERS = 2
-
-
-@contextmanager
-def silent(*_: object) -> Iterator[Any]:
-    yield lambda _done, _total: None
 
 
 def with_draft_layer(folder: Path, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -74,7 +68,7 @@ def defined(model: Any, own: dict[str, torch.Tensor], tokens: list[int]) -> np.n
 def test_it_is_packed_and_drafts_as_its_equations_say(name: str, tmp_path: Path) -> None:
     model, own = with_draft_layer(tmp_path / "model", name)
     notices = list[str]()
-    pack_model(str(tmp_path / "model"), tmp_path / "a.pi", progress=silent, notice=notices.append)
+    pack_model(str(tmp_path / "model"), tmp_path / "a.pi", progress=no_progress, notice=notices.append)
     assert not [line for line in notices if "draft" in line]
     tokens = [5, 120, 7, 9, 31, 8]
     with load(tmp_path / "a.pi", device="cpu") as running, Artifact.open(tmp_path / "a.pi") as file:

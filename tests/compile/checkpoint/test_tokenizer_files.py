@@ -91,14 +91,6 @@ def test_settings_beside_the_tokenizer_count(folder: Path) -> None:
     assert "the latter is packed" in text.notices[0]
 
 
-def test_no_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="no tokenizer") as caught:
-        read(tmp_path)
-    assert caught.value.exit_code == 3
-
-
 @pytest.mark.parametrize("content", ["", "{}", "[1", '{"model": {"type": "Unknown"}}'])
 def test_a_broken_tokenizer(folder: Path, content: str) -> None:
     (folder / "tokenizer.json").write_text(content)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import typer
 from support.documents import assert_as_documented, sometimes
-from support.paths import GOLDEN, ROOT
+from support.paths import GOLDEN
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -219,22 +219,6 @@ def test_ignored_keys_are_known_from_the_first_command_to_the_last(run: Run, tmp
     run("eval", artifact, "--text", text, "--tokens", 64, "--window", 32, "--model", model)
     assert "model" in run("plan", model, "--machine", "pc-low", "--curve", "reglu-70b", "--density", "0.2", *flags)
     run("plan", recipe, "--curve", "reglu-70b", "--density", "0.2")
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("HuggingFaceTB--SmolLM2-135M", "134.5 M parameters in bf16"),
-        ("Qwen--Qwen2.5-0.5B", "494.0 M parameters in bf16"),
-        ("distilgpt2", "81.9 M parameters in f32"),
-        ("ngxson--stories15M_MOE", "36.4 M parameters in f32"),
-    ],
-)
-def test_published_configs_are_planned_for(run: Run, name: str, parameters: str) -> None:
-    config = ROOT / "tests" / "compile" / "checkpoint" / "configs" / f"{name}.json"
-    text = run("plan", config, "--machine", "pc-low", "--ctx-size", 256)
-    assert text.splitlines()[1].endswith(parameters)
-    assert "a token takes" in text
 
 
 def test_force_replaces_a_recipe(run: Run, project: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What users get wrong about outputs, artifacts and running them; and what happens to files when a run is cut short."""
+"""What users get wrong about outputs and devices; and what happens to files when a run is cut short."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from support.commands import FIT, INPUT, INTERRUPTED, USAGE, assert_a_message, child
+from support.commands import FIT, INTERRUPTED, USAGE, assert_a_message, child
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime.artifact.verification import verify
@@ -112,85 +112,6 @@ def test_interrupted(recipe: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".a.pi.*.tmp"))
 
 
-# The artifact.
-
-
-@pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_no_such_artifact(fails: Fails, artifact: Path, command: str) -> None:
-    fails(INPUT, command, artifact.with_name("b.pi"))
-
-
-@pytest.mark.parametrize(
-    ("content", "kind"),
-    [
-        (b"", "an empty file"),
-        (b"[model]\n", "a text file"),
-        (b"GGUF\x03\0\0\0", "a GGUF model"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
-        (b"\x10\0\0\0\0\0\0\0" + b'{"a":{}}        ', "a safetensors file"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-@pytest.mark.parametrize("command", ["inspect", "verify", "pi-run"])
-def test_not_an_artifact(fails: Fails, tmp_path: Path, command: str, content: bytes, kind: str) -> None:
-    path = tmp_path / "a.pi"
-    path.write_bytes(content)
-    run = [path, "--prompt", "x"]
-    message = fails(INPUT, *run, app=pi_run) if command == "pi-run" else fails(INPUT, command, path)
-    assert f"{path}: not an artifact" in message
-    assert f"found: {kind}" in message
-
-
-def test_a_checkpoint_instead_of_an_artifact(fails: Fails, model: Path) -> None:
-    message = fails(INPUT, "inspect", model)
-    assert "this looks like a checkpoint: pi-compile init " in message
-
-
-@pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_truncated(fails: Fails, artifact: Path, command: str) -> None:
-    artifact.write_bytes(artifact.read_bytes()[:50000])
-    message = fails(INPUT, command, artifact)
-    assert f"{artifact}: damaged at the end of the file" in message
-    assert "truncated" in message
-    assert "pack it anew" in message
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0x10
-    path.write_bytes(data)
-
-
-FLIPS: dict[str, tuple[Callable[[bytes], int], str]] = {
-    "data": (lambda data: data.index(b"layers/0/ffn/rest/c/0/0/0") + 4096, "array layers/0/ffn/rest"),
-    "row-padding": (lambda data: data.index(b"layers/0/attention/out/c/0/0") + 160, "array layers/0/attention/out"),
-    "header-padding": (lambda data: data.index(b"embedding/c/0/0") + 22, "local header of embedding/c/0/0 or its"),
-    "tokenizer": (lambda data: data.index(b"tokenizer.json") + 100, "file tokenizer.json"),
-    "directory": (lambda data: data.rindex(b"layers/0/ffn/rest/zarr.json") - 1, "layers/0/ffn/rest/zarr.json"),
-    "digest": (lambda data: len(data) - 7, "the digest in the end record"),
-}
-
-
-@pytest.mark.parametrize("part", FLIPS)
-def test_one_flipped_bit(fails: Fails, artifact: Path, part: str) -> None:
-    offset, named = FLIPS[part]
-    flip(artifact, offset(artifact.read_bytes()))
-    message = fails(INPUT, "verify", artifact)
-    assert f"{artifact}: damaged" in message
-    assert named in message
-    assert "copy or download it again" in message
-
-
-@pytest.mark.parametrize("version", [3, 9])
-def test_an_artifact_of_another_version(fails: Fails, artifact: Path, version: int) -> None:
-    data = artifact.read_bytes()
-    artifact.write_bytes(data.replace(b"pi-artifact/1 ", b"pi-artifact/%d " % version))
-    message = fails(INPUT, "inspect", artifact)
-    assert f"{artifact}: artifact format version {version}" in message
-    assert "expected: version 1" in message
-    assert "pi-compile pack --plain MODEL -o FILE" in message
-
-
 # Running.
 
 
@@ -204,28 +125,3 @@ def test_profiling_on_a_gpu_that_is_not_there(fails: Fails, recipe: Path) -> Non
     message = fails(USAGE, "profile", recipe, "--device", "cuda:99")
     assert "--device cuda:99: no such GPU" in message
     assert not (recipe.parent / ".pi-build").exists()
-
-
-@pytest.mark.parametrize("command", ["profile", "pi-run"])
-def test_a_device_nobody_knows(fails: Fails, artifact: Path, recipe: Path, command: str) -> None:
-    if command == "pi-run":
-        message = fails(USAGE, artifact, "--prompt", "x", "--device", "gpu", app=pi_run)
-    else:
-        message = fails(USAGE, command, recipe, "--device", "gpu")
-    assert "--device gpu: unknown device" in message
-    assert "cuda:N" in message
-
-
-def test_a_prompt_longer_than_the_context(fails: Fails, artifact: Path) -> None:
-    message = fails(INPUT, artifact, "--prompt", "x" * 100, app=pi_run)
-    assert "the prompt has 100 tokens" in message
-    assert "fewer than the context of 64" in message
-    assert "--ctx-size" in message
-
-
-def test_a_context_longer_than_the_model_has(fails: Fails, artifact: Path) -> None:
-    assert "--ctx-size 65" in fails(USAGE, artifact, "--prompt", "x", "--ctx-size", 65, app=pi_run)
-
-
-def test_neither_prompt_nor_chat(fails: Fails, artifact: Path) -> None:
-    assert "give one of --prompt TEXT" in fails(USAGE, artifact, app=pi_run)

@@ -1,7 +1,5 @@
 """Models whose decoders differ from Llama's are profiled, trained, placed, packed, planned for and run all the same."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ pytest.importorskip("transformers")
 
 import torch
 from support.families import random_checkpoint
-from support.small_project import prose, small_recipe
+from support.small_project import no_progress, prose, small_recipe
 
 from pi_compile.pipeline.pipeline import Pipeline
 from pi_compile.planning.model_config import find_planned
@@ -37,11 +35,6 @@ FIRST, MORE = {"gemma3", "olmoe"}, pytest.mark.more
 """A dense model and a mixture run in the first tier of tests."""
 
 
-@contextmanager
-def silent(*_: object) -> Iterator[object]:
-    yield lambda _done, _total: None
-
-
 @pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in FIRST else MORE) for case in MODELS])
 def test_a_model_is_built_and_run(case: str, tmp_path: Path) -> None:
     model = random_checkpoint(tmp_path / "model", case, sizes={**SIZES, **MODELS[case]})
@@ -50,7 +43,7 @@ def test_a_model_is_built_and_run(case: str, tmp_path: Path) -> None:
     (tmp_path / "held-out.txt").write_text(prose(9, 1500))
     recipe, output = tmp_path / "small.toml", tmp_path / "a.pi"
     recipe.write_text(small_recipe().to_toml())
-    with (pipeline := Pipeline(recipe, "cpu", lambda _line: None, silent, output=output)).worker:
+    with (pipeline := Pipeline(recipe, "cpu", lambda _line: None, no_progress, output=output)).worker:
         pipeline.pack(output)
     assert {"profile", "train", "pack"} <= {*pipeline.ran}
     ids = np.random.default_rng(0).integers(3, 130, 20)

@@ -1,8 +1,6 @@
 """A recipe whose layers can only be dense is built without profile and training, with placements all the same."""
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,11 +16,6 @@ from pi_compile.pipeline.packed import pack_plain
 from pi_compile.pipeline.pipeline import Pipeline
 from pi_runtime import load
 from pi_runtime.artifact.reader import Artifact
-
-
-@contextmanager
-def silent(*_: object) -> Iterator[object]:
-    yield lambda _done, _total: None
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +35,7 @@ def built(recipe: Path) -> tuple[list[str], list[str], Path]:
     """The stages that ran, what was said, and the artifact."""
     said: list[str] = []
     output = recipe.with_suffix(".pi")
-    with (found := Pipeline(recipe, "cpu", said.append, silent, output=output)).worker:
+    with (found := Pipeline(recipe, "cpu", said.append, no_progress, output=output)).worker:
         found.pack(output)
     return found.ran, said, output
 

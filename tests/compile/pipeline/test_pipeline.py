@@ -5,8 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ pytest.importorskip("transformers")
 
 from support import hf
 from support.paths import SUPPORT
-from support.small_project import prose, small_project, small_recipe
+from support.small_project import no_progress, prose, small_project, small_recipe
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.cli.main import app
@@ -47,14 +46,9 @@ def project(tmp_path: Path, source: Path) -> Path:
     return Path(shutil.copytree(source, tmp_path, dirs_exist_ok=True))
 
 
-@contextmanager
-def silent(*_: object) -> Iterator[object]:
-    yield lambda _done, _total: None
-
-
 def pipeline(project: Path, output: str = "") -> Pipeline:
     path = project / output if output else None
-    return Pipeline(project / "small.toml", "cpu", lambda _line: None, silent, output=path)
+    return Pipeline(project / "small.toml", "cpu", lambda _line: None, no_progress, output=path)
 
 
 def build(project: Path) -> tuple[list[str], dict[str, object]]:

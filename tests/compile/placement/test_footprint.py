@@ -21,10 +21,10 @@ from pi_runtime.artifact.gpu_buffers import (
 )
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import array_specs
+from pi_runtime.execution.host_executor import HostExecutor, in_memory
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.pages import PagePool
 from pi_runtime.execution.plan_choice import choose_plan
-from pi_runtime.execution.stand_in import StandInExecutor
 
 PART = {"positions": "embedding", "final_norm": "head"}
 
@@ -58,9 +58,9 @@ def test_parts_are_the_bytes_of_the_file(family: str, tmp_path: Path) -> None:
     assert sum(gpu.values()) == 0
 
 
-def allocated(executor: StandInExecutor) -> int:
+def allocated(executor: HostExecutor) -> int:
     """Bytes of everything an executor allocates beside the weights."""
-    model = executor._model
+    model = executor.host
     arrays = [*model.workspace, model.cos_SJ, model.sin_SJ]
     return sum(array.nbytes for array in arrays)
 
@@ -73,7 +73,7 @@ def test_buffers_and_cache_are_what_a_run_allocates(family: str, tmp_path: Path)
     layers = tuple(LayerWork(rung="predicted", rank=rank) for rank in (7, 5))
     sizes = Sizes.of(workload(np.ones((2, 200)), layers, context=96, family=family, context_length=128))
     with Artifact.open(path) as artifact:
-        executor = StandInExecutor(artifact, "auto", 1, choose_plan(artifact, 96, 1 << 40))
+        executor = in_memory(artifact, "auto", 96, 1, taken=choose_plan(artifact, 96, 1 << 40))
         assert allocated(executor) == sizes.workspace[CPU]
         executor.close()
         cache = KVCache(PagePool(artifact.manifest), 96)

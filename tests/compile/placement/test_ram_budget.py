@@ -17,11 +17,10 @@ from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import PROCESS_NBYTES, slot_nbytes
 from pi_runtime.artifact.schema import RowPlan
-from pi_runtime.disk.behind_cuts import plan_behind_cuts
 from pi_runtime.disk.ram_plan import fixed_bytes, plan_for, sequence_kv_bytes
 from pi_runtime.errors import DoesNotFitError
 from pi_runtime.execution.plan_choice import choose_plan
-from pi_runtime.execution.tiers import own_kv_bytes, ram_fixed_bytes
+from pi_runtime.execution.ram_budget import own_kv_bytes, ram_fixed_bytes
 
 CONTEXT = 64
 DISK = Disk(name="d", sizes_kib=[4, 64], depths=[1, 16], read_mb_per_s=[[40.0, 200.0], [400.0, 1000.0]])
@@ -98,13 +97,13 @@ def test_a_plan_for_both_budgets_runs_within_both(
         rank = max(layer.rank or 0 for layer in layers)
         workspace = rows.disk_workspace_bytes(work.decoder, rank, BLOCK_TOKENS, CONTEXT, "f16")
         assert fixed == PROCESS_NBYTES + stored - sum(row.nbytes for row in found.rows) + workspace
-        division = plan_behind_cuts(artifact, "auto", ram, fixed, taken.plan)
+        division = plan_for(artifact, "auto", ram, fixed, taken.plan)
         assert division.stored == found.plan.rows
         assert [s.pinned for s in division.rest_L] == [row.pinned for row in found.rows]
         kept = sum(division.slots(array) * nbytes for array, nbytes in slot_nbytes(work.decoder, name).items())
         assert fixed + kept <= ram
         least = fixed + sum(row.nbytes for row in found.rows)
-        assert plan_behind_cuts(artifact, "auto", least - 4096, fixed, taken.plan).stored is None
+        assert plan_for(artifact, "auto", least - 4096, fixed, taken.plan).stored is None
 
 
 def test_the_process_counts() -> None:

@@ -104,10 +104,12 @@ def test_damaged_data_is_named(scratch: Path) -> None:
     data = bytearray(DATA)
     for name in ("embedding", "layers/1/ffn/rest"):
         data[arrays[name].offset + arrays[name].nbytes - 1] ^= 1  # the zero padding of the last row
+    data[data.index(b"tokenizer.json") + 100] ^= 16
     scratch.write_bytes(data)
     Artifact.open(scratch).close()
     message = refusal(scratch, verify)
     assert "array embedding, array layers/1/ffn/rest" in message
+    assert "file tokenizer.json" in message
     assert "head" not in message
 
 

@@ -76,3 +76,4 @@ def test_other_versions(scratch: Path, version: bytes) -> None:
     message = refused(scratch, DATA.replace(b"pi-artifact/1 ", b"pi-artifact/" + version + b" "))
     assert f"artifact format version {version.decode()}" in message
     assert "expected: version 1" in message
+    assert "pi-compile pack --plain MODEL -o FILE" in message

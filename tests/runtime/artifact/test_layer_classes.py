@@ -4,7 +4,7 @@ import pytest
 from support.synthetic import small_decoder
 
 from pi_runtime.artifact.buffers import kv_page, kv_pages
-from pi_runtime.artifact.layer_classes import layer_classes, layer_nbytes, sequence_nbytes, stored_nbytes
+from pi_runtime.artifact.layer_classes import layer_classes, layer_nbytes, sequence_nbytes
 
 CASES = {
     # Layers, each how many-th sees all; heads, their width, window; MiB of windows and of masks alone in float16.
@@ -34,7 +34,6 @@ def test_layers_that_are_alike_are_one_class() -> None:
         assert (one.layers, one.window) == ((0, 1, 2), fields.get("window", 0))
         assert one.page == kv_page(small_decoder(n_layers=3), "q8", 3)
     assert one.pages(100) == range(2, 4)
-    assert stored_nbytes([one], 100) == 2 * one.page.nbytes
     assert layer_nbytes([one], 1000, 64) == (5 * one.page.nbytes // 3,) * 3
 
 

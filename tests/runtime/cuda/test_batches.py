@@ -26,8 +26,8 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.cuda.executor import CudaExecutor
 from pi_runtime.cuda.memory.devices import Device
-from pi_runtime.execution.cpu import CpuExecutor
 from pi_runtime.execution.executor import SequenceStep
+from pi_runtime.execution.host_executor import in_memory
 from pi_runtime.execution.kv_cache import KVCache
 
 PROMPTS = ([5, 9, 250], [7], [3, 3], [8, 1, 200, 4])
@@ -86,7 +86,7 @@ def test_a_sequence_gets_the_same_bits_in_any_company(name: str, tmp_path: Path,
         logits = assert_as_alone(executor)
         assert sorted(executor._schedules) == [1, 2, 4], "all of a step that decode together are one batch"
     if shape.get("fmt", "f32") == "f32":
-        one = CpuExecutor(Artifact.open(path), "auto", 128, 1)
+        one = in_memory(Artifact.open(path), "auto", 128, 1)
         cache = one.new_cache()
         assert_same(logits[1][0], read(one, cache, PROMPTS[1]))
         assert_same(np.stack(logits[1][1:]), decoded(one, cache, GOING_ON[1])[0])

@@ -28,7 +28,7 @@ from support.steps import step
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.errors import PiError, UsageError
-from pi_runtime.execution.cpu import CpuExecutor
+from pi_runtime.execution.host_executor import in_memory
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.kernels import reference
 
@@ -51,7 +51,7 @@ PROMPT, GOING_ON = [5, 9, 250, 3], [7, 11]
 def test_any_plan_gives_what_the_cpu_gives(case: tuple[str, ...], tmp_path: Path, gpu: Device) -> None:
     family, sides, cuts, ends = case
     path = model(tmp_path / "a.pi", family)
-    one = CpuExecutor(Artifact.open(path), "auto", CONTEXT, 1)
+    one = in_memory(Artifact.open(path), "auto", CONTEXT, 1)
     with running(path, plan_of(SIDES[sides], CUTS[cuts], ends), gpu) as two:
         wanted_rows, rows = assert_same_answers(one, two, PROMPT, GOING_ON)
     one.close()
@@ -124,7 +124,7 @@ def test_cold_weights_are_streamed_for_a_long_prompt(tmp_path: Path, gpu: Device
 @pytest.mark.parametrize("mode", ["dense", "gate"])
 def test_modes(mode: str, tmp_path: Path, gpu: Device) -> None:
     path = model(tmp_path / "a.pi")
-    one = CpuExecutor(Artifact.open(path), mode, CONTEXT, 1)
+    one = in_memory(Artifact.open(path), mode, CONTEXT, 1)
     with running(path, SPLIT, gpu, mode) as two:
         (wanted, wanted_rows), (found, rows) = (decoded(e, two.new_cache(), GOING_ON) for e in (one, two))
     one.close()
@@ -136,7 +136,7 @@ def test_modes(mode: str, tmp_path: Path, gpu: Device) -> None:
 def test_the_other_rungs(sides: str, tmp_path: Path, gpu: Device) -> None:
     """Signs, a threshold of the layer's, and dense."""
     path, plan = model(tmp_path / "a.pi", layers=OTHERS), plan_of(SIDES[sides], CUTS["some"])
-    one = CpuExecutor(Artifact.open(path), "auto", CONTEXT, 1)
+    one = in_memory(Artifact.open(path), "auto", CONTEXT, 1)
     with running(path, plan, gpu) as two:
         (wanted, wanted_rows), (found, rows) = (decoded(e, two.new_cache(), GOING_ON) for e in (one, two))
     one.close()

@@ -18,12 +18,12 @@ from support.gpu_running import (
     weight_bytes,
 )
 from support.long_form import marked_long
-from support.steps import step
+from support.steps import examined
 
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Plan
 from pi_runtime.cuda.memory.devices import Device
-from pi_runtime.execution.cpu import CpuExecutor
+from pi_runtime.execution.host_executor import in_memory
 from pi_runtime.kernels import reference
 
 EXPERTS, WIDTH = 4, 70
@@ -48,7 +48,7 @@ CASES = {
 
 def both(path: Path, plan: Plan, gpu: Device, mode: str = "auto", **more: Any) -> None:
     """A prompt, then some tokens, on the CPU alone and by the plan."""
-    one = CpuExecutor(Artifact.open(path), mode, CONTEXT, 1)
+    one = in_memory(Artifact.open(path), mode, CONTEXT, 1)
     with running(path, plan, gpu, mode, **more) as two:
         decoder = two.device_ops.decoder
         wanted_rows, rows = assert_same_answers(one, two, PROMPT, GOING_ON)
@@ -132,14 +132,14 @@ BOTH_SIDES = [pair for pair in PAIRS if pair[0] in ("split, residual on the GPU"
 def test_what_decoding_computes_and_what_fires(pair: tuple[str, str], tmp_path: Path, gpu: Device) -> None:
     plan, layers = pair
     path = model(tmp_path / "a.pi", layers=RUNGS[layers], **SHAPE)
-    one = CpuExecutor(Artifact.open(path), "auto", CONTEXT, 1)
+    one = in_memory(Artifact.open(path), "auto", CONTEXT, 1)
     with running(path, CASES[plan], gpu) as two:
         caches = [two.new_cache() for _ in range(2)]
         assert_same(decoded(two, caches[1], GOING_ON[:1])[0], decoded(one, caches[0], GOING_ON[:1])[0])
-        wanted, found = (
-            step(e, GOING_ON, c, select=True, logits="all", count=True) for e, c in zip((one, two), caches, strict=True)
+        (wanted, wanted_L3), (found, found_L3) = (
+            examined(e, path, "auto", GOING_ON, c) for e, c in zip((one, two), caches, strict=True)
         )
-        assert_same(found.logits_TV, wanted.logits_TV)
-        np.testing.assert_array_equal(found.counts_L3, wanted.counts_L3)
-        assert (found.counts_L3 > 0).all()
+        assert_same(found, wanted)
+        np.testing.assert_array_equal(found_L3, wanted_L3)
+        assert (found_L3 > 0).all()
     one.close()

@@ -21,7 +21,7 @@ from support.gpu_running import (
     plan_of,
     running,
 )
-from support.steps import step
+from support.steps import examined, step
 
 from pi_compile.evaluation.fidelity import LoadOptions, evaluate
 from pi_runtime.artifact.reader import Artifact
@@ -29,8 +29,8 @@ from pi_runtime.artifact.schema import Layer, Plan
 from pi_runtime.cuda import executor as cuda_executor
 from pi_runtime.cuda.memory.devices import Device
 from pi_runtime.execution import devices
-from pi_runtime.execution.cpu import CpuExecutor
 from pi_runtime.execution.executor import Executor
+from pi_runtime.execution.host_executor import in_memory
 from pi_runtime.execution.kv_cache import KVCache
 
 IDS = [5, 9, 250]
@@ -54,15 +54,15 @@ def test_what_decoding_computes_and_what_fires(
     plan: Plan, layers: tuple[Layer, ...], mode: str, tmp_path: Path, gpu: Device
 ) -> None:
     path = model(tmp_path / "a.pi", layers=layers)
-    one = CpuExecutor(Artifact.open(path), mode, CONTEXT, 1)
+    one = in_memory(Artifact.open(path), mode, CONTEXT, 1)
     with running(path, plan, gpu, mode) as two:
         caches = [two.new_cache() for _ in range(2)]
         for ids in (IDS, [7]):  # a block, and one that goes on from it
-            found, wanted = (
-                step(e, ids, c, select=True, logits="all", count=True) for e, c in zip((two, one), caches, strict=True)
+            (found, found_L3), (wanted, wanted_L3) = (
+                examined(e, path, mode, ids, c) for e, c in zip((two, one), caches, strict=True)
             )
-            assert_same(found.logits_TV, wanted.logits_TV)
-            np.testing.assert_array_equal(found.counts_L3, wanted.counts_L3)
+            assert_same(found, wanted)
+            np.testing.assert_array_equal(found_L3, wanted_L3)
         assert caches[0].tokens == (*IDS, 7)
     one.close()
 
@@ -83,7 +83,7 @@ def test_bits_are_those_of_decoding(tmp_path: Path, gpu: Device) -> None:
 def test_dense_blocks(plan: Plan, family: str, more: dict[str, Any], tmp_path: Path, gpu: Device) -> None:
     """Also in blocks of one token, where the budget is tight."""
     path = model(tmp_path / "a.pi", family, **more)
-    one = CpuExecutor(Artifact.open(path), "auto", CONTEXT, 1)
+    one = in_memory(Artifact.open(path), "auto", CONTEXT, 1)
     with running(path, plan, gpu, budget=1) as two:
         assert two.block_tokens == 1
         found, wanted = (all_logits(e, IDS, two.new_cache(), select=False) for e in (two, one))

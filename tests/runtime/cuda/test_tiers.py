@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from support.gpu_running import (
     running,
 )
 from support.long_form import marked_long
-from support.steps import step
+from support.steps import examined
 
 from pi_runtime import load
 from pi_runtime.artifact.buffers import table_bytes
@@ -39,6 +39,7 @@ from pi_runtime.disk.arena import PAGE
 from pi_runtime.disk.ram_plan import fixed_bytes, resident_nbytes
 from pi_runtime.errors import ArtifactError, DoesNotFitError
 from pi_runtime.execution import devices
+from pi_runtime.execution.disk_rows import DiskRows
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.plan_choice import Allocation, allocation
 
@@ -67,28 +68,27 @@ def within(path: Path, plan: Plan, gpu: Device, share: float, mode: str = "auto"
         taken, m = taken_of(artifact, plan), artifact.manifest
         both = sum(slot_nbytes(m.decoder, m.formats["ffn"]).values())
         with pytest.raises(DoesNotFitError) as error:
-            cuda_executor.cold_side(artifact, mode, 1, taken, 0, KV)
+            cuda_executor.cold_rows(artifact, mode, 1, taken, 0, KV)
     least = int(str(error.value.expected).split()[2])
     budget = least + int(share * all_rows(m.decoder, both))
     assert least > least_row_buffers(m.decoder, both)
     artifact = Artifact.open(path)
-    cold = cuda_executor.cold_side(artifact, mode, 1, taken, budget, KV)
-    executor = CudaExecutor(artifact, mode, 1, taken, gpu, cold=cold)
+    rows = cuda_executor.cold_rows(artifact, mode, 1, taken, budget, KV)
+    executor = CudaExecutor(artifact, mode, 1, taken, gpu, rows=rows)
     try:
         yield executor
     finally:
         executor.close()
 
 
-def answers(executor: CudaExecutor) -> list[np.ndarray]:
+def answers(executor: CudaExecutor, path: Path) -> list[np.ndarray]:
     """Logits of a prompt, of tokens alone and together, and at every position; rows, and what selection counted."""
     one, two = executor.new_cache(), executor.new_cache()
     found = [read(executor, one, PROMPT), *decoded(executor, one, [7, 11])]
     found.append(read(executor, two, PROMPT[:3]))
     steps = [SequenceStep(cache=cache, tokens=np.array([9 + n]), select=True) for n, cache in enumerate((one, two))]
     found += [result.logits_TV for result in executor.step(steps)]
-    every = step(executor, [5, 6], two, select=True, logits="all", count=True)
-    return [*found, every.logits_TV, every.counts_L3]
+    return [*found, *examined(executor, path, "auto", [5, 6], two)]
 
 
 def same(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
@@ -103,34 +103,33 @@ def test_three_tiers_give_the_bits_of_two(name: str, tmp_path: Path, gpu: Device
     plan, shape = CASES[name]
     path = model(tmp_path / "a.pi", **shape)
     with running(path, plan, gpu) as executor:
-        wanted = answers(executor)
+        wanted = answers(executor, path)
     for share in (0.2, 1.1) if long else (0.2,):
         with within(path, plan, gpu, share) as executor:
-            same(answers(executor), wanted)
+            same(answers(executor, path), wanted)
             assert executor.disk is not None
             assert (executor.disk.tokens, executor.disk.misses > 0, executor.disk.hits > 0) == (4, share < 1, True)
 
 
 def held_bytes(executor: CudaExecutor) -> tuple[int, int, int]:
     """Bytes in RAM of resident arrays, of slots, and of pinned buffers, from what is allocated."""
-    cold: Any = executor._cold
+    cold: Any = executor.rows
     pinned = executor._pinned
     words = [pinned.token_words.words, pinned.handover_to_host.words, pinned.handover_to_device.words]
     sums = [pinned.sum_to_host, pinned.sum_to_device, pinned.x_to_host, pinned.x_to_device]
     buffers = executor._prefill._on_device._buffers
     block = [buffers.host_x_TD, buffers.host_normed_TD, buffers.host_y_TD]
     tensors = [*words, *sums, pinned.logits_MV, pinned.rows_ML2, *block]
-    slots = sum(len(arena.memory) - PAGE for arena in cold.rows.arenas.values())
-    return sum(cold.model.artifact._nbytes.values()), slots, sum(t.nbytes for t in tensors)
+    slots = sum(len(arena.memory) - PAGE for arena in cold.store.arenas.values())
+    return sum(cold.host.artifact._nbytes.values()), slots, sum(t.nbytes for t in tensors)
 
 
 def test_both_budgets_are_kept_to_the_byte(tmp_path: Path, gpu: Device) -> None:
     """What is allocated is what was counted; RAM has nothing of what is on the GPU."""
     path = model(tmp_path / "a.pi", fmt="q4", **EXPERTS)
     with within(path, SOME, gpu, 0.3) as executor:
-        taken, cold = executor.allocation, executor._cold
-        assert cold is not None
-        m, plan = cold.model.manifest, cold.plan
+        taken, cold = executor.allocation, cast("DiskRows", executor.rows)
+        m, plan = cold.host.manifest, cold.plan
         assert allocated_bytes(executor) == taken.total - taken.products
         resident, slots, pinned = held_bytes(executor)
         row_slots = sum(plan.slots(n) * each for n, each in slot_nbytes(m.decoder, m.formats["ffn"]).items())
@@ -148,8 +147,7 @@ def test_a_read_that_fails_is_one_clear_error_and_the_next_token_is_right(tmp_pa
     path = model(tmp_path / "a.pi")
     with within(path, ONE, gpu, 0) as executor:
         wanted = decoded(executor, executor.new_cache(), [5])[0]
-        assert executor._cold is not None
-        reader = executor._cold.reader
+        reader = cast("DiskRows", executor.rows).reader
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(reader, "wait", fail)
             with pytest.raises(ArtifactError, match="the disk broke"):

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.disk_models import from_disk
+from support.disk_models import from_disk, rows_of
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import load
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.disk.ram_plan import fixed_bytes, useful_budgets
-from pi_runtime.execution.disk import DiskExecutor
 
 VOCABULARY, WIDTH = 4000, 64
 PROMPT = np.random.default_rng(0).permutation(VOCABULARY)[: 3 * BLOCK_TOKENS].tolist()
@@ -43,8 +42,7 @@ def test_the_text_is_the_same(tmp_path: Path, fmt: str, share: float) -> None:
         expected = model.logits(PROMPT)
     with from_disk(path, share) as model:
         np.testing.assert_array_equal(model.logits(PROMPT), expected)
-        assert isinstance(model.executor, DiskExecutor)
-        assert model.executor.plan.whole_embedding == (share == 1)
+        assert rows_of(model).plan.whole_embedding == (share == 1)
 
 
 def test_a_little_below_all_of_it_the_rows_of_ffns_are_there(tmp_path: Path) -> None:
@@ -52,10 +50,9 @@ def test_a_little_below_all_of_it_the_rows_of_ffns_are_there(tmp_path: Path) -> 
     with load(path, device="cpu") as model:
         expected = model.logits(PROMPT)
     with from_disk(path, 0.99) as model:
-        executor = model.executor
-        assert isinstance(executor, DiskExecutor)
-        assert not executor.plan.whole_embedding
-        assert all(executor.rows.is_whole(layer) for layer in range(2))
-        before = executor.reader.bytes_read
+        rows = rows_of(model)
+        assert not rows.plan.whole_embedding
+        assert rows.are_in_memory
+        before = rows.reader.bytes_read
         np.testing.assert_array_equal(model.logits(PROMPT), expected)
-        assert 0 < executor.reader.bytes_read - before <= len(PROMPT) * 4096
+        assert 0 < rows.reader.bytes_read - before <= len(PROMPT) * 4096

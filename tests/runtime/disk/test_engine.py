@@ -5,14 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.disk_models import from_disk
+from support.disk_models import from_disk, rows_of
 from support.long_form import marked_long
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.artifact.schema import Text
 from pi_runtime.errors import ArtifactError, DoesNotFitError, UsageError
-from pi_runtime.execution.disk import DiskExecutor
 from pi_runtime.execution.pages import Allowance
 
 PROMPTS = [[1 + n] * (17 * n + 2) for n in range(7)]
@@ -71,13 +70,12 @@ def test_each_answer_is_the_one_that_it_is_alone(
 
 def test_a_prompt_is_read_with_as_few_passes_over_the_file_as_alone(path: Path) -> None:
     with from_disk(path, 0.2, block_tokens=1024) as model:
-        assert isinstance(model.executor, DiskExecutor)
-        before = model.executor.reader.bytes_read
+        before = rows_of(model).reader.bytes_read
         "".join(model.generate([97] * 150, max_tokens=1))
-        alone = model.executor.reader.bytes_read - before
+        alone = rows_of(model).reader.bytes_read - before
         with Engine(model) as engine:
             "".join(engine.generate([98] * 150, max_tokens=1))
-        assert alone <= model.executor.reader.bytes_read - before - alone < 1.5 * alone
+        assert alone <= rows_of(model).reader.bytes_read - before - alone < 1.5 * alone
 
 
 def smallest(path: Path) -> int:
@@ -133,13 +131,12 @@ def test_an_allowance_is_shared() -> None:
 
 def test_a_fault_of_the_disk_ends_the_engine_with_a_clear_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with from_disk(path, 0.2) as model, Engine(model) as engine:
-        assert isinstance(model.executor, DiskExecutor)
         fault = ArtifactError("model.pi: cannot be read at byte 4096", found="Input/output error")
 
         def wait(_batch: int) -> None:
             raise fault
 
-        monkeypatch.setattr(model.executor.reader, "wait", wait)
+        monkeypatch.setattr(rows_of(model).reader, "wait", wait)
         with pytest.raises(ArtifactError, match="cannot be read"):
             "".join(engine.generate([1, 2], max_tokens=3))
         with pytest.raises(UsageError, match="the engine has failed") as found:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.disk_models import from_disk
+from support.disk_models import from_disk, rows_of
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import Model, load
@@ -24,8 +24,7 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import PIECE_NBYTES
 from pi_runtime.artifact.schema import Text
 from pi_runtime.errors import ArtifactError, UsageError
-from pi_runtime.execution import devices, disk, disk_ahead
-from pi_runtime.execution.disk import DiskExecutor
+from pi_runtime.execution import devices, disk_ahead, ram_budget
 from pi_runtime.execution.executor import SequenceStep
 
 Run = Callable[..., tuple[int, str, str]]
@@ -43,11 +42,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def decoded(model: Model, tokens: int = 8) -> list[np.ndarray]:
     cache = model.new_cache()
     return [model.decode(token, cache)[0] for token in range(tokens)]
-
-
-def executor_of(model: Model) -> DiskExecutor:
-    assert isinstance(model.executor, DiskExecutor)
-    return model.executor
 
 
 def cached_pages(path: Path) -> int:
@@ -83,7 +77,7 @@ def bytes_from_devices() -> int:
 def test_what_is_read_is_counted_and_not_left_in_the_page_cache(path: Path) -> None:
     evict(path)
     with from_disk(path, 0.2) as model:
-        reader = executor_of(model).reader
+        reader = rows_of(model).reader
         if not reader.direct:
             pytest.skip("the file system has no direct reads")
         decoded(model, 2)
@@ -120,7 +114,7 @@ def test_figures(path: Path) -> None:
 def test_the_tokens_of_a_block_share_their_reads(path: Path) -> None:
     """A row that several of them need is read once: dense, all of them need all."""
     with from_disk(path, 0.2, "dense") as model:
-        cache, reader = model.new_cache(), executor_of(model).reader
+        cache, reader = model.new_cache(), rows_of(model).reader
 
         def read_for(tokens: int) -> int:
             before, ids = reader.bytes_read, np.arange(tokens) + cache.length
@@ -201,9 +195,9 @@ def test_a_model_larger_than_the_free_memory_runs_from_disk(path: Path, monkeypa
     nbytes = path.stat().st_size
     for free, fixed, from_disk_now in ((nbytes, 0, False), (nbytes - 1, 0, True), (nbytes - 1, 1 << 40, False)):
         monkeypatch.setattr(devices, "free_memory", lambda free=free: free)
-        monkeypatch.setattr(disk, "fixed_bytes", lambda *_, fixed=fixed: fixed)
+        monkeypatch.setattr(ram_budget, "fixed_bytes", lambda *_, fixed=fixed: fixed)
         with load(path, device="cpu", context=32) as model:
-            assert isinstance(model.executor, DiskExecutor) == from_disk_now
+            assert (model.executor.disk is not None) == from_disk_now
             assert (model.notice is not None) == from_disk_now
 
 
@@ -254,7 +248,7 @@ with install_recorder("numba:compile") as compiled, load(path, ram_budget=budget
             assert engine.stats.pages_used > 16
     else:
         text = "".join(model.generate([1] * 90, max_tokens=20))
-    plan, disk = model.executor.plan, model.executor.disk
+    plan, disk = model.executor.rows.plan, model.executor.disk
 peak = int(re.search(r"VmHWM:\s+([0-9]+)", Path("/proc/self/status").read_text())[1]) << 10
 found = {"budget": budget, "peak": peak, "fixed": plan.fixed, "read": disk.bytes_read}
 print(json.dumps({**found, "compiled": len(compiled.buffer)}))
@@ -281,7 +275,7 @@ def test_rows_wider_than_a_usual_read(tmp_path: Path, reader: dict[str, Any]) ->
     with load(path, device="cpu") as model:
         wanted = decoded(model, 2)
     with from_disk(path, 0, reader=reader) as model:
-        assert executor_of(model).rows.arenas["rest"].nbytes > PIECE_NBYTES
-        assert executor_of(model).reader.piece >= executor_of(model).rows.arenas["rest"].nbytes
+        assert rows_of(model).store.arenas["rest"].nbytes > PIECE_NBYTES
+        assert rows_of(model).reader.piece >= rows_of(model).store.arenas["rest"].nbytes
         for found, logits_V in zip(decoded(model, 2), wanted, strict=True):
             np.testing.assert_array_equal(found, logits_V)

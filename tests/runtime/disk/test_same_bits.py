@@ -6,16 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.disk_models import from_disk
+from support.disk_models import from_disk, rows_of
 from support.synthetic import FACTS, random_artifact, small_decoder
 
 from pi_runtime import Model, load
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.schema import Text
-from pi_runtime.disk.row_store import RowStore
-from pi_runtime.execution import disk_ahead, disk_ops
-from pi_runtime.execution.cpu_ops import CpuOps
-from pi_runtime.execution.disk import DiskExecutor
+from pi_runtime.disk.whole_experts import ExpertStore
+from pi_runtime.execution import disk_ahead, disk_rows
+from pi_runtime.execution.disk_rows import DiskRows
 from pi_runtime.execution.executor import SequenceStep
 
 PROMPT = [int(token) for token in np.random.default_rng(3).integers(0, 257, 70)]
@@ -47,8 +46,7 @@ def outputs(model: Model) -> list[np.ndarray]:
 
 
 def bytes_read(model: Model) -> int:
-    assert isinstance(model.executor, DiskExecutor)
-    return model.executor.reader.bytes_read
+    return rows_of(model).reader.bytes_read
 
 
 def same(one: list[np.ndarray], other: list[np.ndarray]) -> None:
@@ -122,10 +120,10 @@ def test_experts_that_are_there_are_computed_while_others_come(tmp_path: Path, m
     with load(path, mode="dense", device="cpu") as model:
         cache = model.new_cache()
         expected = [model.decode(token, cache) for token in PROMPT[:20]]
-    arriving, orders = RowStore.arriving, list[tuple[list[int], list[int]]]()
+    arriving, orders = ExpertStore.arriving, list[tuple[list[int], list[int]]]()
 
-    def spied(self: RowStore, layer: int, expert_X: np.ndarray) -> Iterator[list[int]] | None:
-        there = expert_X[self.whole.are_there(layer, expert_X)].tolist()
+    def spied(self: ExpertStore, layer: int, expert_X: np.ndarray) -> Iterator[list[int]] | None:
+        there = expert_X[self.are_there(layer, expert_X)].tolist()
         groups = arriving(self, layer, expert_X)
         if groups is None:
             return None
@@ -133,7 +131,7 @@ def test_experts_that_are_there_are_computed_while_others_come(tmp_path: Path, m
         orders.append((there, [expert for group in found for expert in group]))
         return iter(found)
 
-    monkeypatch.setattr(RowStore, "arriving", spied)
+    monkeypatch.setattr(ExpertStore, "arriving", spied)
     monkeypatch.setattr(disk_ahead.FasterWay, "second", False)
     with from_disk(path, 0.4, "dense") as model:
         cache = model.new_cache()
@@ -149,21 +147,17 @@ def test_a_router_before_attention_names_what_is_read_and_nothing_else_is(
     # Rows and experts fill whole sectors and pages, so bytes that are read are those of rows.
     shape = {"d_model": 256, "d_ff": 200, "n_experts": 8, "experts_per_token": 2, "router_early": True}
     path = artifact(tmp_path, "f16", **shape, tied_head=True)
-    attention, attention_alone, grouped = disk_ops.DiskOps.attention, CpuOps.attention, disk_ops.tokens_by_expert
+    before_attention, grouped = DiskRows.before_attention, disk_rows.tokens_by_expert
     before, during, routed = list[np.ndarray](), list[np.ndarray](), list[list[int]]()
 
     def held(layer: int) -> np.ndarray:
-        assert isinstance(model.executor, DiskExecutor)
-        slot_2N = [arena.rows_L[layer].slot_N for arena in model.executor.rows.arenas.values()]
+        slot_2N = [arena.rows_L[layer].slot_N for arena in rows_of(model).store.arenas.values()]
         return np.all(np.array(slot_2N).reshape(2, 8, 200) > 0, axis=(0, 2))
 
-    def spied_attention(self: disk_ops.DiskOps, layer: int) -> None:
+    def spied_before(self: DiskRows, layer: int) -> None:
         before.append(held(layer))
-        attention(self, layer)
-
-    def spied_attention_alone(self: CpuOps, layer: int) -> None:
+        before_attention(self, layer)
         during.append(held(layer))
-        attention_alone(self, layer)
 
     def spied_grouping(expert_TK: np.ndarray, *others: Any) -> Any:
         routed.append(expert_TK[0].tolist())
@@ -171,9 +165,8 @@ def test_a_router_before_attention_names_what_is_read_and_nothing_else_is(
 
     with from_disk(path, 0.6, "dense") as model:
         cache, read = model.new_cache(), bytes_read(model)
-        monkeypatch.setattr(disk_ops.DiskOps, "attention", spied_attention)
-        monkeypatch.setattr(CpuOps, "attention", spied_attention_alone)
-        monkeypatch.setattr(disk_ops, "tokens_by_expert", spied_grouping)
+        monkeypatch.setattr(DiskRows, "before_attention", spied_before)
+        monkeypatch.setattr(disk_rows, "tokens_by_expert", spied_grouping)
         for token in PROMPT[:12]:
             model.decode(token, cache)
         read = bytes_read(model) - read
@@ -190,8 +183,7 @@ def test_experts_move_while_the_text_stays_the_same(tmp_path: Path) -> None:
         cache = model.new_cache()
         expected = [model.decode(token, cache) for token in PROMPT[:30]]
     with from_disk(path, 0.4, "dense") as model:
-        assert isinstance(model.executor, DiskExecutor)
-        rows_L, cache = model.executor.rows.arenas["rest"].rows_L, model.new_cache()
+        rows_L, cache = rows_of(model).store.arenas["rest"].rows_L, model.new_cache()
         held = []
         for token, logits in zip(PROMPT[:30], expected, strict=True):
             same(model.decode(token, cache), logits)
@@ -206,7 +198,7 @@ def test_reading_ahead_and_phases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool, two_phases_from: float
 ) -> None:
     monkeypatch.setattr(disk_ahead.FasterWay, "second", ahead)
-    monkeypatch.setattr(disk_ops, "TWO_PHASES_FROM", two_phases_from)
+    monkeypatch.setattr(disk_ahead, "TWO_PHASES_FROM", two_phases_from)
     path = random_artifact(
         tmp_path / "model.pi", small_decoder(d_model=64, d_ff=2500, n_layers=4, context_length=160), format="q4",
         ranks=[4, 4, None, 6], seed=5, scale=3.0, text=Text(prefix_ids=(), end_ids=()),

@@ -17,8 +17,8 @@ from pi_runtime.engine.store import PrefixStore
 from pi_runtime.errors import PromptError, UsageError
 from pi_runtime.execution.pages import PAGE_POSITIONS
 from pi_runtime.sequence.answer import AnswerSequence
+from pi_runtime.sequence.drafts import StepTimes
 from pi_runtime.sequence.sequence import Origin, Rank, ReadSequence, TokenSequence
-from pi_runtime.sequence.speculation import StepTimes
 
 CONTEXT = 128
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

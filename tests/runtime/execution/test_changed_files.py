@@ -51,13 +51,13 @@ def test_a_generation(path: Path, change: Change) -> None:
 def test_a_file_that_changes_within_a_step(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What came of the step is not handed out."""
     with load(path, device="cpu") as model:
-        run = model.executor._model.run  # type: ignore[attr-defined]
+        run = model.executor.ops.run  # type: ignore[attr-defined]
 
         def changing(sequences: object) -> object:
             written_over(path)
             return run(sequences)
 
-        monkeypatch.setattr(model.executor._model, "run", changing)  # type: ignore[attr-defined]
+        monkeypatch.setattr(model.executor.ops, "run", changing)  # type: ignore[attr-defined]
         with pytest.raises(ArtifactError, match="was changed"):
             next(model.generate([97, 98], max_tokens=3))
 

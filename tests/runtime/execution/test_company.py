@@ -10,8 +10,8 @@ from support.synthetic import FACTS, random_artifact, small_decoder
 
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer
-from pi_runtime.execution.cpu import CpuExecutor
 from pi_runtime.execution.executor import SequenceResult, SequenceStep
+from pi_runtime.execution.host_executor import HostExecutor, in_memory
 from pi_runtime.execution.kv_cache import KVCache
 
 SHAPES = {
@@ -35,7 +35,7 @@ CASES = [
 
 
 @pytest.fixture(params=CASES, ids=" ".join)
-def executor(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CpuExecutor]:
+def executor(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HostExecutor]:
     fmt, shape, cache = request.param
     fields, rung, rank = (SHAPES | FURTHER | WHOLE)[shape]
     decoder = small_decoder(context_length=128, **fields)
@@ -45,7 +45,7 @@ def executor(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CpuExec
     )
     layout = {"ffn_layout": "matrices"} if shape in WHOLE else {}
     path = random_artifact(tmp_path / "a.pi", decoder, format=fmt, ranks=[rank, None], layers=layers, **layout)
-    found = CpuExecutor(Artifact.open(path), "auto", 128, 2, cache)
+    found = in_memory(Artifact.open(path), "auto", 128, 2, cache)
     yield found
     found.close()
 
@@ -58,7 +58,7 @@ def answer_step(cache: KVCache, token: int) -> SequenceStep:
     return SequenceStep(cache=cache, tokens=np.array([token]), select=True)
 
 
-def alone(executor: CpuExecutor, ids: np.ndarray, cuts: list[int]) -> np.ndarray:
+def alone(executor: HostExecutor, ids: np.ndarray, cuts: list[int]) -> np.ndarray:
     """Logits of a prompt that is read in pieces, and of the answer's tokens."""
     cache = executor.new_cache()
     steps = [prompt_step(cache, piece) for piece in np.split(ids, cuts)]
@@ -66,7 +66,7 @@ def alone(executor: CpuExecutor, ids: np.ndarray, cuts: list[int]) -> np.ndarray
     return np.concatenate([executor.step([s])[0].logits_TV for s in steps])
 
 
-def test_company_and_pieces_change_no_bit(executor: CpuExecutor) -> None:
+def test_company_and_pieces_change_no_bit(executor: HostExecutor) -> None:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 250, rng.integers(2, 60)) for _ in range(6)]
     wanted = [alone(executor, ids, []) for ids in prompts]
@@ -85,7 +85,7 @@ def test_company_and_pieces_change_no_bit(executor: CpuExecutor) -> None:
             else:
                 steps.append(answer_step(caches[n], ANSWER[held - len(ids)]))
             who.append(n)
-        executor._model.threads = int(rng.integers(1, 3))
+        executor.host.threads = int(rng.integers(1, 3))
         results: list[SequenceResult] = executor.step(steps)
         for n, result in zip(who, results, strict=True):
             found[n].append(result.logits_TV)

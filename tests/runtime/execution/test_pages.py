@@ -1,4 +1,4 @@
-"""The pool of pages: an allocation that fails, what finalizers may do, and pages of which only a part is held."""
+"""The pool of pages: an allocation that fails, and what finalizers may do."""
 
 import threading
 from pathlib import Path
@@ -6,13 +6,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.steps import step
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import Model, load
 from pi_runtime.artifact.buffers import Buffer
 from pi_runtime.execution.kv_cache import KVCache
-from pi_runtime.execution.pages import PAGE_POSITIONS, Allowance, PagePool, first_positions
+from pi_runtime.execution.pages import PAGE_POSITIONS, Allowance, PagePool
 
 
 def test_an_allocation_that_fails_takes_nothing(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,36 +73,6 @@ def test_a_pool_that_is_dropped_while_its_allowance_is_locked(model: Model) -> N
         dropping.join(30)
         assert not dropping.is_alive(), "a finalizer waits for a lock"
     assert allowance.left == 1 << 30
-
-
-@pytest.mark.parametrize("cache_format", ["auto", "f16", "q8"])
-def test_the_first_positions_of_a_page(random_path: Path, cache_format: str) -> None:
-    """They are the page that it would be if no more than they had ever been written."""
-    check_first_positions(random_path, cache_format)
-
-
-@pytest.mark.parametrize("cache_format", ["auto", "q8"])
-def test_the_first_positions_of_a_page_of_latents(tmp_path: Path, cache_format: str) -> None:
-    latents = {"n_kv_heads": 1, "latent_rank": 37, "rotary_frequencies": (1.0,)}
-    check_first_positions(random_artifact(tmp_path / "a.pi", small_decoder(**latents)), cache_format)
-
-
-def check_first_positions(path: Path, cache_format: str) -> None:
-    ids = np.random.default_rng(3).integers(0, 256, PAGE_POSITIONS).tolist()
-    with load(path, mode="dense", device="cpu", cache_format=cache_format) as model:
-        pages = []
-        for count in (5, 20, PAGE_POSITIONS):
-            cache = model.new_cache()
-            cache.reserve(count)
-            (page,) = cache.held_pages
-            cache.pool.values(page)[:] = 0
-            step(model.executor, ids[:count], cache, select=False)
-            pages.append(cache.pool.values(page).copy())
-        few, some, whole = pages
-        assert np.any(few != some)
-        np.testing.assert_array_equal(first_positions(whole, 5), few)
-        np.testing.assert_array_equal(first_positions(whole, 20), some)
-        np.testing.assert_array_equal(first_positions(whole, PAGE_POSITIONS), whole)
 
 
 def test_pages_that_are_wanted_now_are_not_freed_for_others(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Two sides at once: same result as one side, truly at the same time, faults surface."""
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from pi_runtime import load
 from pi_runtime.artifact.schema import Layer, Plan
 from pi_runtime.engine.model import Model
 from pi_runtime.errors import DoesNotFitError
+from pi_runtime.execution.cut import StandIn
 from pi_runtime.execution.executor import SequenceStep
-from pi_runtime.execution.stand_in import NeuronWorker, StandInExecutor, StandInOps
+from pi_runtime.execution.host_executor import HostExecutor
 from pi_runtime.kernels.ffn import memory
 
 BESIDE = {name: facts for name, facts in FACTS.items() if "inner_norms" not in facts}
@@ -124,26 +124,29 @@ def test_two_sides_share_the_experts(layer: Layer, tmp_path: Path) -> None:
     np.testing.assert_array_equal(rows, wanted_rows)
 
 
-def workers(model: Model) -> StandInOps:
-    assert isinstance(model.executor, StandInExecutor)
-    return model.executor.ops
-
-
-def meet(side: NeuronWorker, barrier: threading.Barrier, seen: list[int]) -> NeuronWorker:
-    def add(*arguments: Any) -> None:
-        barrier.wait()  # broken, and so an error, unless the other side comes in too
-        side.add(*arguments)
-        tally_13 = arguments[-2]
-        seen.append(int(tally_13[0, memory.KEPT]))
-
-    return replace(side, add=add)
+def sums_of(model: Model, side: str) -> tuple[Any, str]:
+    """Who sums the neurons of a side, and by which method."""
+    assert isinstance(model.executor, HostExecutor)
+    assert isinstance(model.executor.cut, StandIn)
+    return (model.executor.cut.hot, "run") if side == "hot" else (model.executor.rows, "sum_few")
 
 
 def test_both_sides_are_inside_the_same_ffn_at_once(artifact: Path) -> None:
     with load(artifact, mode="gate", device="stand-in") as model:
-        sides, barrier = workers(model), threading.Barrier(2, timeout=30)
-        seen: list[int] = []
-        sides.hot, sides.cold = meet(sides.hot, barrier, seen), meet(sides.cold, barrier, seen)
+        barrier, seen = threading.Barrier(2, timeout=30), list[int]()
+
+        def meeting(whole: Any) -> Any:
+            def run(*arguments: Any) -> None:
+                barrier.wait()  # broken, and so an error, unless the other side comes in too
+                whole(*arguments)
+                tally_13 = next(a for a in arguments if getattr(a, "shape", None) == (1, 3))
+                seen.append(int(tally_13[0, memory.KEPT]))
+
+            return run
+
+        for side in ("hot", "cold"):
+            owner, name = sums_of(model, side)
+            setattr(owner, name, meeting(getattr(owner, name)))
         model.decode(5, model.new_cache())
     assert len(seen) == 2 * model.manifest.decoder.n_layers
     assert all(kept > 0 for kept in seen)
@@ -155,11 +158,10 @@ def test_a_fault_on_either_side_surfaces_and_the_model_still_works(broken: str, 
         raise RuntimeError(f"{broken} side broke")
 
     with load(artifact, device="stand-in") as model:
-        sides = workers(model)
-        whole = getattr(sides, broken)
-        setattr(sides, broken, replace(whole, add=fail))
+        owner, name = sums_of(model, broken)
+        setattr(owner, name, fail)
         with pytest.raises(RuntimeError, match=f"{broken} side broke"):
             model.decode(5, model.new_cache())
-        setattr(sides, broken, whole)
+        delattr(owner, name)
         model.decode(5, model.new_cache())
     assert not [t for t in threading.enumerate() if t.name.startswith("pi-stand-in")]

@@ -16,6 +16,16 @@ PROMPTS = [[5, 9, 250, 31], [7, 7, 12], [99, 3, 4, 5, 6, 8], [200]]
 DEVICES = ["cpu", "stand-in"]
 
 
+class Observed:
+    """Keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.inputs: list[tuple[int, np.ndarray]] = []
+
+    def see(self, layer: int, input_TD: np.ndarray, _expert_TK: np.ndarray | None) -> None:
+        self.inputs.append((layer, input_TD.copy()))
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plan = stored_plan((64, 128, 0), 1 << 20, 1 << 19)
@@ -30,7 +40,8 @@ def test_sequences_of_a_step_get_what_each_gets_alone(path: Path, device: str) -
         executor = model.executor
 
         def sequences() -> list[SequenceStep]:
-            kinds = [{"select": False}, {"select": True, "logits": "all", "count": True}, {"select": False}]
+            observed = {"select": True, "logits": "all", "observer": Observed()}
+            kinds = [{"select": False}, observed, {"select": False}]
             steps = [
                 SequenceStep(cache=executor.new_cache(), tokens=np.array(ids, np.int64), **kind)  # type: ignore[arg-type]
                 for ids, kind in zip(PROMPTS, kinds, strict=False)
@@ -39,22 +50,40 @@ def test_sequences_of_a_step_get_what_each_gets_alone(path: Path, device: str) -
             step(executor, [1, 2, 3], going_on, select=False)
             return [*steps, SequenceStep(cache=going_on, tokens=np.array([4]), select=True)]
 
-        together, alone = executor.step(sequences()), [executor.step([s])[0] for s in sequences()]
+        steps, others = sequences(), sequences()
+        together, alone = executor.step(steps), [executor.step([s])[0] for s in others]
         for found, wanted in zip(together, alone, strict=True):
             np.testing.assert_array_equal(found.logits_TV, wanted.logits_TV)
             np.testing.assert_array_equal(found.rows_L2, wanted.rows_L2)
-            np.testing.assert_array_equal(found.counts_L3, wanted.counts_L3)
+        for found, wanted in zip(seen(steps), seen(others), strict=True):
+            np.testing.assert_array_equal(found, wanted)
         assert [found.rows_L2 is not None for found in together] == [False, False, False, True]
-        assert [found.counts_L3 is not None for found in together] == [False, True, False, False]
+
+
+def seen(steps: list[SequenceStep]) -> list[np.ndarray]:
+    """What was shown to the observer, which looks on at the second sequence alone: an input for each layer."""
+    observers = {id(s.observer): s.observer for s in steps if s.observer is not None}
+    (observer,) = observers.values()
+    assert isinstance(observer, Observed)
+    assert [layer for layer, _ in observer.inputs] == [0, 1, 2]
+    assert all(input_TD.shape == (len(PROMPTS[1]), 32) for _, input_TD in observer.inputs)
+    return [input_TD for _, input_TD in observer.inputs]
 
 
 def test_a_result_is_the_callers_own(path: Path) -> None:
     with load(path) as model:
-        found = step(model.executor, [1, 2, 3], model.new_cache(), select=True, logits="all", count=True)
-        kept = found.logits_TV.copy(), found.counts_L3.copy()
-        step(model.executor, [9, 8, 7], model.new_cache(), select=True, logits="all", count=True)
-        np.testing.assert_array_equal(found.logits_TV, kept[0])
-        np.testing.assert_array_equal(found.counts_L3, kept[1])
+        found = step(model.executor, [1, 2, 3], model.new_cache(), select=True, logits="all")
+        kept = found.logits_TV.copy()
+        step(model.executor, [9, 8, 7], model.new_cache(), select=True, logits="all")
+        np.testing.assert_array_equal(found.logits_TV, kept)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_who_looks_on_changes_nothing(path: Path, device: str) -> None:
+    with load(path, device=device) as model:
+        wanted = step(model.executor, PROMPTS[0], model.new_cache(), select=True, logits="all")
+        found = step(model.executor, PROMPTS[0], model.new_cache(), select=True, logits="all", observer=Observed())
+        np.testing.assert_array_equal(found.logits_TV, wanted.logits_TV)
 
 
 def test_a_cache_rolls_back(path: Path) -> None:

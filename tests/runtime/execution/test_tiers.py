@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.disk_models import rows_of
 from support.synthetic import FACTS, random_artifact, small_decoder, stored_plan
 
 from pi_runtime import Model, load
@@ -14,7 +15,7 @@ from pi_runtime.artifact.schema import RowPlan
 from pi_runtime.execution.disk_ahead import FasterWay
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.plan_choice import choose_plan
-from pi_runtime.execution.tiers import TieredExecutor, ram_fixed_bytes
+from pi_runtime.execution.ram_budget import ram_fixed_bytes
 
 MUCH = 1 << 40
 PROMPT = [int(token) for token in np.random.default_rng(3).integers(0, 257, 70)]
@@ -76,8 +77,7 @@ def test_three_tiers_give_the_bits_of_two(tmp_path: Path, kind: str, shape: dict
     for share in (0, 0.3, 1.1):
         with within(path, share, mode=mode) as model:
             same(outputs(model), wanted)
-            assert isinstance(model.executor, TieredExecutor)
-            assert (model.executor.reader.bytes_read > 0, model.allocation is not None) == (True, True)
+            assert (rows_of(model).reader.bytes_read > 0, model.allocation is not None) == (True, True)
 
 
 @pytest.mark.parametrize("fmt", ["q8", pytest.param("q4", marks=pytest.mark.long)])
@@ -116,9 +116,9 @@ def test_the_plan_has_its_own_division(tmp_path: Path, last: int, cached: int, i
     path = artifact(tmp_path, (640, 0, 2436), rows=stored, **ONE)
     with within(path, 0.4) as model:
         same(outputs(model), wanted)
-        plan = model.executor.plan  # type: ignore[attr-defined]
-        assert (plan.stored, plan.pinned_LX) == (stored, ((320,), (64,), (last,)))
+        plan = rows_of(model).plan
+        assert (plan.stored, plan.pinned_LX.tolist()) == (stored, [[320], [64], [last]])
         assert [s.pinned for s in plan.first_L] == [320, 2500, last]
         assert [s.cached < cached for s in plan.rest_L[:2]] == [is_shorter] * 2
     with within(path, 0) as model:
-        assert model.executor.plan.stored is None  # type: ignore[attr-defined]
+        assert rows_of(model).plan.stored is None

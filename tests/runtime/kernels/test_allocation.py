@@ -55,7 +55,7 @@ def test_an_ffn(run: Any, rung: str, fmt: str, allocations: Count) -> None:
     layer = ffn_layer(small_decoder(d_ff=300), fmt, 5, 0)
     x_1D = np.random.default_rng(0).standard_normal((1, 32), np.float32)
     result = np.zeros((1, 3), np.int64), np.zeros((1, 32), np.float32)
-    assert allocations(run, layer.ffn, layer.batch(rung, 0, 300, 1), x_1D, False, *result) == 0
+    assert allocations(run, layer.ffn, layer.batch(rung, 0, 300, 1), x_1D, *result) == 0
 
 
 @pytest.mark.parametrize("fmt", ["f16", "q8", "q4"])
@@ -66,7 +66,7 @@ def test_a_decoded_token(fmt: str, tmp_path: Path, allocations: Count) -> None:
         with load(path, mode=mode) as model:
             executor, cache = model.executor, model.new_cache()
             # Those of the one call into compiled code: the table, two of angles, seven of the step, and the workspace.
-            handed_over = 10 + sum(isinstance(a, np.ndarray) for a in executor._model.workspace)
+            handed_over = 10 + sum(isinstance(a, np.ndarray) for a in executor.host.workspace)
 
             def decode() -> None:
                 step(executor, [65], cache, select=True)  # noqa: B023

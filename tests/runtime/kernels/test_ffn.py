@@ -101,21 +101,18 @@ def one_token(run: Any, layer: Layer, x_D: np.ndarray, rung: str, low: int, high
     """(sum, rows of `first` read, neurons kept)."""
     layer.guarded.poison()
     y_1D, tally_13 = np.zeros((1, len(x_D)), np.float32), np.ones((1, 3), np.int64)
-    run(layer.ffn, layer.batch(rung, low, high, 1), x_D[None], False, tally_13, y_1D)
+    run(layer.ffn, layer.batch(rung, low, high, 1), x_D[None], tally_13, y_1D)
     layer.guarded.assert_guards_whole()
     assert tally_13[0, memory.FIRES] == 0
     return y_1D[0], int(tally_13[0, memory.READ]), int(tally_13[0, memory.KEPT])
 
 
-def block(
-    layer: Layer, x_TD: np.ndarray, rung: str, low: int, high: int, *, select: bool = True, tally: Any = None
-) -> np.ndarray:
-    """(T, D); with a tally every neuron is computed first."""
-    y_TD, tally_T3 = np.zeros_like(x_TD), np.zeros((len(x_TD), 3), np.int64) if tally is None else tally
-    count = tally is not None
+def block(layer: Layer, x_TD: np.ndarray, rung: str, low: int, high: int, *, select: bool = True) -> np.ndarray:
+    """(T, D)."""
+    y_TD, tally_T3 = np.zeros_like(x_TD), np.zeros((len(x_TD), 3), np.int64)
     layer.guarded.poison()
     batch = layer.batch(rung, low, high, len(x_TD), select=select)
-    network.add_neurons(layer.ffn, batch, x_TD, count, tally_T3, y_TD)
+    network.add_neurons(layer.ffn, batch, x_TD, tally_T3, y_TD)
     layer.guarded.assert_guards_whole()
     return y_TD
 
@@ -164,9 +161,11 @@ def test_a_block_of_tokens(decoder: Decoder, fmt: str, rung: str, tokens: int, s
     x_TD = inputs(layer, tokens, seed)
     wanted = expected(layer, x_TD, rung, 0, decoder.d_ff)
     assume(wanted.decided)
-    found_TD, tally_T3 = block(layer, x_TD, rung, 0, decoder.d_ff), np.ones((tokens, 3), np.int64)
+    found_TD, tally_T3 = block(layer, x_TD, rung, 0, decoder.d_ff), np.zeros((tokens, 3), np.int64)
     assert_close(found_TD, wanted.y_TD, fmt)
-    np.testing.assert_array_equal(block(layer, x_TD, rung, 0, decoder.d_ff, tally=tally_T3), found_TD)
+    layer.guarded.poison()
+    network.count_neurons(layer.ffn, layer.batch(rung, 0, decoder.d_ff, tokens), x_TD, tally_T3)
+    layer.guarded.assert_guards_whole()
     exact = expected(layer, x_TD, "dense", 0, decoder.d_ff)
     fire_TF = exact.fires_TF
     tally = fire_TF.sum(1), wanted.read_TF.sum(1), (fire_TF & wanted.kept_TF).sum(1)
@@ -183,7 +182,7 @@ def test_tokens_that_select_and_tokens_that_do_not_go_together(fmt: str) -> None
     x_TD, w_X = inputs(layer, 20), layer.experts_on("predicted")
     y_TD, tally_T3 = np.zeros_like(x_TD), np.zeros((20, 3), np.int64)
     select_T = (np.arange(20) % 3 == 0).astype(np.int64)
-    moe.ffn_of_experts(layer.cfg, w_X, x_TD, select_T, False, layer.ws, tally_T3, y_TD)
+    moe.ffn_of_experts(layer.cfg, w_X, x_TD, select_T, layer.ws, tally_T3, y_TD)
     for select in (False, True):
         chosen = select_T == select
         alone = block(layer, x_TD[chosen], "predicted", 0, 700, select=select)
@@ -197,7 +196,7 @@ def test_a_block_adds_to_what_is_there() -> None:
     x_TD = inputs(layer, 4)
     y_TD = np.ones_like(x_TD)
     tally_T3 = np.zeros((4, 3), np.int64)
-    network.add_neurons(layer.ffn, layer.batch("dense", 0, 40, 4, select=False), x_TD, False, tally_T3, y_TD)
+    network.add_neurons(layer.ffn, layer.batch("dense", 0, 40, 4, select=False), x_TD, tally_T3, y_TD)
     assert_close(y_TD, 1 + block(layer, x_TD, "dense", 0, 40))
 
 

@@ -44,14 +44,14 @@ def random_tokens(decoder: Decoder, count: int, seed: int) -> Tokens:
     return Tokens(x_TD, np.array(experts, np.int64), weights, rng.integers(0, 2, count))
 
 
-def run(layer: Layer, rung: str, tokens: Tokens, *, count_all: bool) -> tuple[np.ndarray, np.ndarray]:
+def run(layer: Layer, rung: str, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
     """The FFN with its experts: (sums, counts)."""
     count, ws = len(tokens.x_TD), layer.ws
     layer.guarded.poison()
     ws.expert_TK[:count], ws.route_weight_TK[:count] = tokens.expert_TK, tokens.route_weight_TK
     y_TD, tally_T3 = np.zeros_like(tokens.x_TD), np.ones((count, 3), np.int64)
     w_X = layer.experts_on(rung)
-    moe.ffn_of_experts(layer.cfg, w_X, tokens.x_TD, tokens.select_T, count_all, ws, tally_T3, y_TD)
+    moe.ffn_of_experts(layer.cfg, w_X, tokens.x_TD, tokens.select_T, ws, tally_T3, y_TD)
     layer.guarded.assert_guards_whole()
     return y_TD, tally_T3
 
@@ -78,33 +78,32 @@ def decoders() -> st.SearchStrategy[Decoder]:
 @FEW
 @given(
     decoders(), st.sampled_from(WEIGHT_FORMATS), st.sampled_from(list(RUNGS)), st.integers(1, MOST_TOKENS),
-    st.booleans(), st.integers(0, 99),
+    st.integers(0, 99),
 )  # fmt: skip
-@example(PLAIN, "q8", "predicted", MOST_TOKENS, False, 0)
-@example(PLAIN, "f16", "predicted", MOST_TOKENS, False, 1)
-@example(PLAIN, "q4", "gate", MOST_TOKENS, True, 0)
-@example(PLAIN, "f32", "gate", FEW_TOKENS, True, 0)
-@example(small_decoder(d_ff=300, activation="drelu"), "f32", "predicted", MOST_TOKENS, False, 0)
-@example(small_decoder(d_ff=300, activation="drelu"), "q8", "dense", FEW_TOKENS, False, 0)
-@example(small_decoder(d_ff=90, n_experts=5, experts_per_token=3), "f16", "predicted", MOST_TOKENS, False, 0)
-@example(small_decoder(d_ff=90, n_experts=5, experts_per_token=3), "q4", "threshold", MOST_TOKENS, True, 0)
-@example(small_decoder(d_ff=CHUNKS * SUM_NEURONS + 700, d_model=40), "q8", "gate", 3, False, 0)
-@example(small_decoder(d_ff=CHUNKS * SUM_NEURONS + 700, d_model=40), "q4", "predicted", MOST_TOKENS, False, 0)
-@example(small_decoder(d_ff=CHUNKS * SUM_NEURONS + 700, d_model=40), "f16", "threshold", MOST_TOKENS, False, 0)
-@example(small_decoder(d_ff=CHUNKS * SUM_NEURONS + 700, d_model=40), "f32", "predicted", 5, True, 0)
-@example(small_decoder(d_ff=2300, d_model=2048), "f32", "predicted", 5, False, 0)
-def test_company_changes_no_bit(decoder: Decoder, fmt: str, rung: str, tokens: int, count_all: bool, seed: int) -> None:
+@example(PLAIN, "q8", "predicted", MOST_TOKENS, 0)
+@example(PLAIN, "f16", "predicted", MOST_TOKENS, 1)
+@example(PLAIN, "q4", "gate", MOST_TOKENS, 0)
+@example(PLAIN, "f32", "gate", FEW_TOKENS, 0)
+@example(small_decoder(d_ff=300, activation="drelu"), "f32", "predicted", MOST_TOKENS, 0)
+@example(small_decoder(d_ff=300, activation="drelu"), "q8", "dense", FEW_TOKENS, 0)
+@example(small_decoder(d_ff=90, n_experts=5, experts_per_token=3), "f16", "predicted", MOST_TOKENS, 0)
+@example(small_decoder(d_ff=90, n_experts=5, experts_per_token=3), "q4", "threshold", MOST_TOKENS, 0)
+@example(small_decoder(d_ff=CHUNKS * SUM_NEURONS + 700, d_model=40), "q8", "gate", 3, 0)
+@example(small_decoder(d_ff=CHUNKS * SUM_NEURONS + 700, d_model=40), "q4", "predicted", MOST_TOKENS, 0)
+@example(small_decoder(d_ff=CHUNKS * SUM_NEURONS + 700, d_model=40), "f16", "threshold", MOST_TOKENS, 0)
+@example(small_decoder(d_ff=CHUNKS * SUM_NEURONS + 700, d_model=40), "f32", "predicted", 5, 0)
+@example(small_decoder(d_ff=2300, d_model=2048), "f32", "predicted", 5, 0)
+def test_company_changes_no_bit(decoder: Decoder, fmt: str, rung: str, tokens: int, seed: int) -> None:
     layer, given_T = ffn_layer(decoder, fmt, 5, seed), random_tokens(decoder, tokens, seed)
-    alone = [run(layer, rung, given_T.some(np.array([t])), count_all=False) for t in range(tokens)]
+    alone = [run(layer, rung, given_T.some(np.array([t]))) for t in range(tokens)]
     rng = np.random.default_rng(seed)
     for size in {tokens, int(rng.integers(1, tokens + 1))}:
         which = rng.permutation(tokens)[:size]
-        y_TD, tally_T3 = run(layer, rung, given_T.some(which), count_all=count_all)
+        y_TD, tally_T3 = run(layer, rung, given_T.some(which))
         for y_D, tally_3, t in zip(y_TD, tally_T3, which, strict=True):
             np.testing.assert_array_equal(y_D, alone[t][0][0])
             assert tally_3[memory.READ] == alone[t][1][0, memory.READ]
-            if not count_all:
-                assert tally_3[memory.KEPT] == alone[t][1][0, memory.KEPT]
+            assert tally_3[memory.KEPT] == alone[t][1][0, memory.KEPT]
 
 
 @FEW
@@ -114,21 +113,20 @@ def test_company_changes_no_bit(decoder: Decoder, fmt: str, rung: str, tokens: i
 def test_a_range_of_neurons_has_one_sum(
     decoder: Decoder, fmt: str, rung: str, tokens: int, data: st.DataObject
 ) -> None:
-    """Alone on the threads, alone on one thread, in company, and with every neuron counted."""
+    """Alone on the threads, alone on one thread, and in company."""
     low = data.draw(st.integers(0, decoder.d_ff))
     high = data.draw(st.integers(low, decoder.d_ff))
     layer, x_TD = ffn_layer(decoder, fmt, 4, 0), random_tokens(decoder, tokens, 0).x_TD
 
-    def add(function: Any, x_TD: np.ndarray, *, count_all: bool = False) -> np.ndarray:
+    def add(function: Any, x_TD: np.ndarray) -> np.ndarray:
         layer.guarded.poison()
         y_TD, tally_T3 = np.zeros_like(x_TD), np.ones((len(x_TD), 3), np.int64)
         batch = layer.batch(rung, low, high, len(x_TD), route_weight=0.7)
-        function(layer.ffn, batch, x_TD, count_all, tally_T3, y_TD)
+        function(layer.ffn, batch, x_TD, tally_T3, y_TD)
         layer.guarded.assert_guards_whole()
         return y_TD
 
     whole_TD = add(network.add_neurons, x_TD)
-    np.testing.assert_array_equal(add(network.add_neurons, x_TD, count_all=True), whole_TD)
     for t in range(tokens):
         for function in (network.add_neurons, network.serial_add_neurons):
             np.testing.assert_array_equal(add(function, x_TD[t : t + 1])[0], whole_TD[t])
@@ -140,7 +138,7 @@ def test_a_list_of_neurons_gives_what_their_predictor_gives(decoder: Decoder, fm
     rung = "predicted"
     layer, some = ffn_layer(decoder, fmt, 5, seed), random_tokens(decoder, tokens, seed)
     some.select_T[:] = 1
-    wanted_MD, tally_M3 = run(layer, rung, some, count_all=False)
+    wanted_MD, tally_M3 = run(layer, rung, some)
     f, w_X, x_MD, expert_MK = layer.ffn, layer.experts_on(rung), some.x_TD, some.expert_TK
     cut_X = base_X = np.zeros(decoder.n_experts, np.int64)
     hot_MF, cold_MF = (np.empty((tokens, expert_MK.shape[1] * decoder.d_ff), np.int32) for _ in range(2))
@@ -167,7 +165,7 @@ def test_chunks_take_every_neuron_once(d_ff: int) -> None:
     for low, high in ((0, d_ff), *np.sort(rng.integers(0, d_ff + 1, (5, 2))).tolist()):
         result = np.zeros((1, 3), np.int64), np.zeros((1, 8), np.float32)
         layer.guarded.poison()
-        network.add_neurons(layer.ffn, layer.batch("gate", low, high, 1), x_1D, False, *result)
+        network.add_neurons(layer.ffn, layer.batch("gate", low, high, 1), x_1D, *result)
         lists = [list_K[:count] for list_K, count in zip(layer.ws.list_CK, layer.ws.count_C, strict=True)]
         np.testing.assert_array_equal(np.sort(np.concatenate(lists)), np.arange(low, high))
         for chunk, list_K in enumerate(lists):

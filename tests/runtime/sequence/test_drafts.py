@@ -12,8 +12,16 @@ from support.requests import alone, found_by, oracle, random_requests
 
 from pi_runtime import Model, Sampling, load
 from pi_runtime.errors import UsageError
-from pi_runtime.sequence.drafts import GRAMS, LONGEST_MATCH, Acceptance, Draft, PromptLookup
-from pi_runtime.sequence.speculation import GAIN, Speculation, StepTimes
+from pi_runtime.sequence.drafts import (
+    GAIN,
+    GRAMS,
+    LONGEST_MATCH,
+    Acceptance,
+    Draft,
+    PromptLookup,
+    Speculation,
+    StepTimes,
+)
 
 
 def naive(tokens: list[int], most: int) -> tuple[list[int], int]:

@@ -22,9 +22,17 @@ from pi_runtime.errors import PiError, UsageError
 from pi_runtime.execution.executor import SequenceStep
 from pi_runtime.execution.guess_head import GuessHeadRun
 from pi_runtime.execution.plan_layout import placed_arrays
-from pi_runtime.sequence.drafts import NO_DRAFT, Acceptance, Draft, PromptLookup
+from pi_runtime.sequence.drafts import (
+    LEAST_DRAFTINGS,
+    NO_DRAFT,
+    STALE_STEPS,
+    Acceptance,
+    Draft,
+    PromptLookup,
+    Speculation,
+    StepTimes,
+)
 from pi_runtime.sequence.head_draft import HEAD_RIGHT, MAX_WAITING, Floats, HeadDraft
-from pi_runtime.sequence.speculation import LEAST_DRAFTINGS, STALE_STEPS, Speculation, StepTimes
 
 CONTEXT = 128
 

@@ -302,15 +302,15 @@ HELD = """
 pi_runtime.engine.model.Model.warm_up = lambda model: time.sleep(600)
 """
 BREAKING = """
-from pi_runtime.execution.cpu import CpuExecutor
-step, left = CpuExecutor.step, 30
+from pi_runtime.execution.host_executor import HostExecutor
+step, left = HostExecutor.step, 30
 def fail(self, sequences):
     global left
     left -= 1
     if left < 0:
         {fault}
     return step(self, sequences)
-CpuExecutor.step = fail
+HostExecutor.step = fail
 """
 
 

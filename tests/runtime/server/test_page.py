@@ -115,9 +115,10 @@ def test_what_was_said_before_is_sent_again(script: Script, visit: Open) -> None
 def test_what_is_typed_is_read_ahead_at_most_once_a_second(script: Script, visit: Open) -> None:
     """Each request is the one that Enter would send, but for its length; the newest text is in it."""
     page = visit()
-    page.clock.install()
+    page.clock.install(time=0)
     page.reload()
     message = page.get_by_label("Message", exact=True)
+    page.clock.pause_at(1000)
 
     def typed(text: str) -> None:
         with page.expect_response("**/v1/chat/completions"):
@@ -132,8 +133,11 @@ def test_what_is_typed_is_read_ahead_at_most_once_a_second(script: Script, visit
     message.fill("Hello there!")
     page.keyboard.press("Enter")
     page.clock.run_for(5000)
+    page.clock.resume()
     seen(answers(page)).to_have_text("Good morning.")
-    typed("And now")
+    done(page)
+    with page.expect_response("**/v1/chat/completions"):
+        message.fill("And now")
     (asked,), last = script.asked, script.ahead[-1]
     assert len(script.ahead) == 3, "what was sent is read no more"
     assert [message["content"] for message in last["messages"]] == ["Hello there!", "Good morning.", "And now"]

@@ -101,6 +101,13 @@ def test_every_architecture(case: str, tmp_path: Path) -> None:
     assert_close(ours(file), of_llama_cpp(file))
 
 
+@pytest.mark.parametrize("case", ["qwen2", "llama-linear"])
+def test_a_scaling_without_a_factor(case: str, tmp_path: Path) -> None:
+    file = written(tmp_path, case, "f32")
+    write_gguf(tmp_path / "hf", file, "f32", **{"ARCH.rope.scaling.factor": None})
+    assert_close(ours(file), of_llama_cpp(file))
+
+
 @pytest.mark.parametrize("kind", sorted(BLOCK_TYPES), ids=lambda kind: kind.name)
 def test_every_block_type(kind: Type, tmp_path: Path) -> None:
     """In the embedding, whose rows llama.cpp dequantises; elsewhere it rounds the other factor too."""

@@ -18,6 +18,7 @@ from gguf import GGUFReader
 from hypothesis import given
 from hypothesis import strategies as st
 from support.gguf_files import rounded_checkpoint, write_gguf
+from support.refused_checkpoints import refusal
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import CheckpointError
@@ -44,13 +45,6 @@ def whole(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     path = tmp_path_factory.mktemp("header") / "model.gguf"
     write_gguf(folders["mixtral"], path, "f16")
     return path.read_bytes(), int(GGUFReader(path).data_offset)
-
-
-def refusal(path: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(path)
-    assert caught.value.exit_code == 3
-    return str(caught.value)
 
 
 def refusal_of(folder: Path, path: Path, **changes: Any) -> str:
@@ -177,6 +171,8 @@ def test_what_a_file_says_is_held_against_what_it_has(case: str, folders: dict[s
         ({"ARCH.expert_count": 2**31 - 1}, "expert_count does not fit its tensors"),
         ({"tensors": {"blk.1.ffn_gate_inp.weight": (np.ones((4, 64), np.float32), Type.F32)}}, "do not have the shape"),
         ({"ARCH.expert_count": None, "ARCH.expert_used_count": None}, "missing"),
+        ({"ARCH.expert_used_count": None}, "expert_used_count does not fit its tensors"),
+        ({"ARCH.expert_used_count": 0}, "expert_used_count does not fit its tensors"),
         ({"ARCH.expert_used_count": 9}, "at most 5 experts"),
         ({"ARCH.expert_weights_scale": 2.5}, "expert_weights_scale would change"),
         ({"ARCH.expert_weights_norm": False}, "expert_weights_norm would change"),

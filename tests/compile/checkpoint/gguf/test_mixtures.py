@@ -105,6 +105,14 @@ def test_the_ends_of_yarns_ramp_are_llama_cpps(folders: dict[str, Path], tmp_pat
     assert any("YaRN's ramp are rounded" in line for line in open_checkpoint(tmp_path / "model.gguf").notices)
 
 
+def test_a_missing_factor_is_one(folders: dict[str, Path], tmp_path: Path) -> None:
+    """So llama.cpp takes it; transformers takes the context over the original one."""
+    for name, factor in (("none", None), ("one", 1.0), ("four", 4.0)):
+        write_gguf(folders["gpt-oss"], tmp_path / f"{name}.gguf", "f16", **{"ARCH.rope.scaling.factor": factor})
+    none, one, four = (open_checkpoint(tmp_path / f"{name}.gguf").decoder for name in ("none", "one", "four"))
+    assert none == one != four
+
+
 def both_in_mxfp4(folder: Path, file: Path, largest: int = 126) -> None:
     """A random gpt-oss with the same random blocks of experts in a checkpoint and in a file."""
     rounded_checkpoint(folder, "gpt-oss", "f16")

@@ -11,9 +11,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
 from support.gguf_files import rounded_checkpoint, write_byte_tokenizer, write_gguf, write_parts
+from support.refused_checkpoints import refusal
 
 from pi_compile.checkpoint import open_checkpoint
-from pi_compile.errors import CheckpointError
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +34,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def parts(made: Path, tmp_path: Path) -> list[Path]:
     shutil.copytree(made / "parts", tmp_path / "parts")
     return sorted((tmp_path / "parts").iterdir())
-
-
-def refusal(path: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(path)
-    return str(caught.value)
 
 
 def test_all_is_as_in_the_whole_file(made: Path, parts: list[Path]) -> None:

@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 import torch
 from support.hf import edit_json, edit_tensors, random_llama
 from support.quantised_files import FORMS, quantise
+from support.refused_checkpoints import refusal
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.errors import CheckpointError
@@ -23,13 +24,6 @@ SIZES = {"hidden_size": 40, "intermediate_size": 84, "num_attention_heads": 5, "
 def made(folder: Path, name: str, **changes: bool) -> dict[str, torch.Tensor]:
     random_llama(folder, **SIZES)
     return quantise(folder, name, **changes)
-
-
-def refusal(folder: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(folder)
-    assert caught.value.exit_code == 3
-    return str(caught.value)
 
 
 def check(checkpoint: Checkpoint, meant: dict[str, torch.Tensor]) -> None:

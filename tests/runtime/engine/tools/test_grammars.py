@@ -13,7 +13,15 @@ from support.tool_calls import FORMATS, written
 from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.artifact.schema import Text
 from pi_runtime.engine.events import CallArguments, CallBegan, CallBroken, TextDelta, joined
-from pi_runtime.engine.tools.formats import GLM_4_5, HERMES, LLAMA_3, MISTRAL_LIST, ReasoningFormat, ToolFormat
+from pi_runtime.engine.tools.formats import (
+    GENERIC,
+    GLM_4_5,
+    HERMES,
+    LLAMA_3,
+    MISTRAL_LIST,
+    ReasoningFormat,
+    ToolFormat,
+)
 from pi_runtime.engine.tools.output import OutputFormat
 from pi_runtime.errors import Setting, UsageError
 from pi_runtime.text.grammar import Grammar
@@ -153,6 +161,21 @@ def test_what_is_impossible_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(UsageError, match="anyOf of all arguments together") as refused:
         form(GLM_4_5, tokenizer).grammar("", tools=[function("x", {"anyOf": [closed()]})], choice="required")
     assert refused.value.setting == Setting("tools[0].function.parameters")
+
+
+def test_all_tools_together_become_large_by_references(tokenizer: Tokenizer) -> None:
+    """Each alone may; many of them, of a kilobyte each, would take long."""
+    doubled = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(10)} | {"d10": {}}
+    large = [function(name, {"$defs": doubled, "$ref": "#/$defs/d0", "properties": {"a": {}}}) for name in "xy"]
+    tools = form(HERMES, tokenizer)
+    for tool in large:
+        assert tools.grammar("", tools=[ADD, tool], choice="required") is not None
+    with pytest.raises(UsageError, match="tool 'y': ") as refused:
+        tools.grammar("", tools=[*large, ADD], choice="required")
+    assert refused.value.setting == Setting("tools[1].function.parameters")
+    advice = form(GENERIC, tokenizer).grammar("", tools=[*large, ADD])
+    assert advice is not None
+    assert '"integer"' in advice.source
 
 
 def test_a_function_without_parameters(tokenizer: Tokenizer) -> None:

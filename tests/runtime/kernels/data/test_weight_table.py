@@ -16,7 +16,7 @@ from pi_runtime import load
 from pi_runtime.artifact.formats import Array
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Manifest
-from pi_runtime.execution.cpu import CpuModel
+from pi_runtime.execution.host import CpuModel
 from pi_runtime.kernels import reference
 from pi_runtime.kernels.data import weight_table
 
@@ -79,7 +79,7 @@ def test_no_two_weights_can_be_swapped_unseen(name: str, fmt: str, tmp_path: Pat
     path = random_artifact(tmp_path / "a.pi", decoder, ranks=ranks, layers=LAYERS, format=fmt)
     ids = np.random.default_rng(3).integers(0, decoder.vocab_size, 20)
     with Artifact.open(path) as artifact, load(path, mode="predicted") as loaded, np.errstate(all="ignore"):
-        wanted, padded, model = reference.forward(artifact, ids, "predicted"), Padded(artifact), loaded.executor._model
+        wanted, padded, model = reference.forward(artifact, ids, "predicted"), Padded(artifact), loaded.executor.host
         model.table_LX, model.ends = weight_table.table_of(padded, "predicted"), weight_table.ends_of(padded)
 
         def differs(other_TV: np.ndarray) -> float:

@@ -11,11 +11,10 @@ from support.grammars import takes
 
 from pi_runtime import Engine
 from pi_runtime.errors import UsageError
-from pi_runtime.server.api import prompt
+from pi_runtime.server.api import prompt as prompts
 from pi_runtime.server.api.served import Served
-from pi_runtime.text import grammar_check
 from pi_runtime.text.grammar import Grammar
-from pi_runtime.text.grammar_check import check_grammar
+from pi_runtime.text.grammar_check import LIMITS, check_grammar
 
 pytest.importorskip("llguidance")
 Chat = tuple[Served, Engine]
@@ -103,27 +102,31 @@ def test_a_schema_of_the_answer_is_refused_in_our_words(toolless: Chat) -> None:
         assert not any(word in said for word in ("%json", "start:", "Unimplemented"))
 
 
-@pytest.mark.parametrize("choice", ["auto", "required"])
-def test_all_schemas_of_a_request_have_little_time(
-    choice: str, toolless: Chat, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, tried = [0.0], list[float]()
+def test_hard_schemas_of_a_request_have_little_time_together(toolless: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is too hard is advice: it is left out, and is remembered for the next time."""
+    now, known = [0.0], set[Grammar]()
 
-    def hard(_: Any, seconds: float) -> int:
-        tried.append(min(seconds, grammar_check.LIMITS.seconds))
-        now[0] += tried[-1]
+    def check(grammar: Grammar, seconds: float) -> int:
+        if "hard" not in grammar.source:
+            return 0
+        if grammar not in known:
+            now[0] += max(0.0, min(seconds, LIMITS.seconds))
+            if seconds >= LIMITS.seconds:
+                known.add(grammar)
         raise UsageError("too complex")
 
-    monkeypatch.setattr(prompt, "check_grammar", hard)
-    monkeypatch.setattr(prompt, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    functions = [{"name": f"f{n}", "parameters": DAY} for n in range(6)]
-    tools = [{"type": "function", "function": one} for one in functions]
-    messages = [{"role": "user", "content": "x"}]
-    wanted = {"model": "m", "messages": messages, "tools": tools, "tool_choice": choice}
-    place = "tools" if choice == "auto" else "tools[0].function.parameters"
-    asking.refused(CHAT, wanted, toolless[0], place, "too complex")
-    assert len(tried) > 1
-    assert now[0] <= prompt.GRAMMARS_S
+    monkeypatch.setattr(prompts, "check_grammar", check)
+    monkeypatch.setattr(prompts, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    tools = [{"name": f"f{n}", "parameters": {"properties": {f"hard{n}": {"type": "string"}}}} for n in range(3)]
+    wanted = body(CHAT, DAY)
+    wanted["tools"] += [{"type": "function", "function": tool} for tool in tools]
+    took: list[float] = []
+    for _ in range(4):
+        began = now[0]
+        found, _ = asking.read(CHAT, wanted, toolless[0])
+        assert "day" in found.settings["grammar"].source
+        took.append(now[0] - began)
+    assert took == [11.0, 6.0, 5.0, 0.0]
 
 
 def test_a_refusal_after_less_time_is_not_remembered() -> None:
