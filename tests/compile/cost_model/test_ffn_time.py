@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from support.synthetic import small_decoder
 
-from pi_compile.cost_model.processors import CPU, processors_of
-from pi_compile.cost_model.token_time import Reads, costs_of
+from pi_compile.cost_model.processors import CPU, Reads, processors_of
+from pi_compile.cost_model.token_time import costs_of
 from pi_compile.cost_model.workload import Workload
 from pi_compile.machine.profile import Machine
 from pi_compile.results.activation_profile import MILLION, LayerWork

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from pi_compile.cost_model.token_time import Reads
+from pi_compile.cost_model.processors import Reads
 from pi_compile.training.candidates import Candidate
 from pi_compile.training.rung_choice import PASSES, choose_rungs, not_met
 from pi_runtime.artifact.schema import Layer

@@ -20,7 +20,7 @@ from support.planted import TEXTS, planted, trained_on
 from support.synthetic import small_decoder
 
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.cost_model.token_time import Reads
+from pi_compile.cost_model.processors import Reads
 from pi_compile.files import read_arrays
 from pi_compile.packing import PackSpec, pack
 from pi_compile.results.activation_profile import ActivationProfile
