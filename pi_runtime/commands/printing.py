@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from pi_runtime.engine.model import Model
     from pi_runtime.execution.executor import DiskStats
     from pi_runtime.execution.plan_choice import Allocation
-    from pi_runtime.sequence.logprobs import TokenLogprobs
+    from pi_runtime.sequence.sampling import TokenLogprobs
 
 Report = Callable[["Generation"], dict[str, Any]]
 """Makes the figures of an answer."""

@@ -23,8 +23,7 @@ from pi_runtime.engine.engine import Engine
 from pi_runtime.engine.model import Model
 from pi_runtime.engine.stream import Scores, Stream
 from pi_runtime.errors import InputError, PiError, PromptError, Setting, UsageError, read_error, write_error
-from pi_runtime.sequence.logprobs import TokenLogprobs
-from pi_runtime.sequence.sampling import Sampling, parse_logit_bias
+from pi_runtime.sequence.sampling import Sampling, TokenLogprobs, parse_logit_bias
 from pi_runtime.text.grammar import Grammar
 
 if sys.platform != "win32":

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from typing import Literal, Protocol
 
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
-from pi_runtime.engine.prompt_pace import PromptPace
-from pi_runtime.engine.scheduler import Scheduler
+from pi_runtime.engine.scheduler import PromptPace, Scheduler
 from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.sequence.answer import AnswerSequence

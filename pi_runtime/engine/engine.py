@@ -21,8 +21,7 @@ from pi_runtime.engine.loop import Loop
 from pi_runtime.engine.model import Model
 from pi_runtime.engine.options import EngineOptions
 from pi_runtime.engine.page_files import PageFiles
-from pi_runtime.engine.prompt_pace import PromptPace
-from pi_runtime.engine.scheduler import PIECE, Scheduler
+from pi_runtime.engine.scheduler import PIECE, PromptPace, Scheduler
 from pi_runtime.engine.stats import EngineStats
 from pi_runtime.engine.store import PrefixStore
 from pi_runtime.engine.stream import Reading, Scores, Stream

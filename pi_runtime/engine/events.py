@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from pi_runtime.sequence.logprobs import TokenLogprobs
+from pi_runtime.sequence.sampling import TokenLogprobs
 from pi_runtime.sequence.stats import Stats
 
 

@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from pi_runtime.engine.core import Core
-from pi_runtime.engine.prompt_pace import PromptPace
-from pi_runtime.engine.scheduler import PIECE, Scheduler
+from pi_runtime.engine.scheduler import PIECE, PromptPace, Scheduler
 from pi_runtime.engine.stream import AnswerIterator
 from pi_runtime.execution.executor import Executor
 from pi_runtime.execution.kv_cache import KVCache

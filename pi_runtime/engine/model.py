@@ -23,8 +23,7 @@ from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.sequence.answer import AnswerSequence, check_prompt
 from pi_runtime.sequence.drafts import Acceptance, Speculation, StepTimes
 from pi_runtime.sequence.head_draft import HEAD_RIGHT, HeadDraft
-from pi_runtime.sequence.logprobs import TokenLogprobs
-from pi_runtime.sequence.sampling import Sampling
+from pi_runtime.sequence.sampling import Sampling, TokenLogprobs
 from pi_runtime.sequence.sequence import ReadSequence, ScoreSequence
 from pi_runtime.sequence.settings import AnswerSettings, names_settings
 from pi_runtime.sequence.stats import Stats

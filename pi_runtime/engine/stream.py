@@ -6,7 +6,7 @@ from queue import Empty
 from typing import Generic, TypeVar
 
 from pi_runtime.sequence.answer import AnswerSequence
-from pi_runtime.sequence.logprobs import TokenLogprobs
+from pi_runtime.sequence.sampling import TokenLogprobs
 from pi_runtime.sequence.sequence import Output, ReadSequence, ScoreSequence, TokenSequence
 from pi_runtime.sequence.stats import Stats
 

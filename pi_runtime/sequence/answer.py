@@ -13,8 +13,7 @@ import numpy as np
 from pi_runtime.errors import ContextError, PromptError, Setting, UsageError
 from pi_runtime.sequence.drafts import NO_DRAFT, Draft, ForcedText, PromptLookup
 from pi_runtime.sequence.head_draft import HeadDraft
-from pi_runtime.sequence.logprobs import TokenLogprobs, check_logprobs, token_logprobs
-from pi_runtime.sequence.sampling import Sampler, Sampling
+from pi_runtime.sequence.sampling import Sampler, Sampling, TokenLogprobs, check_logprobs, token_logprobs
 from pi_runtime.sequence.sequence import Floats, Ints, Rank, ReadSequence, TokenSequence
 from pi_runtime.sequence.settings import AnswerSettings
 from pi_runtime.sequence.stats import DraftFigures, Stats

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from pi_runtime.errors import ContextError, UsageError
 from pi_runtime.sequence.drafts import NO_DRAFT, Draft
-from pi_runtime.sequence.logprobs import TokenLogprobs, check_finite, check_logprobs, token_logprobs
+from pi_runtime.sequence.sampling import TokenLogprobs, check_finite, check_logprobs, token_logprobs
 from pi_runtime.sequence.stats import Stats
 
 Floats = npt.NDArray[np.float32]

@@ -10,8 +10,7 @@ import numpy as np
 
 from pi_runtime import Grammar, Model, Sampling
 from pi_runtime.execution.executor import SequenceStep
-from pi_runtime.sequence.logprobs import TokenLogprobs, token_logprobs
-from pi_runtime.sequence.sampling import Sampler
+from pi_runtime.sequence.sampling import Sampler, TokenLogprobs, token_logprobs
 from pi_runtime.text.tokenizer import TextStream
 
 Found = tuple[str, list[int], str | None, list[TokenLogprobs]]

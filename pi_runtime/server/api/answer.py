@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from pi_runtime.engine.events import End, Event, Gathered, NothingShown
-from pi_runtime.sequence.logprobs import TokenLogprobs
+from pi_runtime.sequence.sampling import TokenLogprobs
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.errors import ApiError

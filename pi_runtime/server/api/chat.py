@@ -17,7 +17,7 @@ from pi_runtime.engine.events import (
     ReasoningDelta,
     TextDelta,
 )
-from pi_runtime.sequence.logprobs import TokenLogprobs
+from pi_runtime.sequence.sampling import TokenLogprobs
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.answer import GatheredAnswer, Lazily
 from pi_runtime.server.api.body import Body, Known, invalid, unsupported

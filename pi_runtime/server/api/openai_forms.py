@@ -6,7 +6,7 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from pi_runtime.sequence.logprobs import TokenLogprobs
+from pi_runtime.sequence.sampling import TokenLogprobs
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.answer import DONE, GatheredAnswer, SseWriter, sse
 from pi_runtime.server.api.prompt import Prompt

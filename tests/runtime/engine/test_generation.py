@@ -10,7 +10,7 @@ from support.synthetic import END_ID, random_artifact, small_decoder
 from pi_runtime import Model, Sampling, load
 from pi_runtime.artifact.schema import Text
 from pi_runtime.errors import PromptError, UsageError
-from pi_runtime.sequence.logprobs import token_logprobs
+from pi_runtime.sequence.sampling import token_logprobs
 from pi_runtime.text.tokenizer import TextStream
 
 NEVER = Text(prefix_ids=(), end_ids=())

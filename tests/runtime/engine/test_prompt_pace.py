@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pi_runtime.engine.prompt_pace import LATEST, OWN, PieceSize, PromptPace
-from pi_runtime.engine.scheduler import PIECE
+from pi_runtime.engine.scheduler import LATEST, OWN, PIECE, PieceSize, PromptPace
 
 
 def settled(step_s: Callable[[int], float], most: int = 1024) -> int:

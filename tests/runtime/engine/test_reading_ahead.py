@@ -11,8 +11,7 @@ from support.synthetic import random_artifact, small_decoder
 from pi_runtime import Engine, Model, Sampling, load
 from pi_runtime.artifact.schema import Layer, Text
 from pi_runtime.engine.core import Core
-from pi_runtime.engine.prompt_pace import PromptPace
-from pi_runtime.engine.scheduler import MOST_AGAIN, Scheduler
+from pi_runtime.engine.scheduler import MOST_AGAIN, PromptPace, Scheduler
 from pi_runtime.engine.store import PrefixStore
 from pi_runtime.errors import PromptError, UsageError
 from pi_runtime.execution.pages import PAGE_POSITIONS

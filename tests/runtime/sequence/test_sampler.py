@@ -10,8 +10,7 @@ import pytest
 
 from pi_runtime.errors import ArtifactError, PiError, UsageError
 from pi_runtime.sequence import sampling as ours
-from pi_runtime.sequence.logprobs import TokenLogprobs, token_logprobs
-from pi_runtime.sequence.sampling import Sampler, Sampling, candidates
+from pi_runtime.sequence.sampling import Sampler, Sampling, TokenLogprobs, candidates, token_logprobs
 
 V = 307
 
