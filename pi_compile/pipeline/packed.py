@@ -87,14 +87,9 @@ class PlainPacking:
     progress: Callable[..., AbstractContextManager[Progress]]
     notice: Callable[[str], None]
 
-    def write(self, output: Path, layout: str | None) -> dict[str, Any]:
-        """Write the artifact in a layout, and report on it.
-
-        FFNs of a model that is not sparse are stored as whole matrices, of which nothing can be skipped, unless a
-        `layout` is named (see `sizes.LAYOUTS`).
-        """
-        d, recipe = self.checkpoint.decoder, self.recipe
-        checkpoint = self.checkpoint.in_layout(layout or (BY_NEURON if d.sparse or d.n_experts > 1 else WHOLE))
+    def write(self, output: Path) -> dict[str, Any]:
+        """Write the artifact, and report on it."""
+        recipe, checkpoint = self.recipe, self.checkpoint
         spec = PackSpec(formats=self._divided(checkpoint) if recipe.bits.tokens else recipe.pack.model_dump())
         loss = self._rounding_loss(checkpoint, spec)
         with self.progress("packing") as bar:
@@ -139,10 +134,20 @@ class PlainPacking:
         return stages.read_corpus(self.checkpoint, **settings, window=window, folder=self.folder, notice=self.notice)
 
 
+def _in_layout(checkpoint: Checkpoint, layout: str | None) -> Checkpoint:
+    """The checkpoint in a layout (see `sizes.LAYOUTS`), or in the one that fits it best where none is named.
+
+    FFNs of a model that is not sparse are stored as whole matrices, of which nothing can be skipped.
+    """
+    d = checkpoint.decoder
+    return checkpoint.in_layout(layout or (BY_NEURON if d.sparse or d.n_experts > 1 else WHOLE))
+
+
 def pack_plain(recipe_path: Path, output: Path, *, layout: str | None = None, **shown: Any) -> dict[str, Any]:
     """Write the artifact of a recipe so; `shown` are `progress` and `notice`."""
     recipe, folder = read_recipe(recipe_path), recipe_path.resolve().parent
-    return PlainPacking(recipe_checkpoint(recipe, folder), recipe, folder, **shown).write(output, layout)
+    checkpoint = _in_layout(recipe_checkpoint(recipe, folder), layout)
+    return PlainPacking(checkpoint, recipe, folder, **shown).write(output)
 
 
 def pack_model(model: str, output: Path, *, layout: str | None = None, **shown: Any) -> dict[str, Any]:
@@ -154,10 +159,10 @@ def pack_model(model: str, output: Path, *, layout: str | None = None, **shown: 
     text = os.fsencode(full).decode("utf-8", "replace")
     if text != full:
         raise UsageError(f"{text}: its name is no UTF-8, which manifests and tokenizers need", remedy="rename it")
-    checkpoint = open_checkpoint(model)
+    checkpoint = _in_layout(open_checkpoint(model), layout)  # which formats keep its values depends on the layout
     name = checkpoint.location.name if checkpoint.revision is None else model
     recipe = proposed_recipe(checkpoint, name, default_recipe, lambda _: None)  # no recipe to change is there
-    return PlainPacking(with_own_head(checkpoint, recipe), recipe, checkpoint.folder, **shown).write(output, layout)
+    return PlainPacking(with_own_head(checkpoint, recipe), recipe, checkpoint.folder, **shown).write(output)
 
 
 def divide_settings(recipe: Recipe) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from support import gguf_mixtures
 from support.hf import edit_tensors, randomised, save
 
 TYPES = {"f32": Type.F32, "f16": Type.F16, "bf16": Type.BF16, "q8": Type.Q8_0, "q4": Type.Q4_0}
+TYPES |= {"q4_1": Type.Q4_1, "q5": Type.Q5_0}
 _NAMES = {"lm_head": "output", "block_sparse_moe.gate": "ffn_gate_inp"} | {
     f"block_sparse_moe.experts.{theirs}": f"ffn_{own}_exps"
     for theirs, own in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
