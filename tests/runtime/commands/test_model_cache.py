@@ -439,10 +439,11 @@ def test_the_cache_is_listed(three: list[Path], capsys: pytest.CaptureFixture[st
 def test_keys_and_values_of_a_folder_are_listed_and_removed(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "pages"
+    folder, said = tmp_path / "pages", list[str]()
     for mode in ("dense", "gate"):
-        with load(GOLDEN, mode=mode, device="cpu") as model, Engine(model, kv_disk=folder) as engine:
+        with load(GOLDEN, mode=mode, device="cpu") as model, Engine(model, kv_disk=folder, say=said.append) as engine:
             "".join(engine.generate([5] * 40, max_tokens=2))
+    assert said == [f"{folder}: what is stored there is of other models or runs, or of another version"]
     capsys.readouterr()
     assert console.run(app, ["list", "--kv-disk", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
