@@ -150,3 +150,15 @@ def test_rest_against_a_plain_search() -> None:
             if tuple(own[n : n + RUN]) in runs:
                 gone[places[n] : places[n + RUN - 1] + 1] = True
         np.testing.assert_array_equal(rest, ids[~gone])
+
+
+@pytest.mark.parametrize(("before", "behind"), [(RUN, RUN - 1), (RUN - 1, RUN), (RUN, RUN), (0, RUN - 1)])
+def test_scraps_beside_what_is_held_out_go_too(before: int, behind: int) -> None:
+    """What is left of a text in pieces shorter than `RUN` tokens."""
+    vocabulary = {f"w{n}": n for n in range(100)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))  # noqa: S106 (no password)
+    held, first, last = np.arange(RUN), np.arange(20, 20 + before), np.arange(40, 40 + behind)
+    ids = np.concatenate([first, held, last]).astype(np.int32)
+    rest = HeldOut.nothing(tokenizer).plus(held.astype(np.int32)).rest(ids)
+    wanted = [piece for piece in (first, last) if len(piece) >= RUN]
+    np.testing.assert_array_equal(rest, np.concatenate([*wanted, ids[:0]]))
