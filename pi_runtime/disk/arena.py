@@ -56,9 +56,9 @@ class ResidentArrays:
         return [(low * row_nbytes, (high - low) * row_nbytes) for low, high in held if low < high]
 
     def places(self, name: str) -> list[tuple[int, int]] | None:
-        """Of each expert where its rows of an array would begin, and 0, where some rows are here and others a GPU's.
+        """Where each expert's rows of an array would begin, and 0, where some rows are here and others are a GPU's.
 
-        Those behind the expert's cut are at their places from there. 0 where no row from there on is here.
+        Rows behind the expert's cut are at their places from there. 0 where no row from there on is here.
         """
         if name not in self._away or name not in self._places:
             return None

@@ -73,8 +73,10 @@ class RowSlots:
         return all(arena.whole_L[layer] for arena in self.arenas.values())
 
     def places(self, layer: int, name: str) -> list[tuple[int, int]] | None:
-        """Of each expert of a layer where its rows of an array are, and the address of their slots: 0 where all of them
-        are in memory, in order. None for an array that is not one of rows."""
+        """Where each expert of a layer has its rows of an array, and the address of their slots.
+
+        The address is 0 where all rows are in memory, in order. None for an array that is not one of rows.
+        """
         if (arena := self.arenas.get(name.removeprefix("ffn/"))) is None:
             return None
         first_X = range(0, len(arena.rows_L[layer].slot_N), self.d_ff)

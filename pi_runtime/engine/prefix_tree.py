@@ -81,7 +81,7 @@ class Node:
     used_s: float = 0.0
     """When it was used last."""
     outcome: Outcome | None = None
-    """Of the sequence that used it last, once that has ended."""
+    """How the sequence that used it last ended; None while it runs."""
     asked: tuple[Outcome, float] | None = None
     """Where a prompt ended: how its answer ended, and when."""
 

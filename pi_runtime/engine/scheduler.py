@@ -91,8 +91,8 @@ class PromptPace:
 PIECE = 32
 """Tokens that several prompts share in a step, and the fewest that one gets, unless asked otherwise."""
 BY_TURNS = 4
-"""Of so many steps with prompts the last one goes by turns. In the others the prompt with the least left comes first:
-then most prompts of those that come together have their first token early."""
+"""One step with prompts in so many goes by turns. In the others the prompt with the least left comes first: then most
+prompts that come together have their first token early."""
 MOST_AGAIN = 64
 """Answers that wait to be read again: the oldest are forgotten."""
 MAX_WITH_PROMPTS = 8

@@ -24,7 +24,7 @@ class EngineStats(DraftFigures):
     page_bytes: int
     """Bytes of 32 positions in all layers: of a page, or with several classes of layers of one of each."""
     bytes_used: int
-    """Of the pages used."""
+    """Bytes of the pages used."""
     prompt_tokens: int
     """Tokens of prompts of the requests that have begun."""
     cached_tokens: int

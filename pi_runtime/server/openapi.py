@@ -60,7 +60,7 @@ class Route:
 
     method: Literal["GET", "POST", "DELETE"]
     path: str
-    """As starlette has it: `{name:path}` takes slashes too."""
+    """A path as starlette writes it: `{name:path}` takes slashes too."""
     summary: str
     handler: Callable[..., Awaitable[Any]]
     """Answers: with a body an exchange, without one a request to a service."""
