@@ -22,8 +22,10 @@ LLAMA_CPP_PYTHON = "llama-cpp-python==0.3.36"
 """Whose source package has llama.cpp with its converter, vocabularies and templates."""
 PYTHONS = ["3.11", "3.12", "3.13"]
 # One process a core, up to four: each imports torch. A file's tests share what they set up, so they stay together.
-# tests/conftest.py says which files come first.
+# tests/conftest.py says which files come first. A process that crashes ends the run: with another in its place
+# pytest-xdist may wait for ever.
 PYTEST = ["pytest", "-n", str(min(4, os.cpu_count() or 1)), "--dist", "loadfile", "--no-loadscope-reorder"]
+PYTEST += ["--max-worker-restart", "0"]
 # What imports packages that may be missing, or says so; each kernel is compiled once on this Python.
 WITHOUT_COMPILE = [
     *("tests/runtime/" + name for name in ("artifact", "commands", "test_imports.py", "test_surface.py")),
