@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +48,8 @@ class Checkpoints:
             return []
         return sorted(int(found[1]) for path in self.folder.iterdir() if (found := _NAME.fullmatch(path.name)))
 
-    def save(self, step: int, state: dict[str, Any], keep: Collection[int] = ()) -> None:
-        """Save the prepared model and optimiser with a state; then remove older ones but those to `keep`."""
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Save the prepared model and optimiser with a state; then remove older ones."""
         hidden = self.folder / f".step-{step:08}.tmp"
         if self._accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -71,8 +70,7 @@ class Checkpoints:
             hidden.rename(self.path(step))
             _sync(self.folder)
             for older in self.steps()[:-KEPT]:
-                if older not in keep:
-                    shutil.rmtree(self.path(older))
+                shutil.rmtree(self.path(older))
         self._accelerator.wait_for_everyone()
 
     def begin_with(self, checkpoint: Path) -> None:
