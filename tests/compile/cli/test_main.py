@@ -40,7 +40,7 @@ FLAGS = {
         "--force",
     },
     "sparsify": {
-        *("[RECIPE]", "-o", "--output", "--device", "--resume", "--steps"),
+        *("[RECIPE]", "-o", "--output", "--device", "--resume", "--steps", "--track", "--push"),
     },
     "profile": {*BUILD, "--export"},
     "train": {*BUILD, "--export"},
