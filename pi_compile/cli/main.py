@@ -147,9 +147,7 @@ def place(
     options: BuildOptions,
     lock: Annotated[bool, typer.Option("--lock", help="Write the placements to the recipe's .lock.")] = False,
     locked: Annotated[bool, typer.Option("--locked", help="Compare them with the recipe's .lock.")] = False,
-    solver: Annotated[
-        str, typer.Option(help="exact; or highs (an independent proof), or greedy (a heuristic).")
-    ] = "exact",
+    solver: Annotated[str, typer.Option(help="exact; or highs (an independent proof).")] = "exact",
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for one budget, with --solver highs.")] = 60.0,
     as_json: Json = False,
     debug: Debug = False,
