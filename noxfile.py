@@ -362,9 +362,11 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session
 def workers(session: nox.Session) -> None:
-    """Builds by many workers, killed at random, under every launcher. Outside CI: minutes."""
+    """Builds by many workers, killed at random, under every launcher. Outside CI: minutes, and Ray is large."""
     install_all(session)
+    session.install("-e", ".[ray]")
     session.run("pytest", "-rP", "--long", "tests/compile/pipeline/test_many_workers.py", *session.posargs)
+    session.run("pytest", "-W", "ignore", "tests/compile/workers/test_ray.py", *session.posargs)
 
 
 @nox.session

@@ -64,6 +64,7 @@ MORE = (
     "compile/sparsification/test_resume.py",
     "compile/training/test_layer_search.py::test_a_killed_search",
     "compile/training/test_stage.py::test_a_kill_in",
+    "compile/workers/test_ray.py",
     "runtime/commands/test_model_cache.py::test_a_signal",
     "runtime/disk/test_faults.py",
     "runtime/execution/test_kv_cache.py::test_ctrl_c",

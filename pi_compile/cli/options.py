@@ -69,6 +69,7 @@ class BuildOptions:
             envvar="PI_WORKERS", min=1, help="Processes to share the work. Default: as many as there is room for."
         ),
     ] = None
+    ray: Annotated[str, typer.Option(help="Workers on a Ray cluster: its address, or auto.", show_default=False)] = ""
     numa: Annotated[
         str | None,
         typer.Option(

@@ -260,7 +260,7 @@ def sparsify_text(record: Mapping[str, Any]) -> str:
         ("never fired", f"{record['dead']:.1%}"),
         *((f"perplexity, {name}", shown(value)) for name, value in perplexity.items() if value is not None),
         (f"against {against}", f"{record['perplexity_increase']:+.2%}{spread}"),
-        ("tokens", f"{record['tokens']:,}"),
+        ("tokens", f"{record['tokens']:,}" + (f", {record['ended']}" if record["ended"] else "")),
         *([] if record["stock"] else [("note", record["form"])]),
     ]
     pairs = zip(record["sparsity_by_layer"], record["dead_by_layer"], strict=True)

@@ -19,7 +19,7 @@ from pi_runtime.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class SparsifyOptions:
-    """What is trained."""
+    """What is trained, and where reports of it go."""
 
     recipe: Annotated[
         Path | None, typer.Argument(metavar="[RECIPE]", help="A recipe of sparsify (see init).", show_default=False)
@@ -33,6 +33,13 @@ class SparsifyOptions:
         ),
     ] = None
     steps: Annotated[int | None, typer.Option(min=1, help="Further steps, with --resume.", show_default=False)] = None
+    track: Annotated[
+        list[str] | None,
+        typer.Option(help="wandb, trackio or another tracker of accelerate; may be given again.", show_default=False),
+    ] = None
+    push: Annotated[
+        str, typer.Option(metavar="OWNER/NAME", help="Upload the folder to the hub in the end.", show_default=False)
+    ] = ""
 
 
 @console.takes(SparsifyOptions)
@@ -40,10 +47,16 @@ def sparsify(options: SparsifyOptions, as_json: Json = False, debug: Debug = Fal
     """Train a dense model until most of its neurons are silent."""
     _check(options)
     from pi_compile.cli.sparsifying import training_bar
+    from pi_compile.sparsification import export
 
+    leads = int(os.environ.get("RANK", "0")) == 0
+    if options.push and leads:
+        export.check_login(options.push)
     with training_bar() as watch:
         record = _trained(options, watch)
-    if int(os.environ.get("RANK", "0")) == 0:
+    if leads:
+        if options.push:
+            console.say(f"{export.push(options.output, options.push)}: uploaded")
         emit(record, as_json, sparsify_text)
 
 
@@ -57,7 +70,7 @@ def _check(options: SparsifyOptions) -> None:
 def _trained(options: SparsifyOptions, watch: Any) -> Mapping[str, Any]:
     from pi_compile.sparsification.run import resume, sparsify
 
-    how = (options.output, torch_device(options.device), watch)
+    how = (options.output, torch_device(options.device), watch, options.track or ())
     if options.resume is not None and options.steps is not None:
         return resume(options.resume, options.steps, *how)
     assert options.recipe is not None

@@ -21,6 +21,7 @@ EXTRAS = {
     "cuda": ("torch", "triton"),
     "grammar": ("llguidance",),
     "serve": ("pydantic", "starlette", "uvicorn"),
+    "ray": ("ray",),
 }
 """Packages of the installation itself (`runtime`) and of each extra."""
 _NOTABLE = ("avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512vnni", "amx-int8", "neon")
@@ -114,6 +115,7 @@ def _extra(name: str, packages: tuple[str, ...]) -> Finding:
         return Finding(topic, ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages))
     needed = {
         "cuda": "with a GPU: ",
+        "ray": "for a Ray cluster: ",
         "serve": "for a server: ",
         "grammar": "for answers within a grammar: ",
     }.get(name, "")

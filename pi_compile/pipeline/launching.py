@@ -1,4 +1,4 @@
-"""A build by many workers: processes of this machine, by themselves or under torchrun or Slurm.
+"""A build by many workers: processes of this machine, under torchrun or Slurm, or tasks of a Ray cluster.
 
 Every worker goes through the whole pipeline, so a launcher has nothing to do but start processes.
 """
@@ -14,7 +14,7 @@ from pi_compile.pipeline.pipeline import Pipeline
 from pi_compile.workers import Rank, rank_of
 from pi_compile.workers.local_processes import LocalProcesses
 from pi_runtime import console
-from pi_runtime.errors import PiError
+from pi_runtime.errors import PiError, Setting, UsageError
 from pi_runtime.execution.devices import available_memory
 from pi_runtime.execution.numa import Nodes, pin, usable_nodes
 
@@ -36,7 +36,9 @@ class Build:
     device: str = "cpu"
     """cpu, cuda:N or cuda:all."""
     workers: int | None = None
-    """Processes of this machine; None for as many as there is room for."""
+    """Processes of this machine, or tasks on the cluster; None for as many as there is room for."""
+    ray: str = ""
+    """Address of a Ray cluster; empty for none."""
     numa: str | None = None
     """NUMA node of the workers, or `spread`; None for wherever the system puts them."""
     nodes: Nodes = field(default_factory=usable_nodes)
@@ -71,8 +73,11 @@ def help_build(build: Build, rank: Rank) -> None:
                 case _:
                     assert build.output is not None
                     pipeline.pack(build.output)
-    except (KeyboardInterrupt, PiError):  # the worker that leads says the same
+    except KeyboardInterrupt:
         return
+    except PiError as error:  # the worker that leads says the same
+        if rank.launcher == "ray":
+            raise RuntimeError(str(error)) from None  # Ray cannot send errors of ours
 
 
 @contextmanager
@@ -80,8 +85,17 @@ def launched(build: Build) -> Iterator[Pipeline]:
     """The pipeline of this process, while other workers go through theirs."""
     pipeline = build.pipeline(rank_of())
     _ = pipeline.build  # checkpoint and text must be usable before a folder is made for results
-    count = build.workers or _room_here(build, pipeline)
-    helpers = LocalProcesses(partial(help_build, build), pipeline.rank, count)
+    helpers: LocalProcesses | RayHelpers
+    if build.ray:
+        if build.numa is not None:
+            raise UsageError(
+                (Setting("numa"), " has no effect with ", Setting("ray"), ", which finds processors itself"),
+                remedy="leave it out",
+            )
+        helpers = RayHelpers(build, pipeline)
+    else:
+        count = build.workers or _room_here(build, pipeline)
+        helpers = LocalProcesses(partial(help_build, build), pipeline.rank, count)
     pipeline.rank = helpers.rank
     build.pin(helpers.rank)
     with pipeline.worker as worker:
@@ -90,6 +104,30 @@ def launched(build: Build) -> Iterator[Pipeline]:
             yield pipeline
         finally:
             helpers.end()
+
+
+class RayHelpers:
+    """Workers on a Ray cluster; this process only watches."""
+
+    def __init__(self, build: Build, pipeline: Pipeline) -> None:
+        from pi_compile.workers.ray_tasks import RayTasks  # noqa: PLC0415  its extra may not be installed
+
+        threads, gpus = pipeline.recipe.profile.threads, build.device != "cpu"
+        here = Build(
+            **{**vars(build), "recipe": build.recipe.resolve(), "output": build.output and build.output.resolve()}
+        )
+        run = partial(help_build, here)
+        self._tasks = RayTasks(build.ray, run, threads=threads, memory=pipeline.memory_bytes, gpus=gpus)
+        room = self._tasks.room  # refused here, or the tasks would wait for ever
+        self._count = build.workers or room
+        self._pipeline = pipeline
+        self.rank = Rank(world=self._count, launcher="ray", watches=True)
+
+    def start(self) -> None:
+        self._tasks.start(self._count, self._pipeline.worker)
+
+    def end(self) -> None:
+        self._tasks.end()
 
 
 def _room_here(build: Build, pipeline: Pipeline) -> int:

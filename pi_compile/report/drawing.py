@@ -6,7 +6,7 @@ Never pass text of a file to a figure: matplotlib reads mathematics between doll
 
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import floor, log10
 from typing import Any
@@ -15,8 +15,11 @@ from xml.etree import ElementTree as ET
 import matplotlib as mpl
 from markupsafe import Markup
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
 from matplotlib.ticker import MaxNLocator
@@ -198,6 +201,39 @@ def count_axis(axis: Axes, what: str, most: float) -> None:
     axis.set_xlim(0, most)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value / scale:,.10g}")
     axis.set_xlabel(f"{word}{what}")
+
+
+_DOTS_PER_INCH = 150
+_STYLES = {"line": "-", "dash": "--", "points": ":", "dot": "-"}
+_LIGHT = {colour(name): light for name, (light, _) in COLOURS.items()}
+_COLOURED = ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor")
+
+
+def png(drawn: Figure, legend: Iterable[tuple[str, str, str]]) -> bytes:
+    """The figure as PNG; `legend` has entries as a chart has them. The figure is used up by it."""
+    keys = [
+        Line2D([], [], color=colour(name) if name else "none", ls=_STYLES.get(mark, "-"), label=label)
+        for name, mark, label in legend
+    ]
+    if keys:
+        drawn.legend(handles=keys, loc="outside lower left", ncols=min(4, len(keys)), frameon=False, fontsize="small")
+    for artist in drawn.findobj():
+        for kind in _COLOURED:
+            read, write = getattr(artist, f"get_{kind}", None), getattr(artist, f"set_{kind}", None)
+            if read is not None and write is not None and (light := _LIGHT.get(_hex(read()))) is not None:
+                write(light)
+    out = io.BytesIO()
+    FigureCanvasAgg(drawn)
+    drawn.savefig(out, format="png", dpi=_DOTS_PER_INCH, facecolor="white")
+    return out.getvalue()
+
+
+def _hex(value: object) -> str:
+    """A colour as it is looked up; nothing for several, and for none."""
+    try:
+        return to_hex(value)  # type: ignore[arg-type]
+    except ValueError:
+        return ""
 
 
 GIB = 2**30

@@ -46,11 +46,12 @@ class Chart:
     """What it shows, in a sentence."""
     legend: tuple[tuple[str, str, str], ...] = ()
     """Entries (colour, class of the mark in the style sheet, meaning); the first two may be empty."""
+    drawn: Figure
 
     @classmethod
     def of(cls, drawn: Figure, name: str, title: str, about: str, legend: Iterable[tuple[str, str, str]] = ()) -> Self:
         """The chart of a figure that is drawn; `name` keeps its ids apart from those of others on the page."""
-        return cls(title=title, svg=svg(drawn, name, title, about), about=about, legend=tuple(legend))
+        return cls(title=title, svg=svg(drawn, name, title, about), about=about, legend=tuple(legend), drawn=drawn)
 
 
 def word(part: str) -> str:

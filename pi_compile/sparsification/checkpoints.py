@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import zipfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,8 @@ class Checkpoints:
             return []
         return sorted(int(found[1]) for path in self.folder.iterdir() if (found := _NAME.fullmatch(path.name)))
 
-    def save(self, step: int, state: dict[str, Any]) -> None:
-        """Save the prepared model and optimiser with a state; then remove older ones."""
+    def save(self, step: int, state: dict[str, Any], keep: Collection[int] = ()) -> None:
+        """Save the prepared model and optimiser with a state; then remove older ones but those to `keep`."""
         hidden = self.folder / f".step-{step:08}.tmp"
         if self._accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +71,8 @@ class Checkpoints:
             hidden.rename(self.path(step))
             _sync(self.folder)
             for older in self.steps()[:-KEPT]:
-                shutil.rmtree(self.path(older))
+                if older not in keep:
+                    shutil.rmtree(self.path(older))
         self._accelerator.wait_for_everyone()
 
     def begin_with(self, checkpoint: Path) -> None:

@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.config import read_json
-from pi_compile.checkpoint.folder import TOKENIZER_FILES
+from pi_compile.checkpoint.folder import CLIENT_ERROR, TOKENIZER_FILES
 from pi_compile.errors import CheckpointError
 from pi_compile.files import library_writes
 from pi_compile.sparsification.activation import Activation
 from pi_compile.torch_model import decoder as torch_decoder
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.errors import Setting, UsageError, write_error
+from pi_runtime.errors import InputError, Setting, UsageError, write_error
 
 Tensor = torch.Tensor
 RECORD = "sparsify.json"
@@ -35,8 +37,8 @@ CLOSE = 1e-3
 """Largest difference of a logit between the trained model and the folder, of the largest logit."""
 
 
-_CHANGED = {"family", "activation", "threshold", "tied_head"}
-"""Fields of the decoder that training may change."""
+_CHANGED = {"family", "activation", "threshold", "ffn_bias", "tied_head"}
+"""Fields of the decoder that training may change: the constants of `target.constant` are a bias."""
 
 
 @dataclass(frozen=True)
@@ -237,3 +239,28 @@ All figures are of the held-out text, {record["held_out"]["windows"]:,} windows 
 Recipe: `SPARSIFY.toml`. Everything as plain values, with the hashes of the text: `sparsify.json`. Curves:
 `training.html`.
 """
+
+
+def check_login(repository: str) -> None:
+    """Check before a training that its result can be uploaded. Raises InputError where the hub knows nobody."""
+    with _faults(repository, "hf auth login, or set HF_TOKEN"):
+        HfApi().whoami()
+
+
+def push(folder: Path, repository: str) -> str:
+    """Upload a folder with its card to a repository, private if it is new; return its address. Raises InputError."""
+    with _faults(repository, f"{folder} is whole: hf upload {repository} {folder}"):
+        api = HfApi()
+        found = api.create_repo(repository, private=True, exist_ok=True)
+        message = "Made sparse by pi-compile sparsify"
+        api.upload_folder(repo_id=found.repo_id, folder_path=folder, commit_message=message)
+    return str(found)
+
+
+@contextmanager
+def _faults(repository: str, remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, HFValidationError, CLIENT_ERROR) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise InputError(f"{repository}: the hub does not take it", found=reason, remedy=remedy) from None

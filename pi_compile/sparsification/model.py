@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+import torch
+from torch import nn
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.checkpoint.config import read_json
@@ -61,6 +63,28 @@ def load_model(checkpoint: Checkpoint) -> Any:
     # The stock forward pass of experts, whatever is quicker: the same sums everywhere.
     model.config._experts_implementation = "eager"
     return model
+
+
+def add_constants(model: Any) -> None:
+    """Give each FFN a constant vector that is trained: the bias of its down projection, in a family that has one.
+
+    Raises CheckpointError for a family without, and for a model that has one already.
+    """
+    config = model.config
+    if config.model_type != "llama" or config.mlp_bias:
+        has = "has biases in its FFNs, which are trained anyway" if getattr(config, "mlp_bias", False) else "has none"
+        raise CheckpointError(
+            f"target.constant: a {config.model_type} model {has}",
+            expected="a Llama without mlp_bias, whose FFN can be given a bias",
+            remedy="set target.constant = false",
+        )
+    config.mlp_bias = True
+    for module in model.modules():
+        if hasattr(module, "gate_proj"):
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                layer = getattr(module, name)
+                # The config has one switch for all three: two stay 0.
+                layer.bias = nn.Parameter(torch.zeros(layer.out_features), requires_grad=name == "down_proj")
 
 
 def packing_of(checkpoint: Checkpoint, window: int) -> Packing:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from pi_compile.report.drawing import colour, count_axis, digits, figure, log_axis, percent
+from pi_compile.report.drawing import colour, count_axis, digits, figure, log_axis, percent, png
 from pi_compile.report.figures import Chart, layer_colours, layer_legend
 from pi_compile.report.page import rendered
 from pi_compile.sparsification.recipe import SparsifyRecipe
@@ -32,6 +32,11 @@ def curves_page(record: dict[str, Any], charts: dict[str, Chart], model: Sequenc
         penalised=_penalised(model),
         charts=charts,
     )
+
+
+def pictures(charts: dict[str, Chart]) -> dict[str, bytes]:
+    """Charts as PNG, by name."""
+    return {name: png(chart.drawn, chart.legend) for name, chart in charts.items()}
 
 
 def render(template: str, **values: Any) -> str:

@@ -34,7 +34,7 @@ class MixtureSection(Section):
     field: str
     """Column that holds the text where the data has columns."""
     tune_tokens: Annotated[int, Field(ge=64)]
-    """Tokens of the tune text, which evaluations during the training and steering look at."""
+    """Tokens of the tune text, which evaluations during the training, steering and thresholds look at."""
     report_tokens: Annotated[int, Field(ge=64)]
     """Tokens of the held-out text, which the figures at the end are of."""
 
@@ -58,6 +58,19 @@ class TargetSection(Section):
 
     activation: Activation
     """`relu`, `drelu` (gate and up both cut off at 0), `relu2`, or `fatrelu`: relu with a threshold above 0."""
+    constant: bool
+    """Train a constant vector for each layer beside its FFN, as the bias of its down projection (Llama only)."""
+    thresholds: list[NotNegative]
+    """FATReLU's thresholds to choose from at the end; empty for others, and where `steer.sparsity` finds one."""
+    threshold_loss: NotNegative
+    """Largest relative increase of perplexity that the threshold may cost."""
+
+    @field_validator("thresholds")
+    @classmethod
+    def _of_fatrelu(cls, thresholds: list[float], info: ValidationInfo) -> list[float]:
+        if thresholds and info.data.get("activation", "fatrelu") != "fatrelu":
+            raise ValueError("should be empty unless activation is fatrelu")
+        return thresholds
 
 
 class StageSection(Section):
@@ -108,7 +121,17 @@ class SteerSection(Section):
     """A wanted sparsity, for which the penalty's weight, or the threshold of `fatrelu`, is set while training."""
 
     sparsity: Share
-    """Share of neurons that are 0; 0 leaves it to the stages."""
+    """Share of neurons that are 0; 0 leaves it to the stages and thresholds."""
+
+
+class StopSection(Section):
+    """When to end before the last step."""
+
+    sparsity: Share
+    """End when this share of neurons is 0 on the tune text; 0 for never."""
+    perplexity_ratio: NotNegative
+    """End, with the weights before, when perplexity on the tune text has been below this many times the original's
+    and exceeds it again; 0 for never."""
 
 
 class RunSection(Section):
@@ -129,6 +152,7 @@ class SparsifyRecipe(RecipeFile):
     stages: Annotated[list[StageSection], Field(min_length=1)]
     train: SparsifyTrainSection
     steer: SteerSection
+    stop: StopSection
     run: RunSection
 
     @property
@@ -175,7 +199,9 @@ def default_sparsify_recipe(
             tune_tokens=16_384,
             report_tokens=65_536,
         ),
-        target=TargetSection(activation=cast("Activation", activation)),
+        target=TargetSection(
+            activation=cast("Activation", activation), constant=False, thresholds=[], threshold_loss=0.001
+        ),
         stages=[
             StageSection(steps=1000 if steered else 100, penalty=0.0, curve="constant"),
             *([] if steered else rising),
@@ -195,6 +221,7 @@ def default_sparsify_recipe(
             seed=0,
         ),
         steer=SteerSection(sparsity=0.85 if steered else 0.0),
+        stop=StopSection(sparsity=0.0, perplexity_ratio=0.0),
         run=RunSection(every=100, control=True),
     )
 
@@ -209,11 +236,11 @@ def read_sparsify_recipe(path: Path) -> SparsifyRecipe:
             found=recipe.train.warmup_steps,
             remedy="lower it, or raise the steps of a stage",
         )
-    if recipe.target.activation == "fatrelu" and not recipe.steer.sparsity:
+    if recipe.target.activation == "fatrelu" and bool(recipe.target.thresholds) == bool(recipe.steer.sparsity):
         raise RecipeError(
-            f"{path}: steer.sparsity",
-            expected="more than 0 with target.activation = fatrelu: it finds the threshold",
-            found=recipe.steer.sparsity,
-            remedy="set it, or take relu",
+            f"{path}: target.activation = fatrelu",
+            expected="target.thresholds to choose from, or steer.sparsity, which finds a threshold, and not both",
+            found=f"thresholds = {recipe.target.thresholds}, sparsity = {recipe.steer.sparsity:g}",
+            remedy="set one of them, and the other to [] or 0.0",
         )
     return recipe

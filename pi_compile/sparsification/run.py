@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -24,7 +24,7 @@ from pi_compile.checkpoint import Checkpoint
 from pi_compile.errors import TrainingError
 from pi_compile.evaluation.window_scores import increase_interval
 from pi_compile.files import json_digest, write_text
-from pi_compile.sparsification import export
+from pi_compile.sparsification import export, trackers
 from pi_compile.sparsification.activation import Activation, FfnActivity
 from pi_compile.sparsification.checkpoints import (
     CONTROL,
@@ -40,10 +40,10 @@ from pi_compile.sparsification.data import EvaluationText, Packing, open_mixture
 from pi_compile.sparsification.estimate import check_room, estimate
 from pi_compile.sparsification.evaluation import Evaluation, evaluate
 from pi_compile.sparsification.export import model_card
-from pi_compile.sparsification.model import load_model, open_base, packing_of
-from pi_compile.sparsification.page import curves_charts, curves_page, curves_table
+from pi_compile.sparsification.model import add_constants, load_model, open_base, packing_of
+from pi_compile.sparsification.page import curves_charts, curves_page, curves_table, pictures
 from pi_compile.sparsification.recipe import SparsifyRecipe, read_sparsify_recipe
-from pi_compile.sparsification.training import Point, Trained, Training, Watch
+from pi_compile.sparsification.training import Base, Point, Trained, Training, Watch
 from pi_compile.workers import StageDoneError, Worker, WorkFolder
 from pi_runtime.errors import Setting, UsageError
 
@@ -88,31 +88,43 @@ def run_record(recipe: SparsifyRecipe, base: Evaluation, model: Arm, control: Ar
         "perplexity_increase": float(np.expm1(model.losses_N.mean() - against.mean())),
         "interval": None if interval is None else list(interval),
         **{name: value for name, value in facts.items() if name != "perplexity"},
-        **{name: getattr(trained, name) for name in ("steps", "schedule", "tokens", "seconds")},
+        **{name: getattr(trained, name) for name in ("steps", "ended", "schedule", "tokens", "seconds")},
     }
 
 
-def sparsify(recipe_path: Path, output: Path, device: str = "cpu", watch: Watch = Watch()) -> dict[str, Any]:
+def sparsify(
+    recipe_path: Path, output: Path, device: str = "cpu", watch: Watch = Watch(), track: Sequence[str] = ()
+) -> dict[str, Any]:
     """Make a model sparse, and write a Hugging Face folder. Returns what the folder's record says.
 
-    Raises UsageError for an output that is there, or `cuda:all` in one process, DoesNotFitError where the disk is too
-    small, and what reading the recipe, the checkpoint and the text, and training, raise.
+    `track` names trackers that accelerate knows. Raises UsageError for an output that is there, a tracker that is not,
+    or `cuda:all` in one process, DoesNotFitError where the disk is too small, and what reading the recipe, the
+    checkpoint and the text, and training, raise.
     """
     recipe = read_sparsify_recipe(recipe_path)
-    return carry_out(recipe, recipe_path.resolve().parent, output, device, watch)
+    return carry_out(recipe, recipe_path.resolve().parent, output, device, watch, track)
 
 
-def resume(finished: Path, steps: int, output: Path, device: str = "cpu", watch: Watch = Watch()) -> dict[str, Any]:
+def resume(
+    finished: Path, steps: int, output: Path, device: str = "cpu", watch: Watch = Watch(), track: Sequence[str] = ()
+) -> dict[str, Any]:
     """Train the model of a finished run for so many steps more, and write another folder, as `sparsify` does.
 
     The learning rate stays what it fell to. Raises UsageError where the run's last checkpoints are gone.
     """
     start = start_from(finished, steps)
-    return carry_out(start.recipe, start.folder, output, device, watch, start)
+    return carry_out(start.recipe, start.folder, output, device, watch, track, start=start)
 
 
 def carry_out(
-    recipe: SparsifyRecipe, folder: Path, output: Path, device: str, watch: Watch, start: Start | None = None
+    recipe: SparsifyRecipe,
+    folder: Path,
+    output: Path,
+    device: str,
+    watch: Watch,
+    track: Sequence[str],
+    *,
+    start: Start | None = None,
 ) -> dict[str, Any]:
     """Carry out a recipe whose paths are relative to `folder`."""
     export.check_folder(output)
@@ -125,7 +137,7 @@ def carry_out(
                 remedy="accelerate launch -m pi_compile sparsify … starts a process for each GPU",
             )
         torch.cuda.set_device(int(device.removeprefix("cuda:")))
-    accelerator = Accelerator(cpu=device == "cpu")
+    accelerator = Accelerator(cpu=device == "cpu", log_with=trackers.chosen(track) or None, project_dir=".")
     _check_shares(recipe, accelerator.num_processes)
     if not accelerator.is_main_process:
         watch = Watch()
@@ -214,8 +226,10 @@ class _Sparsification:
         self._identify(sources)
         self.watch.notice(needed.words())
         base, base_perplexity = self._evaluated_base()
-        model = self._arm(MODEL, self._train_model)
-        control = self._arm(CONTROL, lambda _: self._train_control()) if self.recipe.run.control else None
+        model = self._arm(MODEL, lambda path: self._train_model(base_perplexity, path))
+        control = (
+            self._arm(CONTROL, lambda _: self._train_control(model.trained.steps)) if self.recipe.run.control else None
+        )
         record = {**run_record(self.recipe, base, model, control), **self._circumstances(base, model, sources)}
         if self.accelerator.is_main_process:
             self._publish(record, base_perplexity, model, control)
@@ -261,6 +275,7 @@ class _Sparsification:
         path = self.work / f"{name}.json"
         if not path.exists():
             arm = make(self.work / f"{name}.out")
+            trackers.finish(self.accelerator)
             if self.accelerator.is_main_process:
                 write_text(path, arm.to_json())
                 Checkpoints(self.work / name, self.accelerator).keep_only(arm.trained.steps)
@@ -268,10 +283,11 @@ class _Sparsification:
             self.accelerator.wait_for_everyone()
         return read_arm(path)
 
-    def _training(self, name: str, model: Any, activity: FfnActivity | None, original: Any = None) -> Training:
+    def _training(self, name: str, model: Any, activity: FfnActivity | None, base: Base = Base()) -> Training:
         checkpoints = Checkpoints(self.work / name, self.accelerator)
         if self.start is not None:
             checkpoints.begin_with(self.start.checkpoint(name))
+        trackers.start(self.accelerator, self.output.name, name, self.work / "events", self.recipe)
         return Training(
             self.recipe,
             self.accelerator,
@@ -280,30 +296,34 @@ class _Sparsification:
             open_mixture(self.recipe.corpus, self.folder, self.texts.left_out(self.packing), self.recipe.train.seed),
             self.texts,
             checkpoints,
-            original,
-            watch=self.watch,
+            base,
+            watch=trackers.both(self.watch, self.accelerator),
             name=name,
         )
 
-    def _train_model(self, out: Path) -> Arm:
-        """Train the model with its new activation, and save it to `out`."""
+    def _train_model(self, base_perplexity: float, out: Path) -> Arm:
+        """Train the model with its new activation, choose a threshold, and save it to `out`."""
         target = self.recipe.target
         model = load_model(self.base)
         activity = FfnActivity(Activation(target.activation))
         activity.install(model)
+        if target.constant:
+            add_constants(model)
         original = self._original() if self.recipe.train.distillation else None
-        training = self._training(MODEL, model, activity, original)
-        trained = training.run(self._until)
+        training = self._training(MODEL, model, activity, Base(original, base_perplexity))
+        until = self.start.after + self.start.steps if self.start else None
+        trained = training.run(until, self.start.after if self.start else 0)
         if self.recipe.steer.sparsity and target.activation == "fatrelu":
             activity.share_threshold(self.accelerator.unwrap_model(training.model))
         export.round_weights(training.model, export.stored_dtype(self.base))
+        thresholds = self._choose_threshold(training, activity)
         state = self.accelerator.get_state_dict(training.model)
         found = training.evaluate(tune=False)
         probe_W = torch.from_numpy(self.texts.held_out[0, :_CHECKED])
         with torch.no_grad():
             wanted_WV = training.model.eval()(probe_W[None].to(self.accelerator.device)).logits[0].float().cpu()
         activation = Activation(target.activation, activity.thresholds[0])  # the same in all layers by now
-        facts = {**found.facts(), "threshold": activation.threshold}
+        facts = {**found.facts(), "threshold": activation.threshold, "thresholds": thresholds}
         if self.accelerator.is_main_process:
             unwrapped = self.accelerator.unwrap_model(training.model)
             shutil.rmtree(out, ignore_errors=True)  # of a run that was killed before it wrote the arm down
@@ -317,15 +337,23 @@ class _Sparsification:
         original = load_model(self.base).requires_grad_(False).eval()
         return original.to(self.accelerator.device)
 
-    @property
-    def _until(self) -> int:
-        """The step that trainings end at."""
-        return self.start.after + self.start.steps if self.start else self.recipe.steps
+    def _choose_threshold(self, training: Training, activity: FfnActivity) -> list[dict[str, float]]:
+        """Take the sparsest of FATReLU's thresholds within the allowed loss on the tune text; return what each does."""
+        target, rows = self.recipe.target, []
+        for threshold in sorted({0.0, *target.thresholds}) if target.thresholds else ():
+            activity.thresholds = [threshold] * len(activity.layers)
+            found = training.evaluate(tune=True)
+            rows.append({"threshold": threshold, "perplexity": found.perplexity, "sparsity": found.sparsity})
+        if rows:
+            allowed = rows[0]["perplexity"] * (1 + target.threshold_loss)
+            best = [row["threshold"] for row in rows if row["perplexity"] <= allowed][-1]
+            activity.thresholds = [best] * len(activity.layers)
+        return rows
 
-    def _train_control(self) -> Arm:
+    def _train_control(self, steps: int) -> Arm:
         """Train the model with its own activation on the same text."""
         training = self._training(CONTROL, load_model(self.base), None)
-        trained = training.run(self._until)
+        trained = training.run(steps)
         found = training.evaluate(tune=False)
         return Arm(trained, found.losses_N, found.facts())
 
@@ -349,7 +377,12 @@ class _Sparsification:
         points = () if control is None else control.trained.points
         charts = curves_charts(record, base_perplexity, model.trained.points, points)
         (out / "training.html").write_text(curves_page(record, charts, model.trained.points), encoding="utf-8")
+        for name, picture in pictures(charts).items():
+            (out / f"{name}.png").write_bytes(picture)
         (out / "curves.csv").write_text(curves_table(model.trained.points, points), encoding="utf-8")
+        if (self.work / "events").is_dir():
+            # A run that was killed here may have left a part of them.
+            shutil.copytree(self.work / "events", out / "events", dirs_exist_ok=True)
         export.check_folder(self.output)  # hours have passed
         self.watch.notice(keep(self.work, self.output, model.trained.steps, self.folder))
         out.rename(self.output)

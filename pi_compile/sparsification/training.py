@@ -1,4 +1,4 @@
-"""One training, from a model to its last step: the loop and its checkpoints.
+"""One training, from a model to its last step: the loop, its checkpoints, and when to end it.
 
     loss = language loss + penalty's weight · mean |h| + distillation · KL(original ‖ model)
 
@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -84,6 +84,10 @@ class _TrainingState:
     """Of the steps since the last point."""
     smoothed: float = 0.0
     lowest: float = math.inf
+    within: int = 0
+    """The last evaluated step whose perplexity was within the allowed ratio; 0 for none."""
+    ended: str = ""
+    """Why the training ended before its last step."""
     points: list[Point] = field(default_factory=list)
     schedule: int = 0
     """Steps that the learning rate falls through; in those beyond it stays what it came to."""
@@ -96,17 +100,25 @@ class Trained:
     steps: int
     tokens: int
     seconds: float
+    ended: str
     points: list[Point]
     data: dict[str, Any]
     """The position in the text that it came to, with the digest of all sequences."""
     schedule: int
 
 
-class Training:
-    """One model in training. `activity` is None for a model that keeps its own activation.
+@dataclass(frozen=True)
+class Base:
+    """What the model is held to while it is trained: the model that it was."""
 
-    `original` is the model that it was, where its words are distilled from that.
-    """
+    model: Any = None
+    """What its words are distilled from; None where nothing is."""
+    perplexity: float = math.inf
+    """On the tune text."""
+
+
+class Training:
+    """One model in training. `activity` is None for a model that keeps its own activation."""
 
     def __init__(
         self,
@@ -117,13 +129,13 @@ class Training:
         mixture: Mixture,
         texts: EvaluationText,
         checkpoints: Checkpoints,
-        original: Any = None,
+        base: Base = Base(),
         watch: Watch = Watch(),
         name: str = "model",
     ) -> None:
         self._recipe, self._accelerator, self._activity = recipe, accelerator, activity
         self._mixture, self._texts, self._checkpoints, self._watch = mixture, texts, checkpoints, watch
-        self._original = original
+        self._base = base
         self._autocast = recipe.train.dtype == "bf16"
         if recipe.train.activation_checkpointing:
             recompute_layers(model)
@@ -136,8 +148,10 @@ class Training:
             self._steering = kind(recipe.steer.sparsity, recipe.steps)
         self._name, self._state, self._until = name, _TrainingState(schedule=recipe.steps), recipe.steps
 
-    def run(self, until: int | None = None) -> Trained:
+    def run(self, until: int | None = None, after: int = 0) -> Trained:
         """Train from the newest checkpoint, if there is one, to the end, or to the step `until` of the schedule.
+
+        `after`: the step at which a finished training goes on; why it ended early counts no longer.
 
         Raises TrainingError where the loss is no number or rises far above its lowest, with the last good checkpoint.
         """
@@ -146,14 +160,20 @@ class Training:
         if steps := self._checkpoints.steps():
             self._restore(steps[-1])
             state = self._state
+            if state.step == after:
+                state.ended, state.within = "", 0
             self._watch.notice(f"goes on after step {state.step} of {self._until}")
-        while state.step < self._until:
+        while state.step < self._until and not state.ended:
             self._step()
             if state.step % every == 0 or state.step == self._until:
                 self._evaluate()
-                self._checkpoints.save(state.step, self._saved())
+                self._checkpoints.save(state.step, self._saved(), keep={state.within})
+        if state.ended and state.within and state.within != state.step:
+            self._restore(state.within)
+            self._state = replace(self._state, ended=state.ended)
+        final = self._state
         text, tokens = self._mixture.position, self._tokens()
-        return Trained(state.step, tokens, state.seconds, state.points, text, state.schedule)
+        return Trained(final.step, tokens, final.seconds, final.ended, final.points, text, final.schedule)
 
     def _step(self) -> None:
         """One step of the optimiser, over all micro-batches of this process."""
@@ -196,7 +216,7 @@ class Training:
                 logits_BWV = self.model(ids_BW).logits
             loss = language_loss(logits_BWV, ids_BW)
             total = loss
-            if self._original is not None:
+            if self._base.model is not None:
                 total = total + self._recipe.train.distillation * self._divergence(logits_BWV, ids_BW)
             self._accelerator.backward(total / parts)
         sums = [part for y in layers for part in (y.fired, y.magnitude, y.gates, y.fired.new_tensor(y.values))]
@@ -217,7 +237,7 @@ class Training:
         """KL(original ‖ model), mean over the tokens."""
         device = self._accelerator.device.type
         with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=self._autocast):
-            wanted_BWV = self._original(ids_BW).logits.float().log_softmax(-1)
+            wanted_BWV = self._base.model(ids_BW).logits.float().log_softmax(-1)
         found_BWV = logits_BWV.float().log_softmax(-1)
         return F.kl_div(found_BWV, wanted_BWV, reduction="sum", log_target=True) / ids_BW.numel()
 
@@ -248,8 +268,8 @@ class Training:
         )
 
     def _evaluate(self) -> None:
-        """Look at the tune text."""
-        state = self._state
+        """Look at the tune text, and decide whether to end."""
+        state, stop = self._state, self._recipe.stop
         found = self.evaluate(tune=True)
         mean = sum(state.losses) / len(state.losses)
         point = Point(
@@ -265,8 +285,17 @@ class Training:
         state.points.append(point)
         state.losses.clear()
         self._watch.point(point)
+        if self._activity is None:
+            return
         if self._steering is not None:
             self._steering.compare(found.sparsity_L)
+        allowed = stop.perplexity_ratio * self._base.perplexity
+        if stop.perplexity_ratio and found.perplexity <= allowed:
+            state.within = state.step
+        elif stop.perplexity_ratio and state.within:
+            state.ended = f"perplexity exceeded {stop.perplexity_ratio:g} times the original's"
+        if stop.sparsity and found.sparsity >= stop.sparsity and not state.ended:
+            state.ended = f"sparsity reached {stop.sparsity:g}"
 
     def evaluate(self, *, tune: bool) -> Evaluation:
         """What the model does now on the tune text, or on the held-out text."""

@@ -100,11 +100,12 @@ class WorkFolder:
         """Let nobody else hold the same name while the block runs; waits for who does.
 
         A process of this machine that was stopped still holds it. Raises StageDoneError if the stage is finished by
-        then, and UsageError if the folder was removed.
+        then, UsageError if the folder was removed, and what the worker is stopped with.
         """
         pause, is_told = SHORTEST, False
         while (claim := self._claim_alone(name)) is None:
             self._check_finished()
+            self.worker.check()
             if pause == LONGEST and not is_told:
                 self.worker.notice(f"{self.path}: another process is at work; waiting for it")
                 is_told = True
@@ -156,6 +157,7 @@ class WorkFolder:
                 return
             self._check_finished()
             self._check(listing)
+            self.worker.check()
             ready = (name for name in missing if done.issuperset(needs.get(name, ())))
             taken = self._claim_some(ready, listing, share)
             if taken:
@@ -179,6 +181,8 @@ class WorkFolder:
     def _claim_some(self, ready: Iterator[str], listing: _Listing, share: int) -> dict[str, Path]:
         """Up to a share of the tasks, each with the claim that this worker has made."""
         taken: dict[str, Path] = {}
+        if self.worker.rank.watches:
+            return taken
         for name in ready:
             claim = self._claim(name, listing)
             if claim is not None:

@@ -35,7 +35,9 @@ class Rank:
     local: int = 0
     """Number among the workers of the same machine."""
     launcher: str = ""
-    """torchrun, slurm or local; empty for a process that was started by hand."""
+    """torchrun, slurm, ray or local; empty for a process that was started by hand."""
+    watches: bool = False
+    """Whether it claims no tasks, and only waits for the others."""
 
     @property
     def leads(self) -> bool:
@@ -148,6 +150,7 @@ class Worker:
         self._task = _Timed("", 0)
         self._done, self._total = 0, 0
         self._seen: dict[str, _Seen] = {}
+        self._stopped: Exception | None = None
         self.call_help: Callable[[], None] = lambda: None
         """Is called before a stage that has to be made: starts other workers that have not been needed until then."""
         self._leaving = threading.Event()
@@ -219,6 +222,15 @@ class Worker:
         """Whether a worker of another build may be at work in the same folder."""
         others = [w["name"] for w in workers_in(self.folder) if w.get("build") != self.build]
         return bool(list(filter(self.lives, others)))  # each is looked at: a later look may see that it has ended
+
+    def stop(self, reason: Exception) -> None:
+        """End this worker's waiting: `check` raises the reason from now on."""
+        self._stopped = reason
+
+    def check(self) -> None:
+        """Raise what `stop` was called with."""
+        if self._stopped is not None:
+            raise self._stopped
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.json"

@@ -24,6 +24,7 @@ EXTRA_OF = {
     "llguidance": "grammar",
     "starlette": "serve",
     "uvicorn": "serve",
+    "ray": "ray",
 }
 """Extra that installs each optional package."""
 FLAGS = {"context": "--ctx-size", "output": "-o"}

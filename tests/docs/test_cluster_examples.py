@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 from collections.abc import Callable
@@ -76,3 +77,16 @@ def test_torchrun_starts_a_worker_a_gpu(stub: Stub) -> None:
     assert (read.nnodes, read.nproc_per_node, read.module, read.training_script) == ("2", "8", True, "pi_compile")
     assert read.rdzv_endpoint == "head.example:29500"
     check_build(read.training_script_args)
+
+
+def test_ray_s_cluster_has_the_machines_it_names() -> None:
+    yaml = pytest.importorskip("yaml")
+    text = (EXAMPLES / "ray.yaml").read_text("utf-8")
+    found = yaml.safe_load(text)
+    workers = found["provider"]["worker_ips"]
+    assert found["min_workers"] == found["max_workers"] == len(workers)
+    port = re.search(r"--port=(\d+)", found["head_start_ray_commands"][-1])
+    assert port
+    assert found["worker_start_ray_commands"][-1].endswith(f"$RAY_HEAD_IP:{port[1]}")
+    (command,) = re.findall(r"ray exec ray\.yaml '.*&& pi-compile (.*)'", text)
+    check_build(shlex.split(command))

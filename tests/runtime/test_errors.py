@@ -14,7 +14,7 @@ from pi_runtime.errors.exit_codes import code_and_message, flag
 
 FLAG = re.compile(r"(?:^|[\s`])--[a-z…]")
 COMMAND = re.compile(
-    r"\b(pi-compile|pi-run|pi-serve|accelerate launch|llama-gguf-split|start the server with|python -m) "
+    r"\b(pi-compile|pi-run|pi-serve|accelerate launch|llama-gguf-split|ray start|start the server with|python -m) "
 )
 """What stands before the flags of a whole command, which a remedy may quote."""
 

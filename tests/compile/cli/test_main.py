@@ -33,14 +33,14 @@ from pi_runtime.commands.run import app as pi_run
 from pi_runtime.kernels.codegen import jit
 
 EVERYWHERE = {"--json", "--debug"}
-BUILD = ("RECIPE", "--device", "--workers", "--numa", "--heartbeat")
+BUILD = ("RECIPE", "--device", "--workers", "--ray", "--numa", "--heartbeat")
 FLAGS = {
     "init": {
         *("MODEL", "-o", "--output", "--corpus", "--revision", "--ignore-config", "--activation", "--sparsify"),
         "--force",
     },
     "sparsify": {
-        *("[RECIPE]", "-o", "--output", "--device", "--resume", "--steps"),
+        *("[RECIPE]", "-o", "--output", "--device", "--resume", "--steps", "--track", "--push"),
     },
     "profile": {*BUILD, "--export"},
     "train": {*BUILD, "--export"},

@@ -39,7 +39,10 @@ def test_the_packages_are_those_of_the_project() -> None:
     extras = PROJECT["optional-dependencies"]
     assert {name: set(packages) for name, packages in doctor.EXTRAS.items()} == {
         "runtime": required(PROJECT["dependencies"]),
-        **{name: required(extras[name]) for name in ("place", "report", "pack", "compile", "cuda", "grammar", "serve")},
+        **{
+            name: required(extras[name])
+            for name in ("place", "report", "pack", "compile", "cuda", "grammar", "serve", "ray")
+        },
     }
     assert set(EXTRA_OF) == {package for extra in extras.values() for package in required(extra)}
     within = required(extras["place"]) | required(extras["pack"])  # compile has these too
@@ -49,14 +52,16 @@ def test_the_packages_are_those_of_the_project() -> None:
 def test_every_topic_has_a_finding() -> None:
     findings = doctor.diagnose()
     topics = "python cores memory processor threading_layer kernels gpu bundled_data runtime"
-    extras = [f"extra {name}" for name in ("place", "report", "pack", "compile", "cuda", "grammar", "serve")]
+    extras = [f"extra {name}" for name in ("place", "report", "pack", "compile", "cuda", "grammar", "serve", "ray")]
     assert [finding.topic.replace(" ", "_") for finding in findings[:9]] == topics.split()
     assert [finding.topic for finding in findings[9:]] == extras
     assert all(finding.found for finding in findings)
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_spec", without("torch", "zarr", "highspy", "gguf", "llguidance", "starlette"))
+    monkeypatch.setattr(
+        doctor, "find_spec", without("torch", "zarr", "highspy", "gguf", "llguidance", "starlette", "ray")
+    )
     finding = found("extra compile")
     assert finding.found == "missing torch, zarr"
     assert finding.remedy == f"{sys.executable} -m pip install 'pi-toolchain[compile]'"
@@ -70,7 +75,7 @@ def test_what_is_installed_is_named_with_its_version() -> None:
 
 
 def test_without_torch_no_gpu_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_spec", without("torch", "gguf", "llguidance", "starlette"))
+    monkeypatch.setattr(doctor, "find_spec", without("torch", "gguf", "llguidance", "starlette", "ray"))
     finding = found("gpu")
     assert "torch is not installed" in finding.found
     assert "pi-toolchain[cuda]" in finding.remedy

@@ -1,6 +1,6 @@
 """A folder with text and small models, and a way to sparsify one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,11 @@ def sparsified(bases: Path, tmp_path: Path) -> Sparsify:
     from pi_compile.sparsification.run import sparsify
     from pi_compile.sparsification.training import Watch
 
-    def run(model: str = "model", output: str = "out", watch: Watch = Watch(), **changes: Any) -> dict[str, Any]:
+    def run(
+        model: str = "model", output: str = "out", watch: Watch = Watch(), track: Sequence[str] = (), **changes: Any
+    ) -> dict[str, Any]:
         recipe = bases / f"{tmp_path.name}-{output}.toml"
         recipe.write_text(small_recipe(model, **changes).to_toml())
-        return sparsify(recipe, tmp_path / output, watch=watch)
+        return sparsify(recipe, tmp_path / output, watch=watch, track=track)
 
     return run

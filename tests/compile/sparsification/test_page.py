@@ -46,6 +46,7 @@ def record(*, control: bool, **changes: Any) -> dict[str, Any]:
         "steps": 8,
         "schedule": 8,
         "tokens": 2048,
+        "ended": "",
         "base": {"digest": "0" * 64},
         "held_out": {"windows": 128, "tokens": 16_384},
         "text": {"position": {"digest": "0" * 64}},

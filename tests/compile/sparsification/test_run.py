@@ -58,6 +58,7 @@ def test_the_way_from_a_dense_model_to_tokens(bases: Path, tmp_path: Path, capsy
     assert f"| sparsity, mean over layers | {record['sparsity']:.1%} |" in card
     assert len({path.stat().st_mode for path in (tmp_path / "sparse").iterdir() if path.is_file()}) == 1
     assert (tmp_path / "sparse.checkpoint" / "control" / "step-00000008").is_dir()
+    assert (tmp_path / "sparse" / "loss.png").read_bytes()[:4] == b"\x89PNG"
     head, first, *_ = (tmp_path / "sparse" / "curves.csv").read_text().splitlines()
     assert (head.count(","), first.split(",")[:2]) == (first.count(","), ["model", "4"])
     html = (tmp_path / "sparse" / "training.html").read_text()
@@ -103,7 +104,7 @@ def test_what_is_printed_for_people(bases: Path, tmp_path: Path, capsys: pytest.
             3,
             r"train.warmup_steps\n  expected: less than the 8 steps.*\n.*\n  try: lower",
         ),
-        ({"target": {"activation": "fatrelu"}}, 3, r"steer.sparsity\n  expected: more than 0 .*\n.*\n  try: set it"),
+        ({"target": {"activation": "fatrelu"}}, 3, r"activation = fatrelu\n.*\n  found: .*\n  try: set one of them"),
         ({"train": {"window": 4096}}, 3, r"window = 4096\n  expected: at most 40"),
         ({"corpus": {"text": ["no.txt"]}}, 3, "no.txt: no text found"),
     ],

@@ -1,6 +1,7 @@
 """The training itself: the same sums however they are cut, and an end where one is due."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from support.sparsifying import small_recipe
 
-from pi_compile.errors import TrainingError
+from pi_compile.errors import CheckpointError, TrainingError
 from pi_compile.recipe import read_toml
-from pi_compile.sparsification import training
+from pi_compile.sparsification import run, training
 from pi_compile.sparsification.recipe import SparsifyRecipe
 
 FEW = [{"steps": 4, "penalty": 0.1, "curve": "constant"}]
@@ -64,6 +65,70 @@ def test_the_control_and_its_interval(sparsified: Any) -> None:
     assert perplexity["control"] < perplexity["base"]
 
 
+def test_a_constant_becomes_a_bias(tmp_path: Path, sparsified: Any) -> None:
+    record = sparsified(stages=FEW, target={"constant": True})
+    found = weights(tmp_path / "out")
+    assert found["model.layers.0.mlp.down_proj.bias"].abs().sum() > 0
+    assert not found["model.layers.0.mlp.gate_proj.bias"].any()
+    assert record["stock"]
+    with pytest.raises(CheckpointError, match=r"target.constant: a mistral model has none"):
+        sparsified("mistral", stages=FEW, target={"constant": True}, output="no")
+
+
+def test_a_threshold_is_chosen_within_the_allowed_loss(sparsified: Any) -> None:
+    target = {"activation": "fatrelu", "thresholds": [0.001, 0.05, 50.0], "threshold_loss": 0.05}
+    record = sparsified(stages=FEW, target=target)
+    rows = {row["threshold"]: row for row in record["thresholds"]}
+    assert list(rows) == [0.0, 0.001, 0.05, 50.0]
+    assert rows[50.0]["sparsity"] == 1.0
+    allowed = [t for t, row in rows.items() if row["perplexity"] <= 1.05 * rows[0.0]["perplexity"]]
+    assert record["threshold"] == max(allowed)
+    assert record["sparsity"] >= rows[0.0]["sparsity"] - 0.05
+
+
+def test_a_training_ends_at_the_sparsity_wanted(sparsified: Any) -> None:
+    record = sparsified(stop={"sparsity": 0.3}, run={"every": 2, "control": True})
+    assert (record["steps"], record["ended"]) == (2, "sparsity reached 0.3")
+    assert record["tokens"] == 2 * 8 * 32
+
+
+def test_a_training_ends_before_the_perplexity_is_too_high(sparsified: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate, factors = training.evaluate, iter([1.0, 0.5, 0.6, 3.0])
+
+    def rising(*arguments: Any) -> Any:
+        found = evaluate(*arguments)
+        found.losses_N[:] = math.log(next(factors, 0.7)) + base
+        return found
+
+    base = math.log(sparsified(stages=FEW, output="first")["perplexity"]["base"])
+    monkeypatch.setattr(training, "evaluate", rising)
+    record = sparsified(stop={"perplexity_ratio": 0.8}, run={"every": 2})
+    assert (record["steps"], record["ended"]) == (6, "perplexity exceeded 0.8 times the original's")
+
+
+def test_perplexity_is_compared_with_the_base_on_the_same_text(
+    sparsified: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tune text; the base on the held-out text may be far better or worse."""
+    compared: list[float] = []
+    evaluate, began = run.evaluate, run.Training
+
+    def by_length(*arguments: Any) -> Any:
+        found = evaluate(*arguments)
+        found.losses_N[:] = 1.0 if len(found.losses_N) == 128 // 32 else 2.0
+        return found
+
+    def begun(*arguments: Any, **options: Any) -> Any:
+        compared.extend(held.perplexity for held in arguments if isinstance(held, training.Base))
+        return began(*arguments, **options)
+
+    monkeypatch.setattr(run, "evaluate", by_length)
+    monkeypatch.setattr(run, "Training", begun)
+    record = sparsified(stages=FEW, corpus={"tune_tokens": 128, "report_tokens": 256})
+    assert compared == [pytest.approx(math.e)]
+    assert record["perplexity"]["base"] == pytest.approx(math.e**2)
+
+
 def test_the_sparsity_wanted_is_told_at_each_evaluation(sparsified: Any) -> None:
     told: list[training.Point] = []
     sparsified(steer={"sparsity": 0.9}, run={"every": 2}, watch=training.Watch(point=told.append))
@@ -72,6 +137,24 @@ def test_the_sparsity_wanted_is_told_at_each_evaluation(sparsified: Any) -> None
     told.clear()
     sparsified(output="free", watch=training.Watch(point=told.append))
     assert {point.wanted for point in told} == {0.0}
+
+
+def test_a_training_that_ends_for_two_reasons_names_the_one_that_counts(
+    sparsified: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the weights before the perplexity rose that are kept, whatever the sparsity after."""
+    evaluate, evaluations = training.evaluate, iter([(1.0, 0.1), (0.5, 0.2), (3.0, 0.9)])
+
+    def scripted(*arguments: Any) -> Any:
+        factor, sparsity = next(evaluations, (0.7, 0.2))
+        found = evaluate(*arguments)
+        found.losses_N[:] = math.log(factor) + base
+        return replace(found, sparsity_L=(sparsity,) * len(found.sparsity_L))
+
+    base = math.log(sparsified(stages=FEW, output="first")["perplexity"]["base"])
+    monkeypatch.setattr(training, "evaluate", scripted)
+    record = sparsified(stop={"perplexity_ratio": 0.8, "sparsity": 0.6}, run={"every": 2})
+    assert (record["steps"], record["ended"]) == (4, "perplexity exceeded 0.8 times the original's")
 
 
 def test_a_loss_that_is_no_number_ends_it(sparsified: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from pi_compile.workers import Rank, StageDoneError, Worker, WorkFolder, failure
 from pi_compile.workers import tasks as tasks_module
 from pi_compile.workers import worker as worker_module
 from pi_compile.workers.worker import this_process
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import NotMetError, UsageError
 
 SHORT = 0.2
 """A heartbeat that a test can wait for."""
@@ -144,6 +144,14 @@ def test_an_interrupted_task_is_free_again(worker: Worker, folder: Path) -> None
 
     with pytest.raises(KeyboardInterrupt):
         WorkFolder(folder, worker).run({"a": interrupted})
+    assert names(folder) == []
+
+
+def test_a_worker_can_be_told_to_wait_no_longer(tmp_path: Path, folder: Path) -> None:
+    with Worker(tmp_path / "workers", Rank(watches=True), heartbeat=SHORT) as watcher:
+        threading.Timer(0.05, watcher.stop, [NotMetError("nobody is left")]).start()
+        with pytest.raises(NotMetError, match="nobody is left"):
+            WorkFolder(folder, watcher).run({"a": writes(folder, "a")})
     assert names(folder) == []
 
 
@@ -356,15 +364,14 @@ def test_who_waits_hears_that_it_is_finished(tmp_path: Path, worker: Worker, fol
 
 def test_who_waits_sees_who_holds_it_now(worker: Worker, tmp_path: Path, folder: Path) -> None:
     """The next holder's claim may have the name of the one before, who has ended."""
-    waited = threading.Event()
-    waiting = WorkFolder(folder, worker, waited.is_set)
+    waiting = WorkFolder(folder, worker)
     left = claim(folder, "run", "gone-1-0")
     assert not waiting._held(left, or_sleeps=True)
     left.unlink()
     with Worker(tmp_path / "workers") as other, WorkFolder(folder, other).held("run"):
         assert names(folder) == ["run.claim-0"]
-        threading.Timer(0.05, waited.set).start()
-        with pytest.raises(StageDoneError), waiting.held("run"):
+        threading.Timer(0.05, worker.stop, [NotMetError("waited long enough")]).start()
+        with pytest.raises(NotMetError, match="long enough"), waiting.held("run"):
             pass
 
 
@@ -409,6 +416,7 @@ def test_who_claims_beside_a_new_holder_gives_up(
 ) -> None:
     """Another may take over between this worker's look at the old holder and its claim."""
     left = claim(folder, "run", "gone-1-0")
+    worker.stop(NotMetError("waits"))
     with Worker(tmp_path / "workers") as other:
         holding = WorkFolder(folder, other).held("run")
 
@@ -420,7 +428,7 @@ def test_who_claims_beside_a_new_holder_gives_up(
             return Worker.lives(worker, name, **options)
 
         monkeypatch.setattr(worker, "lives", lives)
-        with pytest.raises(StageDoneError), WorkFolder(folder, worker, lambda: True).held("run"):
+        with pytest.raises(NotMetError, match="waits"), WorkFolder(folder, worker).held("run"):
             pytest.fail("two hold it")
         assert left.read_text() == other.name
         assert names(folder) == ["run.claim-0"]
@@ -441,6 +449,7 @@ def test_a_holder_whose_number_is_another_process_now_is_taken_over(
     here = this_process()
     elsewhere(tmp_path, "killed-1-0", heartbeat=10_000.0, **here | {"started": here["started"] - 1})
     claim(folder, "run", "killed-1-0")
+    worker.stop(NotMetError("waits"))
     with WorkFolder(folder, worker).held("run"):
         assert names(folder) == ["run.claim-0", "run.claim-1"]
 
@@ -481,9 +490,8 @@ def test_a_stopped_holder_still_holds(
 
     process = holder(SHORT)
     os.kill(process.pid, signal.SIGSTOP)
-    waited = threading.Event()
-    threading.Timer(3 * SHORT, waited.set).start()
-    with pytest.raises(StageDoneError), WorkFolder(folder, worker, waited.is_set).held("a"):
+    threading.Timer(3 * SHORT, worker.stop, [NotMetError("waited long enough")]).start()
+    with pytest.raises(NotMetError, match="long enough"), WorkFolder(folder, worker).held("a"):
         pass
     os.kill(process.pid, signal.SIGCONT)
     assert process.communicate("\n") == ("left\n", None)
