@@ -147,7 +147,9 @@ def place(
     options: BuildOptions,
     lock: Annotated[bool, typer.Option("--lock", help="Write the placements to the recipe's .lock.")] = False,
     locked: Annotated[bool, typer.Option("--locked", help="Compare them with the recipe's .lock.")] = False,
-    solver: Annotated[str, typer.Option(help="exact; or highs (an independent proof).")] = "exact",
+    solver: Annotated[
+        str, typer.Option(help="exact; or highs (an independent proof), or greedy (a heuristic).")
+    ] = "exact",
     time_limit: Annotated[float, typer.Option(min=0.1, help="Seconds for one budget, with --solver highs.")] = 60.0,
     as_json: Json = False,
     debug: Debug = False,

@@ -215,8 +215,8 @@ def place(
     Without `predictors`, rungs and ranks are by rule. `objective` is `time` (least predicted time of a token) or
     `hot-mass` (most activations on the GPU, as PowerInfer has it). The cache holds `context` positions, at most the
     model's. Solved are the budgets of 10, 25, 50, 75 and 100 % of the GPU memory that takes everything, and those of
-    `vram_gib`; `ram_gib` is the budget of RAM, 0 for all that the machine has. `solver` is `exact` or `highs` (an
-    independent proof, within `seconds` a budget). `machine` and `formats` are as for `train`.
+    `vram_gib`; `ram_gib` is the budget of RAM, 0 for all that the machine has. `solver` is `exact`, `highs` (an
+    independent proof, within `seconds` a budget) or `greedy` (a heuristic). `machine` and `formats` are as for `train`.
 
     Returns a placement for each GPU budget, by rising budget, with its predicted time and its bytes by part; none where
     the machine has no GPU. Where it has a disk and the model does not fit in memory, placements on the CPU for a ladder

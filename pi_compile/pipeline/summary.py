@@ -92,7 +92,7 @@ def place_report(placements: Sequence[Placement]) -> dict[str, Any]:
 
 
 def _placement(p: Placement) -> dict[str, Any]:
-    plan = asdict(replace(p.plan, rows=None))
+    plan, heuristic = asdict(replace(p.plan, rows=None)), p.heuristic
     digest, predicted, _ = (plan.pop(key) for key in ("digest", "predicted_ns", "rows"))
     from_disk = {"ram_budget": p.ram, "hit_rate": p.hit_rate, "read_bytes": p.read_bytes} if p.rows else {}
     return {
@@ -100,6 +100,7 @@ def _placement(p: Placement) -> dict[str, Any]:
         **from_disk,
         "predicted_tokens_per_s": 1e9 / predicted,
         "gap": p.gap,
+        "heuristic_tokens_per_s": None if heuristic is None else 1e9 / heuristic.ns,
         "activations_on_gpu": p.activations_on_gpu,
         "attention_layers_on_gpu": plan["attention"].count("gpu"),
         "smallest_cut": min(plan["cuts"]),

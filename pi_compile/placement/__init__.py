@@ -4,5 +4,5 @@
 """
 
 from pi_compile.placement.formulation import Assignment, Problem, all_cpu
-from pi_compile.placement.hot_mass import hottest_cuts
+from pi_compile.placement.greedy import hottest_cuts
 from pi_compile.placement.stage import LADDER, SECONDS, SOLVERS, Placement, ladder, place, ram_ladder

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from pi_compile.cost_model import CPU, GPU, Costs, Ints
 from pi_compile.placement.formulation import Assignment, Problem, Solution
-from pi_compile.placement.hot_mass import hot_mass
+from pi_compile.placement.greedy import hot_mass
 from pi_compile.placement.solvers.mixed_integer_program import MixedIntegerProgram
 
 Term = tuple[npt.ArrayLike, npt.ArrayLike]

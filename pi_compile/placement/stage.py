@@ -7,17 +7,14 @@ before its cut go to the GPU. On a machine with a disk, rows of the others may b
 `time` takes the better of the best placement in memory and the best one with rows on disk.
 """
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from pi_compile.cost_model import CPU, GPU, RowChoice, TokenTime, Workload
 from pi_compile.files import json_digest
 from pi_compile.placement.formulation import Assignment, Problem, Sizes, Solution, all_cpu
-from pi_compile.placement.hot_mass import hot_mass
+from pi_compile.placement.greedy import greedy, hot_mass
 from pi_compile.placement.solvers.constrained_path import solve
 from pi_compile.placement.three_tiers import ThreeTiers
 from pi_runtime.artifact.decoding import attributes
@@ -51,6 +48,8 @@ class Placement:
     of the time."""
     bound_ns: int | None
     """Lower bound of the time: by the linear relaxation from which the exact solver starts, or as HiGHS proves it."""
+    heuristic: TokenTime | None
+    """The time that the greedy heuristic reaches; None where the exact solver was not used."""
     activations_on_gpu: float
     """Share of all activations that the neurons on the GPU account for."""
     digest: str
@@ -116,7 +115,7 @@ class Placement:
         )
 
 
-SOLVERS = ("exact", "highs")
+SOLVERS = ("exact", "highs", "greedy")
 SECONDS = 60.0
 """Seconds that HiGHS has for one placement."""
 LADDER = (10, 25, 50, 75, 100)
@@ -136,10 +135,10 @@ def place(
 ) -> Placement:
     """The best placement within `vram` bytes of GPU memory and `ram` bytes of RAM, with the process.
 
-    `solver`: `exact`; or `highs`, which solves either objective as one program within `seconds` and proves its own gap.
-    Ties of `exact`: least time, then least GPU bytes, then least RAM, then GPU before CPU and larger cuts before
-    smaller, in the order embedding, layers, head. Raises DoesNotFitError with the bytes needed and budgets that fit,
-    NotMetError where `seconds` are too few for HiGHS.
+    `solver`: `exact`; `highs`, which solves either objective as one program within `seconds` and proves its own gap;
+    `greedy`, a heuristic for the objective `time`. Ties of `exact`: least time, then least GPU bytes, then least RAM,
+    then GPU before CPU and larger cuts before smaller, in the order embedding, layers, head. Raises DoesNotFitError
+    with the bytes needed and budgets that fit, NotMetError where `seconds` are too few for HiGHS.
     """
     vram = vram if problem.has_gpu else 0
     room, exact = ram - PROCESS_NBYTES, solver == "exact" and objective == "time"
@@ -148,6 +147,8 @@ def place(
         found = _by_highs(problem, vram, room, objective, seconds)
     elif objective == "hot-mass":
         found = Solution(assignment=hot_mass(problem, vram))
+    elif solver == "greedy":
+        found = Solution(assignment=greedy(problem, vram, room))
     else:
         found = _exact(problem, vram, room)
     if found is None or (not found.rows and problem.used(found.assignment)[1] > room):
@@ -175,6 +176,7 @@ def place(
         ram_bytes=ram_bytes,
         gap=found.gap,
         bound_ns=found.bound_ns,
+        heuristic=problem.time(greedy(problem, vram, room)) if exact and not rows else None,
         activations_on_gpu=work.activations_on_gpu(assignment.cuts),
         digest=json_digest({"inputs": inputs, "answer": {**asdict(assignment), **_divided(rows)}}),
         rows=rows,
@@ -263,19 +265,18 @@ def _by_highs(problem: Problem, vram: int, ram: int, objective: str, seconds: fl
 
 
 def _does_not_fit(problem: Problem, vram: int, ram: int, *, disk: bool) -> DoesNotFitError:
-    """The error with what is needed, what there is, and budgets that fit: one raised, the other kept.
+    """The error with what is needed, what there is, and the nearest budgets that fit: one raised, the other kept.
 
     `disk`: rows may be on disk, where the machine has one.
     """
     sizes, room = problem.sizes, ram - PROCESS_NBYTES
-    _, enough_ram = problem.used(_filled(problem, vram))
+    _, enough_ram = problem.used(greedy(problem, vram, ram=0))
     if disk and problem.rows is not None:
         enough_ram = min(enough_ram, *(_tiers(problem, budget).least_ram() for budget in (0, vram)))
     enough_ram, everything = enough_ram + PROCESS_NBYTES, sizes.everything + PROCESS_NBYTES
+    enough_vram, _ = problem.used(greedy(problem, 1 << 62, ram=room))
     fits = [f"{enough_ram} bytes of RAM ({enough_ram / 2**30:.2f} GiB) with this GPU budget"]
     if sizes.workspace[CPU] <= room and problem.has_gpu:
-        budgets = range(sizes.all_on_gpu)
-        enough_vram = bisect_left(budgets, True, key=lambda vram: problem.used(_filled(problem, vram))[1] <= room)
         fits.append(f"{enough_vram} bytes of GPU memory ({enough_vram / 2**30:.2f} GiB) with this RAM")
     return DoesNotFitError(
         "the model does not fit: no placement keeps both budgets",
@@ -283,27 +284,6 @@ def _does_not_fit(problem: Problem, vram: int, ram: int, *, disk: bool) -> DoesN
         found=f"{vram} bytes of GPU memory and {ram} bytes of RAM ({(vram + ram) / 2**30:.2f} GiB together)",
         remedy=" or ".join(fits),
     )
-
-
-def _filled(problem: Problem, vram: int) -> Assignment:
-    """As much on the GPU as fits: embedding and head, attention of the first layers, then neurons."""
-    sizes, layers = problem.sizes, problem.work.decoder.n_layers
-    free = vram - sizes.workspace[GPU]
-    if not problem.has_gpu or free < 0:
-        return all_cpu(layers)
-    # A tied head on the embedding's side shares its matrix.
-    ends = sizes.embedding + sizes.parts.head + sizes.parts.final_norm
-    end = GPU if ends <= free else CPU
-    free -= ends if end == GPU else 0
-    sides, cuts = [CPU] * layers, []
-    for n in range(layers):
-        if sizes.attention(n) <= free:
-            sides[n], free = GPU, free - sizes.attention(n)
-    for _ in range(layers):
-        fits = np.searchsorted(problem.costs.cuts, free // sizes.parts.neuron, side="right")
-        cuts.append(int(problem.costs.cuts[fits - 1]))
-        free -= cuts[-1] * sizes.parts.neuron
-    return Assignment(sides=tuple(sides), cuts=tuple(cuts), embedding=end, head=end)
 
 
 def ladder(

@@ -1,6 +1,6 @@
 """Predicted against published tokens per second: this design, PowerInfer's, and a split by layers.
 
-    python tests/benchmarks/published.py [--format q4] [--svg docs/pictures/published.svg]
+    python tests/benchmarks/published.py [--format q4] [--solver greedy] [--svg docs/pictures/published.svg]
 
 The rows are the measurements of PowerInfer (SOSP'24): in FP16 its figures 10 and 11 (OPT-6.7B: its first version), in
 INT4 (q4) its figure 13. They are tokens per second of llama.cpp at 512 tokens of output, and PowerInfer's steady rate,
@@ -124,10 +124,10 @@ def baselines(row: Published, fmt: str = "f16") -> tuple[float, float]:
     return baselines.layer_split(left).tokens_per_s, baselines.powerinfer(left).tokens_per_s
 
 
-def predict(row: Published, fmt: str = "f16") -> Predicted:
+def predict(row: Published, fmt: str = "f16", solver: str = "exact") -> Predicted:
     """All three rates for one row."""
     work, machine, vram = _given(row, fmt)
-    ours = place(Problem.of(work, machine), vram, int(machine.cpu.ram_gib * 2**30))
+    ours = place(Problem.of(work, machine), vram, int(machine.cpu.ram_gib * 2**30), solver=solver)
     return Predicted(PICO / ours.time.total, *baselines(row, fmt))
 
 
@@ -145,10 +145,11 @@ def errors(pairs: list[tuple[float, float]]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--format", choices=tuple(ROWS), default="f16", help="number format of the weights")
+    parser.add_argument("--solver", choices=("exact", "greedy"), default="exact", help="of this design's placement")
     parser.add_argument("--svg", type=Path, help="draw the table")
     args = parser.parse_args()
     rows = ROWS[args.format]
-    found = [predict(row, args.format) for row in rows]
+    found = [predict(row, args.format, args.solver) for row in rows]
     print(
         "| machine | model | prompt | layer split | predicted | | PowerInfer | predicted | | this design, predicted |"
     )

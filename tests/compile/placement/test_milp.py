@@ -78,7 +78,7 @@ def test_too_little_time_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [(("--solver", "best"), "exact, highs"), (("--solver", "highs", "--locked"), "whose ties are by rule")],
+    [(("--solver", "best"), "exact, highs, greedy"), (("--solver", "highs", "--locked"), "whose ties are by rule")],
     ids=["unknown", "lock"],
 )
 def test_flags_that_cannot_be(flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from pi_compile.cost_model.workload import Workload
 from pi_compile.errors import ProfileError
 from pi_compile.machine.profile import Gpu, Machine, bundled_machines, find_machine, read_machine
 from pi_compile.placement.formulation import Problem, Sizes
-from pi_compile.placement.hot_mass import least_neurons
+from pi_compile.placement.greedy import least_neurons
 from pi_compile.placement.stage import ladder, place
 from pi_compile.results.activation_profile import LayerWork
 from pi_runtime.errors import DoesNotFitError
@@ -45,14 +45,25 @@ def test_three_layers_equal_brute_force() -> None:
         assert place(Problem.of(work, m), vram, MUCH).assignment == brute(work, m, vram, MUCH)
 
 
-def test_more_budget_is_never_slower() -> None:
+def test_more_budget_is_never_slower_and_greedy_never_faster() -> None:
     work = workload(np.random.default_rng(1).integers(0, 1000, (4, 640)))
     whole = Sizes.of(work).all_on_gpu
     found = [place(Problem.of(work, machine(0.05)), whole * share // 10, MUCH) for share in range(11)]
     times = [p.time.total for p in found]
     assert times == sorted(times, reverse=True)
     assert found[-1].assignment.cuts == (640,) * 4
+    assert all(p.heuristic is not None and p.heuristic.total >= p.time.total for p in found)
     assert all(p.bound_ns is not None and p.bound_ns <= p.time.ns for p in found)
+
+
+def test_greedy_keeps_the_budgets_and_says_its_name() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        work, m = random_workload(rng, layers=3, groups=4), random_machine(rng)
+        vram = Sizes.of(work).all_on_gpu * int(rng.integers(0, 110)) // 100
+        found = place(Problem.of(work, m), vram, MUCH, solver="greedy")
+        assert sum(found.gpu_bytes.values()) <= vram
+        assert (found.solver, found.gap) == ("greedy", None)
 
 
 def test_hot_mass_has_the_most_activations_of_all_placements_with_its_sides() -> None:
