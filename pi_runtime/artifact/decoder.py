@@ -34,11 +34,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-NORMS = ("rms", "layer")
-POSITIONS = ("rope", "learned")
 BLOCKS = ("sequential", "parallel", "post-norm", "reordered", "sandwich")
-FFNS = ("plain", "gated")
-ROUTER_SCORES = ("softmax", "sigmoid")
 SPARSE_ACTIVATIONS = ("relu", "relu2", "drelu")
 GATED_ACTIVATIONS = ("drelu", "clamped_swiglu")
 """Activations of gated FFNs only: they change up · x + c too."""
@@ -50,12 +46,7 @@ FFN's up · x + c, within −7 … 7, one more (gpt-oss)."""
 CLAMP, SWIGLU_SLOPE = 7.0, 1.702
 LATENT_EPS = 1e-6
 """Epsilon of the `rms` norms of latents, whatever that of the others is."""
-BODIES = {
-    "numpy": "the definition in NumPy",
-    "torch": "torch's layers",
-    "cpu": "the CPU's kernels",
-    "gpu": "the GPU tier",
-}
+BODIES = {"numpy": "the definition", "torch": "torch's layers", "cpu": "the CPU's kernels", "gpu": "the GPU tier"}
 """What computes a decoder, each by itself: its name, and how it is spoken of."""
 ALL = tuple(BODIES)
 WITHOUT_GPU = ALL[:-1]
@@ -116,11 +107,7 @@ def facts() -> dict[str, tuple["Field[Any]", Fact]]:
     return {f.name: (f, f.metadata["fact"]) for f in fields(Decoder)}
 
 
-def _are_layers(layers: tuple[int, ...], d: "Decoder") -> bool:
-    return list(layers) == sorted({n for n in layers if 0 <= n < d.n_layers})
-
-
-def one_of(names: tuple[str, ...]) -> Values:
+def one_of(*names: str) -> Values:
     """A name among these; the first one is the usual."""
     return Values(f"one of {', '.join(f'`{name}`' for name in names)}", lambda value, _: value in names, names[0])
 
@@ -131,7 +118,7 @@ SIZE = Values("integer in 1…2³¹−1", lambda value, _: 1 <= value < 2**31, 1
 COUNT = Values("integer in 0…2³¹−1", lambda value, _: 0 <= value < 2**31, 0)
 ABOVE_0 = Values("float > 0", lambda value, _: 0 < value < inf, 1.0)
 FROM_0 = Values("float ≥ 0", lambda value, _: 0 <= value < inf, 0.0)
-LAYERS = Values("list of layers, rising", _are_layers, ())
+LAYERS = Values("list of layers, rising", lambda v, d: [*v] == sorted(n for n in {*v} if 0 <= n < d.n_layers), ())
 ANGLES = Values("list of float32 numbers, all > 0", lambda value, _: all(f > 0 for f in value), ())
 TURNS = Values("list of float32 numbers, all > 0 or all < 0", lambda v, _: all(f > 0 for f in v) or max(v) < 0, ())
 WITH_ROPE = Rule("with rope", lambda d: d.positions == "rope")
@@ -162,7 +149,7 @@ class Decoder:
         "weights of a token's experts are a softmax over these, else over all", FLAG, of="n_experts", default=True
     )
     router_score: str = fact(
-        "what makes a router's values weights (section 4)", one_of(ROUTER_SCORES), of="n_experts", bodies=WITHOUT_GPU
+        "how a router's values become weights", one_of("softmax", "sigmoid"), of="n_experts", bodies=WITHOUT_GPU
     )
     router_scale: float = fact("factor of the weights of experts that the router takes", ABOVE_0, bodies=WITHOUT_GPU)
     router_bias: bool = fact("the router's values have a bias", FLAG, of="n_experts", bodies=WITHOUT_GPU)
@@ -173,8 +160,7 @@ class Decoder:
     router_groups: int = fact(
         "groups of equally many experts; a group's value is the sum of its largest ones",
         SIZE, NOT_EARLY, Rule("where they divide the routed experts, and have enough", lambda d: d.has_even_groups),
-        Rule("with `router_choice_bias` or a `router_group_top` of 1",
-             lambda d: d.router_choice_bias or d.router_group_top == 1),
+        Rule("with `router_choice_bias` or by the largest", lambda d: d.router_choice_bias or d.router_group_top == 1),
         bodies=WITHOUT_GPU,
     )
     router_group_top: int = fact(
@@ -190,7 +176,7 @@ class Decoder:
     )
     experts_shared: int = fact(
         "so many experts, the last ones, are taken by every token and not by the router; they count in both numbers",
-        COUNT, Rule("below `experts_per_token`", lambda d: d.experts_shared < d.experts_per_token), NOT_EARLY,
+        COUNT, NOT_EARLY, Rule("below `experts_per_token`", lambda d: d.experts_shared < d.experts_per_token),
         bodies=WITHOUT_GPU,
     )
     dense_layers: tuple[int, ...] = fact(
@@ -206,13 +192,15 @@ class Decoder:
     embedding_scale: float = fact("factor of the embedding at D numbers, before learned positions are added", ABOVE_0)
     embedding_norm: bool = fact("the first block reads a norm of that sum", FLAG)
     block: str = fact(
-        "how attention, FFN and norms follow each other, below", one_of(BLOCKS),
+        "how attention, FFN and norms follow each other, below", one_of(*BLOCKS),
         later={"reordered": ALL, "sandwich": WITHOUT_GPU},
     )
     shared_norm: bool = fact(
         "attention and FFN read the same norm", FLAG, Rule("in a parallel block", lambda d: d.block == "parallel")
     )
-    norm: str = given("`rms`: x / √(mean x² + eps) · w; `layer`: (x − mean) / √(var + eps) · w + b", one_of(NORMS))
+    norm: str = given(
+        "`rms`: x / √(mean x² + eps) · w; `layer`: (x − mean) / √(var + eps) · w + b", one_of("rms", "layer")
+    )
     norm_eps: float = given("eps", ABOVE_0)
     final_norm: bool = fact("there is a norm before the head", FLAG, default=True)
     qk_norm: bool = fact("each head of queries and keys goes through an `rms` norm before its rotation", FLAG)
@@ -227,7 +215,7 @@ class Decoder:
     )
     positions: str = given(
         "`rope`: the first 2J numbers of each head are two halves, rotated by angles position · frequency_j; "
-        "`learned`: row `position + position_offset` of a table is added to the embedding", one_of(POSITIONS),
+        "`learned`: row `position + position_offset` of a table is added to the embedding", one_of("rope", "learned"),
         Rule("rope where there are `rotary_frequencies`", lambda d: (d.positions == "rope") == (d.rotary_dim > 0)),
     )
     rotary_frequencies: tuple[float, ...] = fact(
@@ -237,8 +225,7 @@ class Decoder:
     rotary_scale: float = fact("factor of cosine and sine (YaRN's attention factor)", ABOVE_0, WITH_ROPE)
     unrotated_layers: tuple[int, ...] = fact("layers whose queries and keys are not rotated", LAYERS, WITH_ROPE)
     window: int = fact(
-        "positions that a token sees in layers with a window, its own included", COUNT, of="windowed_layers",
-        bodies=WITHOUT_GPU,
+        "positions that a token sees in some layers, its own included", COUNT, of="windowed_layers", bodies=WITHOUT_GPU
     )
     windowed_layers: tuple[int, ...] = fact(
         "layers with this window; in the others a token sees all positions up to its own", LAYERS, of="window"
@@ -251,9 +238,9 @@ class Decoder:
     position_offset: int = fact(
         "row of position 0 in the table", COUNT, Rule("with learned positions", lambda d: d.positions == "learned")
     )
-    ffn: str = given("the FFN's form (section 4)", one_of(FFNS))
+    ffn: str = given("the FFN's form (section 4)", one_of("plain", "gated"))
     activation: str = given(
-        "of the FFN (section 4)", one_of(ACTIVATIONS),
+        "of the FFN (section 4)", one_of(*ACTIVATIONS),
         Rule("in a gated FFN: `drelu` and `clamped_swiglu`",
              lambda d: d.activation not in GATED_ACTIVATIONS or d.ffn == "gated"),
         later={"clamped_swiglu": WITHOUT_GPU},
@@ -308,11 +295,8 @@ class Decoder:
     def problems(self) -> Iterator[str]:
         """Yield values that no model has; where all are possible, those that contradict others. Names stand first."""
         values = {name: (getattr(self, name), f.default, own) for name, (f, own) in facts().items()}
-        wrong = [
-            (name, value, f"expected {own.values.text}")
-            for name, (value, _, own) in values.items()
-            if not own.values.holds(value, self)
-        ]
+        outside = [(name, value, own) for name, (value, _, own) in values.items() if not own.values.holds(value, self)]
+        wrong = [(name, value, f"expected {own.values.text}") for name, value, own in outside]
         given = [] if wrong else [(name, value, own) for name, (value, usual, own) in values.items() if value != usual]
         for name, value, own in given:
             if own.of and values[own.of][0] == values[own.of][1]:
