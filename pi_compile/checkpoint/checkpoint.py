@@ -5,10 +5,10 @@ Shape letters: D model width, F neurons. `ffn/rest` has one row for each neuron 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from pi_compile.errors import CheckpointError
 from pi_compile.files import file_digest, json_digest
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS, Format
 from pi_runtime.artifact.guess_head import guess_layer_arrays
-from pi_runtime.artifact.quantisation import as_stored, dequantise, pack_rows, quantise
+from pi_runtime.artifact.quantisation import RoundingError, dequantise, pack_rows, quantise
 from pi_runtime.artifact.sizes import BY_NEURON, LAYOUTS, PARTS, array_specs
 from pi_runtime.errors import Setting, UsageError
 
@@ -32,12 +32,31 @@ if TYPE_CHECKING:
 
 Order = npt.NDArray[np.integer[Any]] | Sequence[int]
 
-BLOCK_BYTES = 16 << 20
+BLOCK_BYTES = 4 << 20
 NEURON_ARRAYS = ("ffn/first", "ffn/first_bias", "ffn/up_bias", "ffn/rest", "ffn/inner_norm")
 """Arrays of a layer that have one row for each neuron."""
 _EMBEDDING_ARRAYS = ("embedding", "embedding_in", "embedding_out", "positions")
 NOTABLE = 1e-3
 """Share of Σ w² of an array that may underflow: as much as rounding to q5 loses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredBlock:
+    """Consecutive rows of an array as an artifact stores them."""
+
+    stored: Array
+    scales: Array | None = None
+    """None where the format has none."""
+    error: RoundingError | None = None
+    """That of rounding to a block format, of the rows that do not lie on its grid already."""
+    lost: float = 0.0
+    """Σ w² of the values that underflow."""
+    of: float = 0.0
+    """Σ w² of all that might."""
+
+
+_Piece = tuple[SourceTensor, RowReader, Index]
+"""Some rows of a tensor: the tensor, how it is read, and which rows."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,10 +132,10 @@ class Checkpoint(ResolvedCheckpoint):
     def kept_rows(self, array: str, name: str) -> Array:
         """Which rows (R,), or (R, k), of an array a block format holds bit for bit."""
 
-        def kept(tensor: SourceTensor, matrix: RowReader, rows: Index) -> tuple[Array]:
-            return (np.full(len(np.arange(len(matrix))[rows]), self._is_kept(tensor, name)),)
+        def kept(tensor: SourceTensor, matrix: RowReader, rows: Index) -> Array:
+            return np.full(len(np.arange(len(matrix))[rows]), self._is_kept(tensor, name))
 
-        return np.concatenate([rows for (rows,) in self._joined(array, None, kept)])
+        return np.concatenate([_joined(array, [kept(*piece) for piece in block]) for block in self._blocks(array)])
 
     def _is_kept(self, tensor: SourceTensor, name: str) -> bool:
         return not tensor.addend and name in getattr(_stored_rows(self.source, tensor), "grids", ())
@@ -179,60 +198,54 @@ class Checkpoint(ResolvedCheckpoint):
         """
         if not self._source_tensors(array):
             return iter([np.ones(self.array_shapes[array], np.float32)])
-        return (values for (values,) in self._joined(array, order, lambda *rows: (self._read(*rows),)))
+        return (_joined(array, [self._read(*piece) for piece in block]) for block in self._blocks(array, order))
 
-    def stored_blocks(
-        self, array: str, fmt: Format, order: Order | None = None
-    ) -> Iterator[tuple[Array, Array]] | None:
-        """The same blocks in a block format, with their scales, where some tensor lies on its grid already.
+    def stored_blocks(self, array: str, name: str, order: Order | None = None) -> Iterator[Callable[[], StoredBlock]]:
+        """What makes each of the same blocks in a weight format, on any thread.
 
-        Such tensors are taken bit for bit, the others are quantised. None where no tensor does.
+        Rows that lie on the format's grid are taken bit for bit, the others are rounded.
         """
-        tensors = [t for t in self._source_tensors(array) if not t.addend] if fmt.quantised else []
-        if all(
-            self._matrix(tensor).on_grid(fmt, slice(0, 1)) is None
-            for tensor in tensors
-            if _stored_rows(self.source, tensor)
-        ):
-            return None
-        found = self._joined(array, order, lambda *rows: self._stored(fmt, *rows))
-        return ((stored, scales) for stored, scales in found)
+        if not self._source_tensors(array):
+            return (partial(self.rounded, array, name, block) for block in self.blocks(array))
+        return (partial(self._stored_block, array, name, block) for block in self._blocks(array, order))
 
     def as_stored(self, array: str, name: str, order: Order | None = None) -> Iterator[Values]:
         """The same blocks of values as a weight format holds them; bit for bit where they lie on its grid."""
-        found = self.stored_blocks(array, FORMATS[name], order)
-        if found is None:
-            blocks = self._in_range(array, FORMATS[name], self.blocks(array, order))
-            return (as_stored(name, block, powers=self.source.powers) for block in blocks)
-        return (dequantise(FORMATS[name], *stored, self.array_shapes[array][-1]) for stored in found)
+        fmt, columns = FORMATS[name], self.array_shapes[array][-1]
+        for made in self.stored_blocks(array, name, order):
+            block = made()
+            if block.scales is None:
+                yield fmt.decode(block.stored, columns)
+            else:
+                yield dequantise(fmt, block.stored, block.scales, columns)
 
-    def fitting(self, array: str, name: str, blocks: Iterable[Values]) -> Iterator[Values]:
-        """Blocks of an array's values, checked to fit a weight format; the source's own needs no check.
+    def rounded(self, array: str, name: str, values: Values, *, own: bool = False) -> StoredBlock:
+        """Rows of an array's values in a weight format; `own`: the tensor's, in which they need no check.
 
-        Raises CheckpointError for values that are too large, and where too much of the array underflows.
+        Raises CheckpointError for values that are too large.
         """
-        tensors, target = self.tensor_names(array), FORMATS[name]
-        if all(self.source.dtype(tensor) == name for tensor in tensors):
-            yield from blocks
-            return
-        lost = of = 0.0
-        for block in self._in_range(array, target, blocks):
-            lost += target.underflow(block)
-            of += float(np.square(block, dtype=np.float64).sum()) if target.underflows_below else 0.0
-            yield block
+        fmt = FORMATS[name]
+        if own:
+            return StoredBlock(stored=fmt.encode(values))
+        if fmt.overflows(values):
+            raise self._too_large(array, fmt)
+        lost = fmt.underflow(values)
+        if not fmt.quantised:
+            of = float(np.square(values, dtype=np.float64).sum()) if fmt.underflows_below else 0.0
+            return StoredBlock(stored=fmt.encode(values), lost=lost, of=of)
+        stored, scales = quantise(fmt, values, powers=self.source.powers)
+        error = RoundingError.between(values, dequantise(fmt, stored, scales, values.shape[-1]))
+        return StoredBlock(stored=stored, scales=scales, error=error, lost=lost, of=error.of)
+
+    def check_underflow(self, array: str, name: str, lost: float, of: float) -> None:
+        """Raise CheckpointError where too much of an array underflows in a weight format."""
         if lost > NOTABLE * of:
             raise CheckpointError(
-                f"{self.folder}: values of {', '.join(tensors)} are too small for {name}",
+                f"{self.folder}: values of {', '.join(self.tensor_names(array))} are too small for {name}",
                 expected=f"values that {name} can hold, or so few others that they do not count",
                 found=f"{lost / of:.3%} of Σ w² in values that it stores as 0, or with less than three bits",
-                remedy=_wider(array, target),
+                remedy=_wider(array, FORMATS[name]),
             )
-
-    def _in_range(self, array: str, target: Format, blocks: Iterable[Values]) -> Iterator[Values]:
-        for block in blocks:
-            if target.overflows(block):
-                raise self._too_large(array, target)
-            yield block
 
     def _too_large(self, array: str, target: Format) -> CheckpointError:
         largest = {tensor: self.largest(tensor) for tensor in self.tensor_names(array)}
@@ -268,10 +281,8 @@ class Checkpoint(ResolvedCheckpoint):
         *up, down = self.adapter.source_tensors(f"{layer}/ffn/rest", self.prefix, self.decoder)
         return tuple(up) if local == "up" else (replace(down, transposed=not down.transposed),)
 
-    def _joined(
-        self, array: str, order: Order | None, read: Callable[[SourceTensor, RowReader, Index], tuple[Array, ...]]
-    ) -> Iterator[tuple[Array, ...]]:
-        """What is read of blocks of an array's tensors, one tensor after the other.
+    def _blocks(self, array: str, order: Order | None = None) -> Iterator[list[_Piece]]:
+        """What each block of an array is read from, one tensor after the other.
 
         In `ffn/rest` as many tensors [F, D] as a neuron has rows together make blocks [rows, rows of a neuron, D].
         """
@@ -294,11 +305,7 @@ class Checkpoint(ResolvedCheckpoint):
             for row in range(0, n_rows, step):
                 rows = slice(row, row + step)
                 own = rows if own_index is None else own_index[rows]
-                found = [read(tensor, matrix, own) for tensor, matrix in zip(group, matrices, strict=True)]
-                if rows_per_neuron is None:
-                    yield from found
-                else:
-                    yield tuple(np.stack(each, axis=1) for each in zip(*found, strict=True))
+                yield [(tensor, matrix, own) for tensor, matrix in zip(group, matrices, strict=True)]
 
     def _matrix(self, tensor: SourceTensor) -> RowReader:
         """The mapped tensor; where it is transposed or only some rows are wanted, a copy.
@@ -320,10 +327,27 @@ class Checkpoint(ResolvedCheckpoint):
             values = values.reshape(-1, *values.shape[2:])
         return StoredRows(tensor.taken(values))
 
-    def _stored(self, fmt: Format, tensor: SourceTensor, matrix: RowReader, rows: Index) -> tuple[Array, Array]:
-        """Rows in a block format: as they are where they lie on its grid, else quantised."""
-        found = None if tensor.addend else matrix.on_grid(fmt, rows)
-        return quantise(fmt, self._read(tensor, matrix, rows)) if found is None else pack_rows(fmt, *found)
+    def _stored_block(self, array: str, name: str, block: Sequence[_Piece]) -> StoredBlock:
+        """A block in a weight format, or what stands in `ffn/rest` side by side."""
+        found = [self._stored(array, name, *piece) for piece in block]
+        errors = [part.error for part in found if part.error is not None]
+        scales = [part.scales for part in found if part.scales is not None]
+        return StoredBlock(
+            stored=_joined(array, [part.stored for part in found]),
+            scales=_joined(array, scales) if scales else None,
+            error=sum(errors, RoundingError()) if errors else None,
+            lost=sum(part.lost for part in found),
+            of=sum(part.of for part in found),
+        )
+
+    def _stored(self, array: str, name: str, tensor: SourceTensor, matrix: RowReader, rows: Index) -> StoredBlock:
+        found = None if tensor.addend else matrix.on_grid(FORMATS[name], rows)
+        if found is None:
+            own = self.source.dtype(tensor.name) == name and not FORMATS[name].quantised
+            return self.rounded(array, name, self._read(tensor, matrix, rows), own=own and not tensor.addend)
+        self._check_finite(tensor.name, found[1])
+        stored, scales = pack_rows(FORMATS[name], *found)
+        return StoredBlock(stored=stored, scales=scales)
 
     def _read(self, tensor: SourceTensor, matrix: RowReader, rows: Index) -> Values:
         values = matrix[rows]
@@ -368,6 +392,11 @@ def _stored_rows(source: TensorSource, tensor: SourceTensor) -> RowReader | None
     """The tensor, turned if need be, where an array or a part of one is that as it is stored; else None."""
     rows = None if tensor.rows is not None or tensor.stacked else source.rows(tensor.name)
     return getattr(rows, "turned", None) if tensor.transposed else rows
+
+
+def _joined(array: str, parts: Sequence[Array]) -> Array:
+    """What was made of each piece of a block, as rows of the array."""
+    return np.stack(parts, axis=1) if array.endswith("ffn/rest") else parts[0]
 
 
 def _row_blocks(rows: RowReader) -> Iterator[Values]:
