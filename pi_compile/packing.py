@@ -34,6 +34,7 @@ from pi_runtime.artifact.writer import ArtifactWriter
 
 Array = npt.NDArray[Any]
 Progress = Callable[[int, int], None]
+ALL_KEPT = "nothing is rounded: every tensor is kept bit for bit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +131,8 @@ def _check_profile(profile: ActivationProfile | None, checkpoint: Checkpoint) ->
 def part_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
     """Number format of every part of the artifact (see `resolve_formats`), and of matrices that have another one."""
     parts = resolve_formats(checkpoint.formats(), spec.formats, tied_head=checkpoint.decoder.tied_head)
+    own = checkpoint.matrix_formats()
+    parts |= {name: fmt for name, fmt in own.items() if spec.formats[str(part_of(name))] == KEEP}
     return parts | {name: fmt for name, fmt in spec.formats.items() if name not in PARTS}
 
 

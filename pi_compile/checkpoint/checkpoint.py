@@ -24,7 +24,7 @@ from pi_compile.files import file_digest, json_digest
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS, Format
 from pi_runtime.artifact.guess_head import guess_layer_arrays
 from pi_runtime.artifact.quantisation import RoundingError, dequantise, pack_rows, quantise
-from pi_runtime.artifact.sizes import BY_NEURON, LAYOUTS, PARTS, array_specs
+from pi_runtime.artifact.sizes import BY_NEURON, LAYOUTS, PARTS, ArraySpec, array_specs
 from pi_runtime.errors import Setting, UsageError
 
 if TYPE_CHECKING:
@@ -105,15 +105,43 @@ class Checkpoint(ResolvedCheckpoint):
     def format(self, part: str) -> str:
         """The number format that keeps the values of a part (embedding, attention, ffn, head).
 
-        It is f32 where floats of several formats are mixed. Where nothing smaller keeps the values, it is the names of
+        It is f32 where floats of several formats are mixed, and the one with most bytes where matrices of a layer have
+        block formats of their own (see `matrix_formats`). Where nothing smaller keeps the values, it is the names of
         their block types, which no number format has. Routers and biases do not count: they are f32 in every artifact.
         """
-        found = sorted({self.source.dtype(tensor) for tensor in self._matrices(part)})
+        found = {self._array_formats[array] for array in self._matrix_arrays(part)}
         if len(found) == 1:
-            kept = (name for name in WEIGHT_FORMATS if all(self.keeps(a, name) for a in self._matrix_arrays(part)))
-            return found[0] if found[0] in FORMATS else next(kept, found[0])
-        floats = all(name in FORMATS and not FORMATS[name].quantised for name in found)
-        return "f32" if floats else " and ".join(found)
+            return found.pop()
+        if part in ("attention", "ffn") and found <= FORMATS.keys() and any(FORMATS[name].quantised for name in found):
+            return max(found, key=lambda name: ArraySpec(name, (1, 8192)).nbytes_with_scales)
+        return self._format_of(self._matrix_arrays(part))
+
+    def matrix_formats(self) -> dict[str, str]:
+        """The formats of matrices of the layers that have another one than their part."""
+        return {
+            array: name
+            for part in ("attention", "ffn")
+            for array in self._matrix_arrays(part)
+            if (name := self._array_formats[array]) != self.format(part) and self.format(part) in FORMATS
+        }
+
+    @cached_property
+    def _array_formats(self) -> dict[str, str]:
+        """What `format` says of each matrix alone."""
+        return {array: self._format_of([array]) for part in PARTS for array in self._matrix_arrays(part)}
+
+    def _format_of(self, arrays: Sequence[str]) -> str:
+        """The format of fewest bytes that keeps all of some matrices; else the names of their tensors' types."""
+        found = sorted({self.source.dtype(tensor) for array in arrays for tensor in self.tensor_names(array)})
+        if all(name in FORMATS and not FORMATS[name].quantised for name in found):
+            return found[0] if len(found) == 1 else "f32"
+        kept = [
+            name
+            for name in WEIGHT_FORMATS
+            if FORMATS[name].quantised and all(self.keeps(array, name) for array in arrays)
+        ]
+        least = min(kept, key=lambda name: ArraySpec(name, (1, 8192)).nbytes_with_scales, default="")
+        return least or " and ".join(found)
 
     def formats(self) -> dict[str, str]:
         """Number format of each part as it is stored (see `format`); the head's where it is not the embedding."""
@@ -274,10 +302,20 @@ class Checkpoint(ResolvedCheckpoint):
                 remedy="the checkpoint is damaged, or its training diverged: use another",
             )
 
+    @cached_property
+    def _sources(self) -> dict[str, tuple[SourceTensor, ...]]:
+        """What arrays are made of, as far as it was asked."""
+        return {}
+
     def _source_tensors(self, array: str) -> tuple[SourceTensor, ...]:
+        if array not in self._sources:
+            self._sources[array] = self._found_tensors(array)
+        return self._sources[array]
+
+    def _found_tensors(self, array: str) -> tuple[SourceTensor, ...]:
         layer, _, local = array.rpartition("/ffn/")
         if local not in ("up", "down"):
-            return self.adapter.source_tensors(array, self.prefix, self.decoder)
+            return tuple(self.adapter.source_tensors(array, self.prefix, self.decoder))
         *up, down = self.adapter.source_tensors(f"{layer}/ffn/rest", self.prefix, self.decoder)
         return tuple(up) if local == "up" else (replace(down, transposed=not down.transposed),)
 
