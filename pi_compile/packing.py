@@ -1,5 +1,6 @@
 """Pack: write a checkpoint as one artifact, array by array, with one block in memory."""
 
+import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,8 +20,6 @@ from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, StoredBlock, part_of
 from pi_compile.checkpoint.eagle3 import PublishedHead
 from pi_compile.checkpoint.part_formats import KEEP, resolve_formats
-from pi_compile.errors import ProfileError
-from pi_compile.files import file_digest
 from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights, Stored
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
@@ -83,7 +82,8 @@ def pack(
     holds one block, one layer's matrix where neurons are reordered, and the scales of one quantised matrix. Raises
     CheckpointError for values that are not finite or that a format cannot hold, and what `ArtifactWriter` raises.
     """
-    _check_profile(profile, checkpoint)
+    if profile is not None:
+        profile.check_model(checkpoint.decoder)
     text, formats = checkpoint.text_files, part_formats(checkpoint, spec)
     manifest = Manifest(
         decoder=checkpoint.decoder,
@@ -117,15 +117,9 @@ def pack(
         for name, data in text.files.items():
             writer.add_file(name, data)
         manifest = writer.finish(manifest)
-    digest, nbytes = file_digest(output), output.stat().st_size
+    with output.open("rb") as file:
+        digest, nbytes = hashlib.file_digest(file, "sha256").hexdigest(), output.stat().st_size
     return PackResult(path=output, sha256=digest, nbytes=nbytes, manifest=manifest, errors=errors, notices=text.notices)
-
-
-def _check_profile(profile: ActivationProfile | None, checkpoint: Checkpoint) -> None:
-    if profile is not None and profile.decoder != checkpoint.decoder:
-        raise ProfileError(
-            "the activation profile is of another model", expected=checkpoint.decoder, found=profile.decoder
-        )
 
 
 def part_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:

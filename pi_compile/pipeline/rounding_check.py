@@ -24,8 +24,8 @@ from pi_compile.results import QuantisedWeights
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.layout import place_arrays
 from pi_runtime.artifact.sizes import PARTS
-from pi_runtime.console import Progress, size
-from pi_runtime.errors import NotMetError
+from pi_runtime.console import Progress
+from pi_runtime.errors import NotMetError, size
 
 Tokens = npt.NDArray[np.integer]
 DIVIDED_BY = 2048
