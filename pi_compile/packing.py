@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, StoredBlock, part_of
+from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, part_of
 from pi_compile.checkpoint.eagle3 import PublishedHead
 from pi_compile.checkpoint.part_formats import KEEP, resolve_formats
+from pi_compile.checkpoint.stored_blocks import StoredBlock, check_underflow, rounded, stored_blocks
 from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights, Stored
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
@@ -143,7 +144,7 @@ def _write(
             yield block.stored, block.scales
 
     writer.add_stored_blocks(name, spec, summed())
-    checkpoint.check_underflow(name, spec.format, lost, of)
+    check_underflow(checkpoint, name, spec.format, lost, of)
     return error
 
 
@@ -204,19 +205,17 @@ class _Arrays:
         elif self.quantised is not None and name in self.quantised:
             yield from self._rounded(name, fmt, self.quantised[name], order)
         else:
-            yield from self.checkpoint.stored_blocks(name, fmt, order)
+            yield from stored_blocks(self.checkpoint, name, fmt, order)
 
     def _whole(self, name: str, fmt: str, values: Array) -> Callable[[], StoredBlock]:
-        return partial(self.checkpoint.rounded, name, fmt, values, own=not FORMATS[fmt].quantised)
+        return partial(rounded, self.checkpoint, name, fmt, values, own=not FORMATS[fmt].quantised)
 
-    def _rounded(
-        self, name: str, fmt: str, rounded: Stored, order: Array | None
-    ) -> Iterator[Callable[[], StoredBlock]]:
+    def _rounded(self, name: str, fmt: str, found: Stored, order: Array | None) -> Iterator[Callable[[], StoredBlock]]:
         """The blocks of a matrix that is rounded already, in the order of the artifact's rows."""
         row = 0
         for values in self.checkpoint.blocks(name, order):
             rows = slice(row, row + len(values)) if order is None else order[row : row + len(values)]
-            yield partial(_compared, fmt, rounded[0][rows], rounded[1][rows], values)
+            yield partial(_compared, fmt, found[0][rows], found[1][rows], values)
             row += len(values)
 
     def _predictor(self, layer: int, part: str) -> Array:

@@ -5,10 +5,10 @@ Shape letters: D model width, F neurons. `ffn/rest` has one row for each neuron 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,8 @@ from pi_compile.checkpoint.resolution import ResolvedCheckpoint, resolve_checkpo
 from pi_compile.checkpoint.tensors import Array, Index, RowReader, StoredRows, TensorSource, Values
 from pi_compile.errors import CheckpointError
 from pi_compile.files import file_digest, json_digest
-from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS, Format
+from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.guess_head import guess_layer_arrays
-from pi_runtime.artifact.quantisation import RoundingError, dequantise, pack_rows, quantise
 from pi_runtime.artifact.sizes import BY_NEURON, LAYOUTS, PARTS, ArraySpec, array_specs
 from pi_runtime.errors import Setting, UsageError
 
@@ -36,26 +35,8 @@ BLOCK_BYTES = 4 << 20
 NEURON_ARRAYS = ("ffn/first", "ffn/first_bias", "ffn/up_bias", "ffn/rest", "ffn/inner_norm")
 """Arrays of a layer that have one row for each neuron."""
 _EMBEDDING_ARRAYS = ("embedding", "embedding_in", "embedding_out", "positions")
-NOTABLE = 1e-3
-"""Share of Σ w² of an array that may underflow: as much as rounding to q5 loses."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class StoredBlock:
-    """Consecutive rows of an array as an artifact stores them."""
-
-    stored: Array
-    scales: Array | None = None
-    """None where the format has none."""
-    error: RoundingError | None = None
-    """That of rounding to a block format, of the rows that do not lie on its grid already."""
-    lost: float = 0.0
-    """Σ w² of the values that underflow."""
-    of: float = 0.0
-    """Σ w² of all that might."""
-
-
-_Piece = tuple[SourceTensor, RowReader, Index]
+Piece = tuple[SourceTensor, RowReader, Index]
 """Some rows of a tensor: the tensor, how it is read, and which rows."""
 
 
@@ -163,7 +144,7 @@ class Checkpoint(ResolvedCheckpoint):
         def kept(tensor: SourceTensor, matrix: RowReader, rows: Index) -> Array:
             return np.full(len(np.arange(len(matrix))[rows]), self._is_kept(tensor, name))
 
-        return np.concatenate([_joined(array, [kept(*piece) for piece in block]) for block in self._blocks(array)])
+        return np.concatenate([joined(array, [kept(*piece) for piece in block]) for block in self.pieces(array)])
 
     def _is_kept(self, tensor: SourceTensor, name: str) -> bool:
         return not tensor.addend and name in getattr(_stored_rows(self.source, tensor), "grids", ())
@@ -226,64 +207,7 @@ class Checkpoint(ResolvedCheckpoint):
         """
         if not self._source_tensors(array):
             return iter([np.ones(self.array_shapes[array], np.float32)])
-        return (_joined(array, [self._read(*piece) for piece in block]) for block in self._blocks(array, order))
-
-    def stored_blocks(self, array: str, name: str, order: Order | None = None) -> Iterator[Callable[[], StoredBlock]]:
-        """What makes each of the same blocks in a weight format, on any thread.
-
-        Rows that lie on the format's grid are taken bit for bit, the others are rounded.
-        """
-        if not self._source_tensors(array):
-            return (partial(self.rounded, array, name, block) for block in self.blocks(array))
-        return (partial(self._stored_block, array, name, block) for block in self._blocks(array, order))
-
-    def as_stored(self, array: str, name: str, order: Order | None = None) -> Iterator[Values]:
-        """The same blocks of values as a weight format holds them; bit for bit where they lie on its grid."""
-        fmt, columns = FORMATS[name], self.array_shapes[array][-1]
-        for made in self.stored_blocks(array, name, order):
-            block = made()
-            if block.scales is None:
-                yield fmt.decode(block.stored, columns)
-            else:
-                yield dequantise(fmt, block.stored, block.scales, columns)
-
-    def rounded(self, array: str, name: str, values: Values, *, own: bool = False) -> StoredBlock:
-        """Rows of an array's values in a weight format; `own`: the tensor's, in which they need no check.
-
-        Raises CheckpointError for values that are too large.
-        """
-        fmt = FORMATS[name]
-        if own:
-            return StoredBlock(stored=fmt.encode(values))
-        if fmt.overflows(values):
-            raise self._too_large(array, fmt)
-        lost = fmt.underflow(values)
-        if not fmt.quantised:
-            of = float(np.square(values, dtype=np.float64).sum()) if fmt.underflows_below else 0.0
-            return StoredBlock(stored=fmt.encode(values), lost=lost, of=of)
-        stored, scales = quantise(fmt, values, powers=self.source.powers)
-        error = RoundingError.between(values, dequantise(fmt, stored, scales, values.shape[-1]))
-        return StoredBlock(stored=stored, scales=scales, error=error, lost=lost, of=error.of)
-
-    def check_underflow(self, array: str, name: str, lost: float, of: float) -> None:
-        """Raise CheckpointError where too much of an array underflows in a weight format."""
-        if lost > NOTABLE * of:
-            raise CheckpointError(
-                f"{self.folder}: values of {', '.join(self.tensor_names(array))} are too small for {name}",
-                expected=f"values that {name} can hold, or so few others that they do not count",
-                found=f"{lost / of:.3%} of Σ w² in values that it stores as 0, or with less than three bits",
-                remedy=_wider(array, FORMATS[name]),
-            )
-
-    def _too_large(self, array: str, target: Format) -> CheckpointError:
-        largest = {tensor: self.largest(tensor) for tensor in self.tensor_names(array)}
-        wrong = {tensor: value for tensor, value in largest.items() if target.overflows(np.array(value))}
-        return CheckpointError(
-            f"{self.folder}: values of {', '.join(wrong)} are too large for {target.name}",
-            expected=f"values that {target.name} can hold",
-            found=f"{max(wrong.values()):.6g}",
-            remedy=_wider(array, target),
-        )
+        return (joined(array, [self.read(*piece) for piece in block]) for block in self.pieces(array, order))
 
     def check_values(self) -> None:
         """Read all weights once, so that no long stage fails late at a damaged one.
@@ -292,9 +216,9 @@ class Checkpoint(ResolvedCheckpoint):
         """
         for name in dict.fromkeys(name for array in self.array_shapes for name in self.tensor_names(array)):
             for block in _row_blocks(self.source.rows(name)):
-                self._check_finite(name, block)
+                self.check_finite(name, block)
 
-    def _check_finite(self, name: str, values: Values) -> None:
+    def check_finite(self, name: str, values: Values) -> None:
         if not (np.isfinite(values.min()) and np.isfinite(values.max())):
             raise CheckpointError(
                 f"{self.source.path(name)}: tensor {name} holds NaN or infinity",
@@ -319,7 +243,7 @@ class Checkpoint(ResolvedCheckpoint):
         *up, down = self.adapter.source_tensors(f"{layer}/ffn/rest", self.prefix, self.decoder)
         return tuple(up) if local == "up" else (replace(down, transposed=not down.transposed),)
 
-    def _blocks(self, array: str, order: Order | None = None) -> Iterator[list[_Piece]]:
+    def pieces(self, array: str, order: Order | None = None) -> Iterator[list[Piece]]:
         """What each block of an array is read from, one tensor after the other.
 
         In `ffn/rest` as many tensors [F, D] as a neuron has rows together make blocks [rows, rows of a neuron, D].
@@ -365,31 +289,9 @@ class Checkpoint(ResolvedCheckpoint):
             values = values.reshape(-1, *values.shape[2:])
         return StoredRows(tensor.taken(values))
 
-    def _stored_block(self, array: str, name: str, block: Sequence[_Piece]) -> StoredBlock:
-        """A block in a weight format, or what stands in `ffn/rest` side by side."""
-        found = [self._stored(array, name, *piece) for piece in block]
-        errors = [part.error for part in found if part.error is not None]
-        scales = [part.scales for part in found if part.scales is not None]
-        return StoredBlock(
-            stored=_joined(array, [part.stored for part in found]),
-            scales=_joined(array, scales) if scales else None,
-            error=sum(errors, RoundingError()) if errors else None,
-            lost=sum(part.lost for part in found),
-            of=sum(part.of for part in found),
-        )
-
-    def _stored(self, array: str, name: str, tensor: SourceTensor, matrix: RowReader, rows: Index) -> StoredBlock:
-        found = None if tensor.addend else matrix.on_grid(FORMATS[name], rows)
-        if found is None:
-            own = self.source.dtype(tensor.name) == name and not FORMATS[name].quantised
-            return self.rounded(array, name, self._read(tensor, matrix, rows), own=own and not tensor.addend)
-        self._check_finite(tensor.name, found[1])
-        stored, scales = pack_rows(FORMATS[name], *found)
-        return StoredBlock(stored=stored, scales=scales)
-
-    def _read(self, tensor: SourceTensor, matrix: RowReader, rows: Index) -> Values:
+    def read(self, tensor: SourceTensor, matrix: RowReader, rows: Index) -> Values:
         values = matrix[rows]
-        self._check_finite(tensor.name, values)
+        self.check_finite(tensor.name, values)
         return values + np.float32(tensor.addend) if tensor.addend else values
 
 
@@ -432,7 +334,7 @@ def _stored_rows(source: TensorSource, tensor: SourceTensor) -> RowReader | None
     return getattr(rows, "turned", None) if tensor.transposed else rows
 
 
-def _joined(array: str, parts: Sequence[Array]) -> Array:
+def joined(array: str, parts: Sequence[Array]) -> Array:
     """What was made of each piece of a block, as rows of the array."""
     return np.stack(parts, axis=1) if array.endswith("ffn/rest") else parts[0]
 
@@ -447,8 +349,3 @@ def _rows_per_block(row_shape: Sequence[int]) -> int:
     for n in row_shape:
         row *= n
     return max(1, BLOCK_BYTES // row)
-
-
-def _wider(array: str, target: Format) -> str:
-    """The remedy for values that a format does not hold."""
-    return f'in the recipe: [pack] {part_of(array)} = "{"f32" if target.number == "bfloat16" else "bf16"}"'

@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
 
-from pi_compile.checkpoint import Checkpoint
+from pi_compile.checkpoint import Checkpoint, stored_blocks
 from pi_compile.results import QuantisedWeights
 from pi_compile.torch_model import computing_with, flops_per_s, layer_parameters
 from pi_compile.torch_model import decoder as td
@@ -91,7 +91,7 @@ def packed_values(
         if quantised is not None and name in quantised:
             return dequantise(FORMATS[fmt], *quantised[name], source.shape[-1])
         kept = FORMATS[fmt].number == "float32" or (FORMATS[fmt].quantised and checkpoint.keeps(name, fmt))
-        return source if kept else np.concatenate(list(checkpoint.as_stored(name, fmt)))
+        return source if kept else np.concatenate(list(stored_blocks.as_stored(checkpoint, name, fmt)))
 
     return values
 

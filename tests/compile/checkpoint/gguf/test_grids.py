@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Type
 from support.gguf_files import random_blocks, rounded_checkpoint, write_byte_tokenizer, write_gguf
 from support.small_project import no_progress
 
-from pi_compile.checkpoint import Checkpoint, open_checkpoint
+from pi_compile.checkpoint import Checkpoint, open_checkpoint, stored_blocks
 from pi_compile.errors import CheckpointError
 from pi_compile.packing import ALL_KEPT, PackSpec, pack
 from pi_compile.pipeline.packed import pack_model
@@ -73,7 +73,9 @@ def test_formats_with_more_bits_hold_the_same(folder: Path, tmp_path: Path, kind
         wider = fmt.bits >= own.bits and fmt.offset == own.offset
         assert checkpoint.keeps(name, fmt.name) == wider, fmt.name
         if wider:
-            np.testing.assert_array_equal(np.concatenate(list(checkpoint.as_stored(name, fmt.name))), meant)
+            np.testing.assert_array_equal(
+                np.concatenate(list(stored_blocks.as_stored(checkpoint, name, fmt.name))), meant
+            )
 
 
 def test_a_byte_without_a_counterpart_is_rounded(folder: Path, tmp_path: Path) -> None:
