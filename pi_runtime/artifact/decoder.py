@@ -25,7 +25,7 @@ body refuses, and the table in the format's reference. A file says only what dif
 
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from math import inf
 from types import MappingProxyType
@@ -76,6 +76,8 @@ class Fact:
 
     meaning: str
     values: Values
+    default: Any
+    """`MISSING` where every manifest has it."""
     rules: tuple[Rule, ...]
     of: str
     """The fact without which this one is not given; "" for none."""
@@ -94,17 +96,17 @@ def fact(
     later: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     default: Any = None,
 ) -> Any:
-    """A field of `Decoder` with its record; see `Fact`. With `MISSING` for its default every manifest has it."""
-    own = Fact(meaning, values, rules, of, bodies, later)
-    return field(default=values.default if default is None else default, metadata={"fact": own})
+    """A field of `Decoder` with its record; see `Fact`."""
+    default = values.default if default is None else default
+    return field(default=default, metadata={"fact": Fact(meaning, values, default, rules, of, bodies, later)})
 
 
 given = partial(fact, default=MISSING)
 
 
-def facts() -> dict[str, tuple["Field[Any]", Fact]]:
-    """Each fact of a decoder by its name, with the field that has its type and its default."""
-    return {f.name: (f, f.metadata["fact"]) for f in fields(Decoder)}
+def facts() -> dict[str, Fact]:
+    """Each fact of a decoder by its name."""
+    return {f.name: f.metadata["fact"] for f in fields(Decoder)}
 
 
 def one_of(*names: str) -> Values:
@@ -294,24 +296,23 @@ class Decoder:
 
     def problems(self) -> Iterator[str]:
         """Yield values that no model has; where all are possible, those that contradict others. Names stand first."""
-        values = {name: (getattr(self, name), f.default, own) for name, (f, own) in facts().items()}
-        outside = [(name, value, own) for name, (value, _, own) in values.items() if not own.values.holds(value, self)]
-        wrong = [(name, value, f"expected {own.values.text}") for name, value, own in outside]
-        given = [] if wrong else [(name, value, own) for name, (value, usual, own) in values.items() if value != usual]
-        for name, value, own in given:
-            if own.of and values[own.of][0] == values[own.of][1]:
-                wrong.append((name, value, f"allowed only with {own.of}"))
-            wrong += [(name, value, f"allowed only {rule.text}") for rule in own.rules if not rule.holds(self)]
-        yield from (f"{name}: {reprlib.repr(value)}, {told.replace('`', '')}" for name, value, told in wrong)
+        value, every = vars(self), facts().items()
+        wrong = [(n, f"expected {own.values.text}") for n, own in every if not own.values.holds(value[n], self)]
+        given = {} if wrong else {name: own for name, own in every if value[name] != own.default}
+        for name, own in given.items():
+            if own.of and own.of not in given:
+                wrong.append((name, f"allowed only with {own.of}"))
+            wrong += [(name, f"allowed only {rule.text}") for rule in own.rules if not rule.holds(self)]
+        yield from (f"{name}: {reprlib.repr(value[name])}, {told.replace('`', '')}" for name, told in wrong)
 
     def without(self, *names: str) -> Self:
         """The decoder with the defaults of these facts, and of all that are not given without them."""
-        usual: dict[str, Any] = {n: f.default for n, (f, own) in facts().items() if {n, own.of} & {*names}}
+        usual: dict[str, Any] = {n: own.default for n, own in facts().items() if {n, own.of} & {*names}}
         return replace(self, **usual)
 
     def without_exceptions(self) -> Self:
         """The decoder as a layer computes it that is in none of its lists of layers."""
-        return self.without(*(name for name, (_, own) in facts().items() if own.values is LAYERS))
+        return self.without(*(name for name, own in facts().items() if own.values is LAYERS))
 
     def within_context(self, window: int) -> int:
         """The length of a window of text, at most the context."""

@@ -15,8 +15,8 @@ from pi_runtime.artifact.sizes import BY_NEURON, PARTS
 from pi_runtime.errors import DoesNotFitError, Text
 
 COMPUTED_BY = {
-    **{f"decoder.{name}": own.bodies for name, (f, own) in facts().items() if f.default is not MISSING},
-    **{f"decoder.{name}.{v}": bodies for name, (_, own) in facts().items() for v, bodies in own.later.items()},
+    **{f"decoder.{name}": own.bodies for name, own in facts().items() if own.default is not MISSING},
+    **{f"decoder.{name}.{v}": bodies for name, own in facts().items() for v, bodies in own.later.items()},
 }
 """Each fact that a decoder may have or not, and each value that is a feature of its own → who computes it."""
 
@@ -26,7 +26,7 @@ def _has_fact(of: Manifest | Decoder, feature: str) -> bool:
     found = getattr(of.decoder if isinstance(of, Manifest) else of, name)
     if value == ["negative"]:
         return min(found, default=0) < 0
-    return bool(found == value[0] if value else found != facts()[name][0].default)
+    return bool(found == value[0] if value else found != facts()[name].default)
 
 
 def _has_format(m: Manifest, name: str) -> bool:

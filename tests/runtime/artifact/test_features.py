@@ -51,7 +51,7 @@ VALUES = {"reordered": "block", "sandwich": "block", "clamped_swiglu": "activati
 
 def names_of(given: dict[str, Any]) -> list[str]:
     """The features of a small decoder with some facts, beside those that it has without."""
-    usual = {name: f.default for name, (f, _) in facts().items() if f.default is not MISSING}
+    usual = {name: own.default for name, own in facts().items() if own.default is not MISSING}
     own = [n for n, value in given.items() if n in usual and value != usual[n] and n != "rotary_frequencies"]
     return sorted(f"decoder.{n}" for n in [*own, *(f"{f}.{v}" for v, f in VALUES.items() if given.get(f) == v)])
 
@@ -79,7 +79,7 @@ def test_every_fact_has_a_case() -> None:
     """So each is run from disk, in company and on two sides. Those of the ends of a model have tests of their own."""
     ends = {"final_norm", "head_bias", "position_offset", "rotary_scale", "shared_norm", "threshold"}
     cases = {name for given in FACTS.values() for name in names_of(given)} | {f"decoder.{name}" for name in ends}
-    named = {f"decoder.{name}" for name, (f, _) in facts().items() if f.default is not MISSING}
+    named = {f"decoder.{name}" for name, own in facts().items() if own.default is not MISSING}
     assert named - cases == {"decoder.rotary_frequencies"}
 
 
