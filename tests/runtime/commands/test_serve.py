@@ -17,6 +17,8 @@ for name in ("starlette", "uvicorn", "pydantic", "llguidance"):
     pytest.importorskip(name)
 
 FLAGS = {
+    "--alias",
+    "--chat-template",
     "--allowed-host",
     "--allowed-origin",
     "--api-key-file",
