@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import deepseek, gemma, glm, gpt_oss, phi, smallthinker
 from pi_compile.checkpoint.families.adapter import Adapter, SourceTensor, Table, cut_ffn, stored
-from pi_compile.checkpoint.families.fields import KINDS
+from pi_compile.checkpoint.families.rope import KINDS
 from pi_compile.checkpoint.gguf.file import GgufFile
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import Decoder
