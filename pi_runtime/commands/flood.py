@@ -50,7 +50,7 @@ def flood(
     common = {"max_tokens": max_tokens} | ({} if model is None else {"model": model})
     for number, at_once in enumerate(rounds):
         asked = [([*WAYS][n % 2], PROMPTS[n // 2 % len(PROMPTS)]) for n in range(requests)]
-        random.Random(number).shuffle(asked)
+        random.Random(number).shuffle(asked)  # noqa: S311  no secret
         with console.progress(f"{at_once} at once", "answers") as bar, ThreadPoolExecutor(at_once) as pool:
             found = pool.map(lambda one: _text(url, {"prompt": one[1], **WAYS[one[0]], **common}), asked)
             try:

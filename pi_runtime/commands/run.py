@@ -69,8 +69,8 @@ def run(
     version: Annotated[bool, console.VERSION] = False,
 ) -> None:
     """Continue a prompt, answer a file of prompts, chat, or measure, with a packed model. Text goes to stdout as it
-    comes. `pi-run list` shows models that were packed on the way, `pi-run rm NAME` removes one, and `pi-run flood URL` asks a
-    server whether it says the same in any company."""
+    comes. `pi-run list` shows models that were packed on the way, `pi-run rm NAME` removes one; `pi-run flood URL` asks
+    a server whether it says the same in any company."""
     _check_task(task, bench, as_json)
     _check_output(task, answer, as_json)
     _check_flags_of_tasks(task, invocation)

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from support.commands import USAGE
+from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import console
 from pi_runtime.commands.flood import PROMPTS, app
@@ -18,7 +19,7 @@ from pi_runtime.commands.flood import PROMPTS, app
 class Fickle(BaseHTTPRequestHandler):
     """Says something else each time that a greedy prompt with `there` comes, and the same to all others."""
 
-    asked: list[dict[str, Any]] = []
+    asked: ClassVar[list[dict[str, Any]]] = []
     status = 200
 
     def do_POST(self) -> None:
@@ -63,12 +64,8 @@ def test_texts_that_change_are_counted(capsys: pytest.CaptureFixture[str]) -> No
     assert len(asked) == 2 * requests
     assert {body["max_tokens"] for body in asked} == {3}
     rounds = json.loads(out)["rounds"]
-    assert [(one["at_once"], one["way"]) for one in rounds] == [
-        (1, "greedy"),
-        (1, "seeded"),
-        (5, "greedy"),
-        (5, "seeded"),
-    ]
+    ways = ("greedy", "seeded")
+    assert [(one["at_once"], one["way"]) for one in rounds] == [(n, way) for n in (1, 5) for way in ways]
     changing = sum("there" in prompt for prompt in PROMPTS)
     assert [one["changed"] for one in rounds] == [changing, 0, changing, 0]
     assert [one["most_texts"] for one in rounds] == [2, 1, 4, 1]
@@ -113,9 +110,10 @@ def test_a_server_that_gives_no_text(capsys: pytest.CaptureFixture[str], status:
     assert (out, str(status) in err) == ("", True)
 
 
-def test_this_server_says_the_same_in_any_company(capsys: pytest.CaptureFixture[str], random_path: Path) -> None:
+def test_this_server_says_the_same_in_any_company(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = random_artifact(tmp_path / "random.pi", small_decoder(context_length=512))
     serving = pytest.importorskip("support.serving").serving
-    with serving(random_path, slots=4) as served:
+    with serving(path, slots=4) as served:
         code, out, _ = flooded(capsys, served.url, "--requests", 80, "--parallel", "1,6", "--max-tokens", 8, "--json")
     assert code == 0
     assert all(one["changed"] == 0 for one in json.loads(out)["rounds"])
