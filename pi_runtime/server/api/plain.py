@@ -177,7 +177,7 @@ def model_object(served: Served) -> ModelObject:
         "object": "model",
         "type": "model",
         "display_name": served.name,
-        "aliases": [*served.settings.aliases],
+        "aliases": [served.name, *served.settings.aliases],
         "created": served.created,
         "created_at": served.created_at,
         "owned_by": "pi-serve",
