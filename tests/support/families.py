@@ -218,13 +218,17 @@ CASES: dict[str, Case] = {
         not_in_gguf="llama.cpp has a window in three layers of four",
     ),
     "ministral3": Case(
-        "Ministral3", LLAMA | {"rope_parameters": SCALED["yarn"] | {"llama_4_scaling_beta": 0.1}, "hidden_act": "relu"}
+        "Ministral3",
+        LLAMA
+        | {"hidden_act": "relu"}
+        | {"rope_parameters": SCALED["yarn"] | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
     "ministral3-tied": Case(
         "Ministral3",
         LLAMA
         | {"tie_word_embeddings": True, "sliding_window": 19}
         | {"rope_parameters": MLA_YARN | {"llama_4_scaling_beta": 0.7, "original_max_position_embeddings": 5}},
+        not_in_gguf="llama.cpp takes an mscale of 1, and the converter leaves out the window",
     ),
     "granite-biases": Case(
         "Granite", LLAMA | GRANITE | {"attention_bias": True, "mlp_bias": True, "hidden_act": "relu"}

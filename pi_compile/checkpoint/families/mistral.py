@@ -17,7 +17,8 @@ from pi_compile.checkpoint.families.fields import usual_decoder, within_window
 from pi_runtime.artifact.decoder import Decoder
 
 _CONTEXT = 4096 * 32
-_BETA = "llama_4_scaling_beta"
+BETA = "llama_4_scaling_beta"
+"""The rope parameter that says how queries grow."""
 KEYS = llama.KEYS | {"sliding_window"}
 PREDICTORS = {
     r"\.predictor\.fc[12]\.weight$": "the checkpoint's own predictors are left out: the dense model is packed, and "
@@ -39,17 +40,17 @@ def drelu(config: Config) -> dict[str, Any]:
 
 def _ministral3(config: Config) -> Decoder:
     usual = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384}
-    usual |= {"mscale": 1.0, "mscale_all_dim": 1.0, _BETA: 0.1}
+    usual |= {"mscale": 1.0, "mscale_all_dim": 1.0, BETA: 0.1}
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     given = config.get(key, usual)
     # transformers passes over the context that stands among these too.
-    others = (_BETA, "max_position_embeddings")
+    others = (BETA, "max_position_embeddings")
     angles = {k: v for k, v in given.items() if k not in others} if isinstance(given, dict) else given
     options: dict[str, Any] = {"context": 262144, "n_kv_heads": 8, "head_width": 128, "norm_eps": 1e-5}
     found = usual_decoder(config.with_fields({**config.fields, key: angles}), "ministral3", **options)
-    beta, length = given.get(_BETA), given.get("original_max_position_embeddings")
+    beta, length = given.get(BETA), given.get("original_max_position_embeddings")
     if type(beta) not in (int, float) or not 0 <= beta < inf:
-        raise config.error(f"{key}: {_BETA}", beta, expected="a number from 0 on")
+        raise config.error(f"{key}: {BETA}", beta, expected="a number from 0 on")
     if type(length) is not int or not 0 < length < 2**31:
         raise config.error(f"{key}: original_max_position_embeddings", length, expected="a positive integer")
     context = within_window(config, found.context_length, None)
