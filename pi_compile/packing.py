@@ -12,8 +12,8 @@ import numpy.typing as npt
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, part_of
 from pi_compile.checkpoint.eagle3 import PublishedHead
-from pi_compile.checkpoint.part_formats import KEEP, resolve_formats
-from pi_compile.errors import ProfileError
+from pi_compile.checkpoint.part_formats import AGAIN, KEEP, resolve_formats
+from pi_compile.errors import CheckpointError, ProfileError
 from pi_compile.files import file_digest
 from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights, Stored
 from pi_runtime.artifact.decoder import Decoder
@@ -23,7 +23,7 @@ from pi_runtime.artifact.layout import manifest_specs, place_arrays
 from pi_runtime.artifact.quantisation import RoundingError, dequantise
 from pi_runtime.artifact.rungs import exact_rung
 from pi_runtime.artifact.schema import ArrayEntry, Layer, Manifest, Plan, RowPlan
-from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs, is_scales
+from pi_runtime.artifact.sizes import APART, PARTS, ArraySpec, array_specs, is_scales, misfits
 from pi_runtime.artifact.writer import ArtifactWriter
 
 Array = npt.NDArray[Any]
@@ -78,6 +78,7 @@ def pack(
     """
     _check_profile(profile, checkpoint)
     text, formats = checkpoint.text_files, part_formats(checkpoint, spec)
+    checkpoint = checkpoint.with_formats(formats)
     manifest = Manifest(
         decoder=checkpoint.decoder,
         formats=formats,
@@ -122,9 +123,26 @@ def _check_profile(profile: ActivationProfile | None, checkpoint: Checkpoint) ->
 
 
 def part_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
-    """Number format of every part of the artifact (see `resolve_formats`), and of matrices that have another one."""
+    """Number format of every part of the artifact (see `resolve_formats`), and of matrices that have another one: those
+    that a checkpoint has in several, where the part is kept."""
     parts = resolve_formats(checkpoint.formats(), spec.formats, tied_head=checkpoint.decoder.tied_head)
-    return parts | {name: fmt for name, fmt in spec.formats.items() if name not in PARTS}
+    own = {
+        name: fmt
+        for name, fmt in checkpoint.own_formats.items()
+        if spec.formats[str(part_of(name))] == KEEP
+        and (fmt != parts[str(part_of(name))] or name.endswith(tuple(APART)))
+    }
+    formats = parts | own | {name: fmt for name, fmt in spec.formats.items() if name not in PARTS}
+    specs = specs_of(checkpoint, formats)
+    if wrong := misfits(specs):
+        part, fmt = part_of(wrong[0]), specs[wrong[0]].format
+        raise CheckpointError(
+            f"[pack] {part} = {fmt!r}: not for {wrong[0]}",
+            expected="a matrix with a multiple of 256 columns, stored as in the checkpoint and not by neuron",
+            found=f"shape {specs[wrong[0]].shape}",
+            remedy=f'in the recipe: [pack] {part} = "{AGAIN}"',
+        )
+    return formats
 
 
 def _written(
@@ -263,7 +281,7 @@ def specs_of(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, Ar
 def rounded_parts(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, list[str]]:
     """The parts of which something is rounded, in the order of an artifact, with the formats of all their matrices."""
     found: dict[str, set[str]] = {}
-    rounded = set()
+    rounded, checkpoint = set(), checkpoint.with_formats(formats)
     for name, spec in specs_of(checkpoint, formats).items():
         # Routers are always f32.
         if len(spec.shape) > 1 and spec.format in WEIGHT_FORMATS and not name.endswith("/router"):

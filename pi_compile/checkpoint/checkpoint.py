@@ -24,7 +24,7 @@ from pi_compile.files import file_digest, json_digest
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS, Format
 from pi_runtime.artifact.guess_head import guess_layer_arrays
 from pi_runtime.artifact.quantisation import as_stored, dequantise, pack_rows, quantise
-from pi_runtime.artifact.sizes import BY_NEURON, LAYOUTS, PARTS, array_specs
+from pi_runtime.artifact.sizes import APART, BY_NEURON, LAYOUTS, PARTS, ArraySpec, array_specs
 from pi_runtime.errors import Setting, UsageError
 
 if TYPE_CHECKING:
@@ -48,8 +48,14 @@ class Checkpoint(ResolvedCheckpoint):
     """Commit of a hub model; None for a local folder."""
     layout: str = BY_NEURON
     """How the arrays of FFNs are made of its tensors (see `sizes.LAYOUTS`)."""
+    apart: frozenset[str] = frozenset()
+    """Matrices of keys and values that stand apart from queries."""
     drafts: bool = False
     """Whether the layer behind the last, which drafts tokens, is among its arrays."""
+
+    def with_formats(self, formats: Iterable[str]) -> "Checkpoint":
+        """The same checkpoint with those keys and values apart that are named among formats (see `sizes.APART`)."""
+        return replace(self, apart=frozenset(name for name in formats if name.endswith(tuple(APART))))
 
     def in_layout(self, layout: str) -> "Checkpoint":
         """The same checkpoint with FFNs in a layout. Raises UsageError for one that it cannot have."""
@@ -74,7 +80,7 @@ class Checkpoint(ResolvedCheckpoint):
     @cached_property
     def array_shapes(self) -> dict[str, tuple[int, ...]]:
         """Logical shape of every artifact array that comes from the checkpoint."""
-        formats, ranks = dict.fromkeys(PARTS, "f32"), [None] * self.decoder.n_layers
+        formats, ranks = dict.fromkeys((*PARTS, *self.apart), "f32"), [None] * self.decoder.n_layers
         specs = array_specs(self.decoder, formats, ranks, False, self.layout)
         own = dict(guess_layer_arrays(self.decoder, formats, self.layout)) if self.drafts else {}
         return {name: spec.shape for name, spec in (specs | own).items()}
@@ -93,8 +99,23 @@ class Checkpoint(ResolvedCheckpoint):
         if len(found) == 1:
             kept = (name for name in WEIGHT_FORMATS if all(self.keeps(a, name) for a in self._matrix_arrays(part)))
             return found[0] if found[0] in FORMATS else next(kept, found[0])
-        floats = all(name in FORMATS and not FORMATS[name].quantised for name in found)
-        return "f32" if floats else " and ".join(found)
+        if all(name in FORMATS and not FORMATS[name].quantised for name in found):
+            return "f32"
+        own = [name for array, name in self.own_formats.items() if part_of(array) == part]
+        return max(own, key=row_nbytes) if own else " and ".join(found)
+
+    @cached_property
+    def own_formats(self) -> dict[str, str]:
+        """The format that keeps each matrix of the layers, of parts where each has one but not all the same.
+
+        Keys and values stand apart where their types differ from those of queries.
+        """
+        apart = self.with_formats(_of_other_types(self))
+        found: dict[str, str] = {}
+        for part in ("attention", "ffn"):
+            own = {array: _keeping(apart, array) for array in apart._matrix_arrays(part)}
+            found |= own if all(own.values()) and len(set(own.values())) > 1 else {}
+        return found
 
     def formats(self) -> dict[str, str]:
         """Number format of each part as it is stored (see `format`); the head's where it is not the embedding."""
@@ -262,6 +283,12 @@ class Checkpoint(ResolvedCheckpoint):
             )
 
     def _source_tensors(self, array: str) -> tuple[SourceTensor, ...]:
+        layer, _, local = array.rpartition("/attention/")
+        if local in ("qkv", "k", "v"):
+            whole = self.adapter.source_tensors(f"{layer}/attention/qkv", self.prefix, self.decoder)
+            ends = dict(zip(("k", "v"), whole[1:], strict=False)) if self.apart else {}
+            apart = [end for name, end in ends.items() if f"{layer}/attention/{name}" in self.apart]
+            return tuple(tensor for tensor in whole if tensor not in apart) if local == "qkv" else (ends[local],)
         layer, _, local = array.rpartition("/ffn/")
         if local not in ("up", "down"):
             return self.adapter.source_tensors(array, self.prefix, self.decoder)
@@ -353,6 +380,27 @@ def open_checkpoint(
     commit = None if Path(model).expanduser().exists() else hub_commit(location)
     resolved = resolve_checkpoint(location, ignore_config, activation, in_recipe=in_recipe)
     return Checkpoint(revision=commit, **vars(resolved))
+
+
+def _of_other_types(checkpoint: Checkpoint) -> Iterator[str]:
+    """Keys and values whose tensors have another type than queries; values also where keys have one."""
+    for layer in range(0 if checkpoint.decoder.latent_rank else checkpoint.decoder.n_layers):
+        tensors = checkpoint.tensor_names(f"layers/{layer}/attention/qkv")
+        kinds = [checkpoint.source.dtype(tensor) for tensor in tensors]
+        if len(kinds) == 1 + len(APART):
+            yield from (f"layers/{layer}/{name}" for n, name in enumerate(APART, 2) if len(set(kinds[:n])) > 1)
+
+
+def _keeping(checkpoint: Checkpoint, array: str) -> str:
+    """The format with the fewest bytes that keeps an array; empty where none does."""
+    kinds = {checkpoint.source.dtype(tensor) for tensor in checkpoint.tensor_names(array)}
+    kept = [n for n in WEIGHT_FORMATS if kinds == {n} or (FORMATS[n].quantised and checkpoint.keeps(array, n))]
+    return min(kept, key=row_nbytes, default="")
+
+
+def row_nbytes(name: str) -> int:
+    """Bytes of a long row in a weight format, with its scales."""
+    return ArraySpec(name, (1, 8192)).nbytes_with_scales
 
 
 def part_of(array: str) -> str | None:

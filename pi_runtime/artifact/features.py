@@ -4,16 +4,16 @@ Every fact of a decoder that differs from its default is a feature, and so is ev
 guess head is one more entry here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import partial
 from typing import Any
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import default_of
-from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.artifact.sizes import BY_NEURON, PARTS
+from pi_runtime.artifact.sizes import APART, BY_NEURON, PARTS
 
 
 def _differs(d: Decoder, name: str, default: Any) -> bool:
@@ -42,6 +42,7 @@ _OF_DECODER: dict[str, Callable[[Decoder], bool]] = {
 FEATURES: dict[str, Callable[[Manifest], bool]] = {
     **{name: partial(_of_decoder, uses=uses) for name, uses in _OF_DECODER.items()},
     "ffn_layout": lambda m: m.ffn_layout != BY_NEURON,
+    "formats.apart": lambda m: any(name.endswith(tuple(APART)) for name in m.formats),
     "formats.matrices": lambda m: len(m.formats) > len(PARTS),
     **{f"formats.{name}": partial(_has_format, name=name) for name in WEIGHT_FORMATS},
     "guess_head": lambda m: m.guess is not None or m.guess_layers > 0,
@@ -57,9 +58,11 @@ LACKING_ON_GPU = (
 """Features that the GPU tier does not compute; a plan is for the CPU alone then."""
 
 
-def lacking_on_gpu(d: Decoder) -> list[str]:
-    """What a model does that the GPU tier does not compute, by name."""
-    return sorted(name for name in LACKING_ON_GPU if _OF_DECODER[name](d))
+def lacking_on_gpu(d: Decoder, formats: Mapping[str, str]) -> list[str]:
+    """What a model does or has that the GPU tier does not compute, by name."""
+    lacking = {f"formats.{name}" for name in formats.values() if FORMATS[name].grouped}
+    lacking |= {"formats.apart" for name in formats if name.endswith(tuple(APART))}
+    return sorted(lacking.union(name for name in LACKING_ON_GPU if _OF_DECODER[name](d)))
 
 
 def used(m: Manifest) -> tuple[str, ...]:

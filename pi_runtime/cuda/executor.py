@@ -289,7 +289,7 @@ def _implied_rows(layer: Layer, cut: int) -> tuple[int, int]:
 
 def check_features(manifest: Manifest) -> None:
     """Raise DoesNotFitError for a model that does what the GPU tier lacks, by name."""
-    lacking = lacking_on_gpu(manifest.decoder)
+    lacking = lacking_on_gpu(manifest.decoder, manifest.formats)
     if lacking:
         raise DoesNotFitError(
             "the GPU tier does not compute what this model does",

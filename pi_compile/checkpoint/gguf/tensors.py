@@ -11,13 +11,14 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 
 from pi_compile.checkpoint.gguf.architectures import ROPE_DIVISORS, architecture
+from pi_compile.checkpoint.gguf.blocks import KEPT, taken
 from pi_compile.checkpoint.gguf.file import BLOCK_TYPES, GgufFile
 from pi_compile.checkpoint.gguf.of_families import LONG_FACTORS
 from pi_compile.checkpoint.tensors import BF16, Array, Index, Values, as_float32
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import FORMATS, Format
+from pi_runtime.artifact.formats import Format
 
-_GRIDS = {Type[f.gguf]: f.name for f in FORMATS.values() if f.gguf and 0 < f.block_bits < 8}
+_GRIDS = {kind: name for name, kind in KEPT.items()}
 """Tensor type → the block format in which its blocks can be stored as they are."""
 _EXPERTS = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))_exps(\.weight)")
 _FUSED = re.compile(r"(blk\.\d+\.attn_)qkv(\.(?:weight|bias))")
@@ -69,18 +70,10 @@ class _GgufRows:
         return (_GRIDS[self.tensor_type],) if self.tensor_type in _GRIDS else ()
 
     def on_grid(self, fmt: Format, index: Index) -> tuple[Array, Array] | None:
-        """Blocks of 32 that a format holds: 2 bytes of scale, 2 of a minimum, 4 of fifth bits, 16 of nibbles."""
+        """Blocks that a format holds, and their scales."""
         if fmt.name not in self.grids:
             return None
-        data = np.ascontiguousarray(self.data[index if self.order is None else self.order[index]])
-        head, upper = 4 if fmt.offset else 2, 4 * (fmt.bits - 4)
-        blocks = data.view(np.uint8).reshape(len(data), -1, head + upper + 16)
-        beside = np.ascontiguousarray(blocks[..., :head]).view("<f2").swapaxes(1, 2)
-        nibbles = blocks[..., head + upper :]
-        q = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1)
-        if upper:
-            q |= np.unpackbits(blocks[..., head : head + upper], axis=-1, bitorder="little") << np.uint8(4)
-        return q.reshape(len(data), -1).astype(np.int8) - np.int8(fmt.zero), beside if fmt.offset else beside[:, 0]
+        return taken(fmt, self.data[index if self.order is None else self.order[index]])
 
 
 class GgufTensors:

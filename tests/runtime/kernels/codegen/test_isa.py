@@ -18,7 +18,7 @@ from llvmlite import ir
 from support.golden_logits import FORMATS
 from support.long_form import marked_long
 from support.paths import SUPPORT
-from support.stored import WEIGHT_FORMATS
+from support.stored import ROW_FORMATS
 
 from pi_runtime.errors import UsageError
 from pi_runtime.kernels.codegen import isa, simd
@@ -167,9 +167,9 @@ def test_each_set_computes_the_same(name: str, tmp_path: Path, long: bool) -> No
     if name == "portable" and long:
         environment["PI_CACHE_DIR"] = str(tmp_path / "cache")
     logits, operators = SUPPORT / "golden_logits.py", SUPPORT / "isa_checks.py"
-    golden, others = list(FORMATS), list(WEIGHT_FORMATS)
+    golden, others = list(FORMATS), list(ROW_FORMATS)
     if name != there[0] and not long:
-        golden, others = list(GOLDEN), [fmt for fmt in WEIGHT_FORMATS if fmt not in GOLDEN]
+        golden, others = list(GOLDEN), [fmt for fmt in ROW_FORMATS if fmt not in GOLDEN]
     children = [(logits, tmp_path, "1", *golden), (logits, tmp_path, "3", *golden), (operators, *others)]
     if name != there[0] and not long:
         del children[0]
