@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
+from pi_runtime.artifact.sizes import ArraySpec, misfits
 
 KEEP = "keep"
 """The checkpoint's own format."""
@@ -40,3 +41,14 @@ def _resolved(part: str, stored: str, wanted: str) -> str:
             remedy="write one of them; `pi-compile init` writes q8, and says what each would take",
         )
     return stored
+
+
+def check_rows(specs: Mapping[str, ArraySpec]) -> None:
+    """Raise CheckpointError for a format with scales of groups whose rows are no whole groups, or are summed."""
+    for name in misfits(specs):
+        raise CheckpointError(
+            f"{name}: not in {specs[name].format}",
+            expected="a matrix with a multiple of 256 columns, stored as in the checkpoint and not by neuron",
+            found=f"shape {specs[name].shape}",
+            remedy=f'in the recipe: [pack] with "{AGAIN}" for this part',
+        )

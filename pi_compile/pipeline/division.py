@@ -27,8 +27,7 @@ from pi_compile.results import Division
 from pi_runtime.artifact.formats import FORMATS, ROW_FORMATS
 from pi_runtime.artifact.layout import ALIGN, ALIGN_LARGE, LARGE_FROM
 from pi_runtime.artifact.sizes import ALL_MATRICES, BY_NEURON, PARTS, ArraySpec, array_specs, is_scales
-from pi_runtime.console import size
-from pi_runtime.errors import NotMetError
+from pi_runtime.errors import NotMetError, size
 
 Tokens = npt.NDArray[np.integer]
 _HEADER = 256

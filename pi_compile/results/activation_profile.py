@@ -86,6 +86,11 @@ class ActivationProfile:
     source: str = ""
     """Where the counts come from, in words."""
 
+    def check_model(self, decoder: Decoder) -> None:
+        """Raise ProfileError for a model that it is not of."""
+        if self.decoder != decoder:
+            raise ProfileError("the activation profile is of another model", expected=decoder, found=self.decoder)
+
     def ordered_counts(self) -> Counts:
         """(layers, F) counts in stored order."""
         return np.take_along_axis(self.counts, self.order.astype(np.int64), axis=1)

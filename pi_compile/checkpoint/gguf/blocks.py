@@ -5,6 +5,7 @@ rows, B blocks of a row, G groups of 256 columns, D columns.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import gguf
 import numpy as np
@@ -15,16 +16,25 @@ from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.quantisation import records
 
 Bytes = npt.NDArray[np.uint8]
-Found = tuple[npt.NDArray[np.integer], npt.NDArray[np.generic]]
+Found = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 
 def taken(fmt: Format, data: Bytes) -> Found:
-    """Rows of a tensor in a format that keeps its type: signed integers (R, D), and scales as `quantisation.pack_rows`
-    takes them."""
-    kind = KEPT[fmt.name]
-    blocks = np.ascontiguousarray(data).view(np.uint8).reshape(len(data), -1, gguf.GGML_QUANT_SIZES[kind][1])
-    q, beside = _READ.get(kind, _plain)(fmt, blocks)
-    return q.reshape(len(data), -1).astype(np.int8) - np.int8(fmt.zero), beside
+    """Rows of a tensor in the format that keeps its type: signed integers (R, D), and scales as
+    `quantisation.pack_rows` takes them."""
+    q, beside = _READ.get(KEPT[fmt.name], _plain)(fmt, _blocks(fmt, data))
+    return (q.reshape(len(data), -1) - np.uint8(fmt.zero)).view(np.int8), beside
+
+
+def has_lowest(fmt: Format, data: Bytes) -> bool:
+    """Whether a byte of Q8_0 is −128, which has no counterpart above 0."""
+    return bool((_blocks(fmt, data)[..., 2:] == 128).any())
+
+
+def _blocks(fmt: Format, data: Bytes) -> Bytes:
+    """The bytes (R, B, …) of blocks, or of groups."""
+    nbytes = gguf.GGML_QUANT_SIZES[KEPT[fmt.name]][1]
+    return np.ascontiguousarray(data).view(np.uint8).reshape(len(data), -1, nbytes)
 
 
 def _nibbles(stored: Bytes) -> Bytes:
@@ -33,9 +43,11 @@ def _nibbles(stored: Bytes) -> Bytes:
 
 
 def _plain(fmt: Format, blocks: Bytes) -> Found:
-    """Blocks of 32: 2 bytes of scale, 2 of a minimum, 4 of fifth bits, 16 of nibbles."""
+    """Blocks of 32: 2 bytes of scale, 2 of a minimum, 4 of fifth bits, 16 of nibbles; or a byte for each column."""
     head, upper = 4 if fmt.offset else 2, 4 * (fmt.bits - 4)
     beside = np.ascontiguousarray(blocks[..., :head]).view("<f2").swapaxes(1, 2)
+    if fmt.bits == 8:
+        return blocks[..., head:] ^ np.uint8(fmt.zero), beside[:, 0]
     q = _nibbles(blocks[..., head + upper :])
     if upper:
         q |= np.unpackbits(blocks[..., head : head + upper], axis=-1, bitorder="little") << np.uint8(4)
@@ -69,5 +81,5 @@ _READ: Mapping[Type, Callable[[Format, Bytes], Found]] = {
     Type.Q5_K: _with_minima,
     Type.Q6_K: _of_halves,
 }
-KEPT: Mapping[str, Type] = {f.name: Type[f.gguf] for f in FORMATS.values() if f.gguf and 0 < f.block_bits < 8}
+KEPT: Mapping[str, Type] = {f.name: Type[f.gguf] for f in FORMATS.values() if f.gguf and f.quantised}
 """Block format → the tensor type whose blocks it holds as they are."""

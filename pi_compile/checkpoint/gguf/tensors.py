@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import gguf
@@ -11,15 +12,15 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 
 from pi_compile.checkpoint.gguf.architectures import ROPE_DIVISORS, architecture
-from pi_compile.checkpoint.gguf.blocks import KEPT, taken
+from pi_compile.checkpoint.gguf.blocks import KEPT, has_lowest, taken
 from pi_compile.checkpoint.gguf.file import BLOCK_TYPES, GgufFile
 from pi_compile.checkpoint.gguf.of_families import LONG_FACTORS
 from pi_compile.checkpoint.tensors import BF16, Array, Index, Values, as_float32
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import Format
+from pi_runtime.artifact.formats import FORMATS, ROW_FORMATS, Format
 
-_GRIDS = {kind: name for name, kind in KEPT.items()}
-"""Tensor type → the block format in which its blocks can be stored as they are."""
+_GRIDS = {kind: FORMATS[name] for name, kind in KEPT.items()}
+"""Tensor type → the block format that has its integers and scales."""
 _EXPERTS = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))_exps(\.weight)")
 _FUSED = re.compile(r"(blk\.\d+\.attn_)qkv(\.(?:weight|bias))")
 _HEADS = re.compile(r"(blk\.\d+\.attn_[kv]_b)(\.weight)")
@@ -64,16 +65,23 @@ class _GgufRows:
         with np.errstate(over="ignore"):  # what is too large for a float32 becomes infinite, and is refused
             return gguf.dequantize(data, self.tensor_type)
 
-    @property
+    @cached_property
     def grids(self) -> tuple[str, ...]:
-        """The block format of the tensor's type, if there is one."""
-        return (_GRIDS[self.tensor_type],) if self.tensor_type in _GRIDS else ()
+        """The block format of the tensor's type, if there is one, and those that have more bits for the same."""
+        own = _GRIDS.get(self.tensor_type)
+        parts = range(0, len(self) if own is not None and own.mirrored else 0, 4096)
+        if own is None or any(has_lowest(own, self._rows(slice(n, n + 4096))) for n in parts):
+            return ()
+        others = () if own.grouped else (FORMATS[name] for name in ROW_FORMATS)
+        wider = (f for f in others if f.quantised and f.offset == own.offset and f.bits > own.bits)
+        return (own.name, *(f.name for f in wider))
 
     def on_grid(self, fmt: Format, index: Index) -> tuple[Array, Array] | None:
         """Blocks that a format holds, and their scales."""
-        if fmt.name not in self.grids:
-            return None
-        return taken(fmt, self.data[index if self.order is None else self.order[index]])
+        return taken(_GRIDS[self.tensor_type], self._rows(index)) if fmt.name in self.grids else None
+
+    def _rows(self, index: Index) -> Array:
+        return self.data[index if self.order is None else self.order[index]]
 
 
 class GgufTensors:
@@ -98,6 +106,7 @@ class GgufTensors:
         for name in (ROPE_DIVISORS, *LONG_FACTORS):
             self._stored.pop(name, None)
         self.names = frozenset(self._stored)
+        self._rows: dict[str, _GgufRows] = {}
 
     def _told_apart(self, name: str) -> Iterator[tuple[str, _StoredTensor]]:
         d = self._decoder
@@ -143,6 +152,11 @@ class GgufTensors:
 
     def rows(self, name: str) -> _GgufRows:
         """The rows of the tensor; only those that are read are dequantised."""
+        if name not in self._rows:
+            self._rows[name] = self._opened(name)
+        return self._rows[name]
+
+    def _opened(self, name: str) -> _GgufRows:
         stored, rotated = self._stored[name], _ROTATED.fullmatch(name) if self._permuted else None
         tensor = self._file.tensors[stored.name]
         whole = np.asarray(tensor.data if stored.item is None else tensor.data[stored.item])

@@ -23,8 +23,8 @@ def padded_columns(columns: int) -> int:
 def parts_of(x_at: np.ndarray, columns: int) -> dict[str, np.ndarray]:
     """The parts of an input, by the layout in the docstring of `quantised_input`."""
     p, parts, at = padded_columns(columns), {}, 0
-    layout = {"x": (p, "f4"), "stored": (p, "i1"), "s": (p // 32, "f4"), "sum": (p // 32, "i4"), "half": (p // 32, "i4")}
-    layout |= {"q": (p, "i1")}
+    layout = {"x": (p, "f4"), "stored": (p, "i1"), "s": (p // 32, "f4"), "sum": (p // 32, "i4")}
+    layout |= {"half": (p // 32, "i4"), "q": (p, "i1")}
     for name, (n, dtype) in layout.items():
         nbytes = n * np.dtype(dtype).itemsize
         parts[name] = x_at[at : at + nbytes].view(dtype)
