@@ -104,18 +104,26 @@ class Checkpoint(ResolvedCheckpoint):
         return self._format_of(self._matrix_arrays(part))
 
     def matrix_formats(self) -> dict[str, str]:
-        """The formats of matrices of the layers that have another one than their part, and of keys and values whose
-        tensors have other types than those of queries."""
+        """The formats of matrices of the layers that have another one than their part, and of keys and values that
+        no format keeps with queries."""
         parts = {part: self.format(part) for part in ("attention", "ffn")}
         own = ((array, name, parts.get(str(part_of(array)))) for array, name in self._array_formats.items())
         return {a: name for a, name, of in own if of in FORMATS and (name != of or a.endswith(tuple(APART)))}
 
     @cached_property
     def _array_formats(self) -> dict[str, str]:
-        """What `format` says of each matrix alone, with keys and values apart where their types differ."""
-        apart = self.with_formats(_of_other_types(self.with_formats(())))
+        """What `format` says of each matrix alone, with keys and values apart where need be."""
+        apart = self.with_formats(self.with_formats(())._of_other_types())
         arrays = (array for part in PARTS for array in apart._matrix_arrays(part))
         return {array: apart._format_of([array]) for array in arrays}
+
+    def _of_other_types(self) -> Iterator[str]:
+        """Keys and values with other types than queries, where no format keeps all; values also where keys have one."""
+        for layer in range(0 if self.decoder.latent_rank else self.decoder.n_layers):
+            array = f"layers/{layer}/attention/qkv"
+            kinds = [self.source.dtype(tensor) for tensor in self.tensor_names(array)]
+            if len(kinds) == 1 + len(APART) and self._format_of([array]) not in FORMATS:
+                yield from (f"layers/{layer}/{name}" for n, name in enumerate(APART, 2) if len(set(kinds[:n])) > 1)
 
     def _format_of(self, arrays: Sequence[str]) -> str:
         """The format of fewest bytes that keeps all of some matrices; else the names of their tensors' types."""
@@ -328,15 +336,6 @@ def open_checkpoint(
     commit = None if Path(model).expanduser().exists() else hub_commit(location)
     resolved = resolve_checkpoint(location, ignore_config, activation, in_recipe=in_recipe)
     return Checkpoint(revision=commit, **vars(resolved))
-
-
-def _of_other_types(checkpoint: Checkpoint) -> Iterator[str]:
-    """Keys and values whose tensors have another type than queries; values also where keys have one."""
-    for layer in range(0 if checkpoint.decoder.latent_rank else checkpoint.decoder.n_layers):
-        tensors = checkpoint.tensor_names(f"layers/{layer}/attention/qkv")
-        kinds = [checkpoint.source.dtype(tensor) for tensor in tensors]
-        if len(kinds) == 1 + len(APART):
-            yield from (f"layers/{layer}/{name}" for n, name in enumerate(APART, 2) if len(set(kinds[:n])) > 1)
 
 
 def _row_nbytes(name: str) -> int:

@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
 
-from pi_compile.checkpoint import Checkpoint
+from pi_compile.checkpoint import Checkpoint, stored_blocks
 from pi_compile.results import QuantisedWeights
 from pi_compile.torch_model import computing_with, flops_per_s, layer_parameters
 from pi_compile.torch_model import decoder as td
@@ -91,7 +91,7 @@ def packed_values(
         layer, _, local = name.rpartition("attention/qkv")
         for own in (name, *(f"{layer}{apart}" for apart in APART if not local)):
             if own in specs:
-                yield from checkpoint.as_stored(own, specs[own].format)
+                yield from stored_blocks.as_stored(checkpoint, own, specs[own].format)
 
     def values(name: str, source: Array) -> Array:
         fmt = specs[name].format
