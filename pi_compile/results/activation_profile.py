@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from pi_compile.errors import ProfileError
 from pi_compile.files import read_arrays, write_arrays
-from pi_runtime.artifact.checks import decoder_problems
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import attributes, decode, parse_json
 from pi_runtime.artifact.rungs import RUNGS
@@ -160,7 +159,7 @@ class ActivationProfile:
             meta = decode(_Meta, parse_json(str(text).encode()), "meta", problems)
             if not problems and meta.version != VERSION:
                 problems.append(f"meta.version: expected {VERSION}, found {meta.version}")
-            problems = problems or list(decoder_problems(meta.decoder))
+            problems = problems or [f"decoder.{problem}" for problem in meta.decoder.problems()]
             if problems:
                 raise ValueError("; ".join(problems))
             d = meta.decoder
