@@ -15,22 +15,18 @@ from pi_runtime.artifact.sizes import BY_NEURON, PARTS
 from pi_runtime.errors import DoesNotFitError, Text
 
 COMPUTED_BY = {
-    **{f"decoder.{name}": own.bodies for name, (f, own) in facts().items() if f.default is not MISSING},
-    **{f"decoder.{name}.{v}": bodies for name, (_, own) in facts().items() for v, bodies in own.later.items()},
+    **{f"decoder.{name}": own.bodies for name, own in facts().items() if own.default is not MISSING},
+    **{f"decoder.{name}.{v}": bodies for name, own in facts().items() for v, bodies in own.later.items()},
 }
 """Each fact that a decoder may have or not, and each value that is a feature of its own → who computes it."""
 
 
-def _has_fact(d: Decoder, feature: str) -> bool:
+def _has_fact(of: Manifest | Decoder, feature: str) -> bool:
     _, name, *value = feature.split(".")
-    found = getattr(d, name)
+    found = getattr(of.decoder if isinstance(of, Manifest) else of, name)
     if value == ["negative"]:
         return min(found, default=0) < 0
-    return bool(found == value[0] if value else found != facts()[name][0].default)
-
-
-def _uses_fact(m: Manifest, feature: str) -> bool:
-    return _has_fact(m.decoder, feature)
+    return bool(found == value[0] if value else found != facts()[name].default)
 
 
 def _has_format(m: Manifest, name: str) -> bool:
@@ -38,7 +34,7 @@ def _has_format(m: Manifest, name: str) -> bool:
 
 
 FEATURES: dict[str, Callable[[Manifest], bool]] = {
-    **{name: partial(_uses_fact, feature=name) for name in COMPUTED_BY},
+    **{name: partial(_has_fact, feature=name) for name in COMPUTED_BY},
     "ffn_layout": lambda m: m.ffn_layout != BY_NEURON,
     "formats.matrices": lambda m: len(m.formats) > len(PARTS),
     **{f"formats.{name}": partial(_has_format, name=name) for name in WEIGHT_FORMATS},

@@ -286,12 +286,6 @@ def _implied_rows(layer: Layer, cut: int) -> tuple[int, int]:
     return 0 if rung.picks else cut, cut if rung.dense else 0
 
 
-def check_features(manifest: Manifest) -> None:
-    """Raise DoesNotFitError for a model that does what the GPU tier lacks, by name."""
-    remedy = "run it on the CPU: ", Setting("device", "cpu"), ", without ", Setting("vram_budget")
-    refuse_lacking(manifest.decoder, GPU, remedy)
-
-
 def open_on_gpu(
     artifact: Artifact,
     mode: str,
@@ -309,7 +303,8 @@ def open_on_gpu(
     With a budget of RAM the CPU's part is kept within it, and rows come from disk (see `ram_budget`).
     Raises DoesNotFitError if no stored plan fits, or if the GPU tier lacks what the model does.
     """
-    check_features(artifact.manifest)
+    remedy = "run it on the CPU: ", Setting("device", "cpu"), ", without ", Setting("vram_budget")
+    refuse_lacking(artifact.manifest.decoder, GPU, remedy)
     start_threads(SPIN_BESIDE_GPU)
     device: Device = Cuda(index)
     free = device.free_bytes()

@@ -219,6 +219,16 @@ def test_thoughts_of_a_talk_go_to_stderr(
     assert json.loads(saved.read_text())[-1] == {"role": "assistant", "content": "yes"}
 
 
+def test_a_template_in_place_of_the_model_s_own(run: Run, alphabet: Path, tmp_path: Path) -> None:
+    file, bare = tmp_path / "t.jinja", scripted_artifact(tmp_path / "bare.pi", saying("abc"))
+    file.write_text("{{ messages[-1].content }}a", "utf-8")
+    for path, said in ((alphabet, "bcdefghijklmnopqrstuvwxyz\n"), (bare, "bc\n")):
+        assert run(path, "--chat", "--chat-template", file, stdin="x\n")[:2] == (0, said)
+    code, out, err = run(alphabet, "--chat", "--chat-template", tmp_path / "none", stdin="x\n")
+    assert (code != 0, out) == (True, "")
+    assert "--chat-template" in err
+
+
 def test_commands_of_a_talk(run: Run, alphabet: Path, tmp_path: Path) -> None:
     saved, odd = tmp_path / "talk.json", tmp_path / "odd.json"
     odd.write_text('[{"role": 1}]')
