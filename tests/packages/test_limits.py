@@ -17,7 +17,7 @@ ROOM_LINES = {
     ("pi_runtime/server",): 6850,
     ("pi_runtime/engine",): 5800,
     ("pi_runtime/execution", "pi_runtime/disk"): 5000,
-    ("pi_runtime/kernels",): 8150,
+    ("pi_runtime/kernels",): 8300,
     ("pi_runtime/cuda",): 4300,
     ("pi_compile/checkpoint",): 6700,
     ("pi_compile/sparsification",): 2650,
