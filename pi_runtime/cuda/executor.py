@@ -304,7 +304,7 @@ def open_on_gpu(
     Raises DoesNotFitError if no stored plan fits, or if the GPU tier lacks what the model does.
     """
     remedy = "run it on the CPU: ", Setting("device", "cpu"), ", without ", Setting("vram_budget")
-    refuse_lacking(artifact.manifest.decoder, GPU, remedy)
+    refuse_lacking(artifact.manifest.decoder, GPU, remedy, artifact.manifest.formats)
     start_threads(SPIN_BESIDE_GPU)
     device: Device = Cuda(index)
     free = device.free_bytes()

@@ -52,7 +52,7 @@ from pi_compile.torch_model import (
 from pi_compile.torch_model import decoder as td
 from pi_compile.workers import WorkFolder
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import FORMATS, Format
+from pi_runtime.artifact.formats import FORMATS, ROW_FORMATS, Format
 from pi_runtime.artifact.quantisation import dequantise, quantise
 from pi_runtime.artifact.sizes import BY_NEURON, MATRICES
 
@@ -88,7 +88,7 @@ class QuantiseSpec:
         """The matrices of a layer that are rounded, with their formats."""
         parts, named = MATRICES[BY_NEURON].items(), self.formats
         found = {name: named.get(f"layers/{layer}/{name}", named[part]) for name, part in parts}
-        return {name: FORMATS[fmt] for name, fmt in found.items() if coarse(FORMATS[fmt])}
+        return {name: FORMATS[fmt] for name, fmt in found.items() if coarse(FORMATS[fmt]) and fmt in ROW_FORMATS}
 
     @property
     def rounds(self) -> bool:
