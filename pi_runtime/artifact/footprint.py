@@ -45,7 +45,7 @@ class InputLayout(NamedTuple):
     end: int
 
 
-INPUT = InputLayout(4 * PAD, 5 * PAD, *(5 * PAD + k * PAD // 8 for k in (1, 2, 3)), 6 * PAD + 3 * PAD // 8)
+INPUT = InputLayout(4 * PAD, 5 * PAD, 41 * PAD // 8, 42 * PAD // 8, 43 * PAD // 8, 51 * PAD // 8)
 """4 a column as float32, 1 a column twice as bytes, 12 a block for scale and sums."""
 
 

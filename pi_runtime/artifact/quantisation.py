@@ -128,7 +128,8 @@ def records(fmt: Format, heads: Array, fields: Array) -> Array:
     found = np.zeros((*heads.shape[:-1], fmt.record_nbytes), np.uint8)
     found[..., : fmt.head_nbytes] = np.ascontiguousarray(heads, "<f2").view(np.uint8)
     for block, (start, shift) in enumerate(fmt.fields):
-        field = sum(fields[..., block, n].astype(np.uint32) << fmt.scale_bits * n for n in range(fields.shape[-1]))
+        parts = [fields[..., block, n].astype(np.uint32) << fmt.scale_bits * n for n in range(fields.shape[-1])]
+        field = np.add.reduce(parts)
         for byte in range(2):
             found[..., fmt.head_nbytes + start + byte] |= (field << shift >> 8 * byte).astype(np.uint8)
     return found.reshape(*heads.shape[:-2], -1)
@@ -207,10 +208,9 @@ def pack_blocks(fmt: Format, q: Array, scale: Array, columns: int) -> tuple[Arra
     rows = q.astype(np.int8).T.reshape(-1, blocks * BLOCK)
     if fmt.bits < 8:
         rows = (rows + np.int8(fmt.zero)).view(np.uint8)
-    if fmt.grouped:
-        by_row = scale.reshape(len(rows), -1)
-    else:
-        by_row = scale.reshape(2, -1, blocks).swapaxes(0, 1) if fmt.offset else scale.reshape(-1, blocks)
+    by_row: Array = scale.reshape(len(rows), -1)
+    if fmt.offset and not fmt.grouped:
+        by_row = scale.reshape(2, -1, blocks).swapaxes(0, 1)
     return _padded(fmt, _packed(fmt, rows), by_row, columns)
 
 

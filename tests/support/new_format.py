@@ -111,7 +111,7 @@ def check_compiler(_folder: str) -> None:
     from pi_compile.recipe import check_settings
 
     check_settings(pack={"ffn": NEW})
-    assert tensors._GRIDS[GGMLQuantizationType.Q8_1] == NEW
+    assert tensors._GRIDS[GGMLQuantizationType.Q8_1].name == NEW
     for machine in ("pc-low", "stand-in"):
         rates = processors_of(find_machine(machine, Path()))[CPU].bytes_per_s
         assert rates.get(NEW) == rates.get("q4")

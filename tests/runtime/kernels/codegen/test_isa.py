@@ -149,8 +149,8 @@ def test_avxvnni_through_avx512_keeps_to_256_bits() -> None:
     assert not any(f.startswith("-") for f in found)
 
 
-GOLDEN = ("f16", "q6", "q4_1")
-"""Numbers, blocks, and blocks with an offset. In the short form these have golden logits, and others are checked."""
+GOLDEN = ("f16", "q6", "q4_1", "q4_k", "q6_k")
+"""Numbers, blocks, blocks with an offset, and groups. In the short form these have golden logits, and others are checked."""
 
 
 @pytest.mark.slow
