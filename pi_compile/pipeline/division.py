@@ -44,6 +44,8 @@ _HEADER = 256
 """At most the bytes of what stands before an array in the file."""
 _MANIFEST = 512
 """The same of what the manifest and the directories say about an array."""
+_REST = 8192
+"""The same of all else that the manifest says: decoder, recipe, what it was made from."""
 _UNITS = 1e11
 """Divergences are whole numbers of so many parts of a nat."""
 
@@ -101,7 +103,7 @@ def _divided(
     specs = array_specs(d, formats, [None] * d.n_layers, checkpoint.layout == BY_NEURON, checkpoint.layout)
     groups = _groups(specs)
     plain = {name: _stored(spec) for name, spec in specs.items() if not is_scales(name)}
-    fixed = _MANIFEST * len(specs) + sum(map(len, checkpoint.text_files.files.values())) + sum(plain.values())
+    fixed = _REST + _MANIFEST * len(specs) + sum(map(len, checkpoint.text_files.files.values())) + sum(plain.values())
     fixed -= sum(plain[name] for names in groups.values() for name in names)
     options = {}
     for done, (key, names) in enumerate(groups.items()):
