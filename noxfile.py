@@ -387,7 +387,7 @@ def bench(session: nox.Session) -> None:
     if not session.posargs or session.posargs[0] not in names:
         session.error(f"name one of: {', '.join(names)}")
     install_all(session)
-    if session.posargs[0] in ("cpu", "batch", "serve", "disk", "quality"):
+    if session.posargs[0] in ("cpu", "batch", "serve", "disk", "quality", "real_files"):
         # The peer, built for this processor: the library, or programs of it.
         programs = {"serve": ["llama-server"], "quality": ["llama-quantize", "llama-imatrix"]}.get(
             session.posargs[0], []
