@@ -119,7 +119,7 @@ class Checkpoint(ResolvedCheckpoint):
         return np.concatenate([rows for (rows,) in self._joined(array, None, kept)])
 
     def _is_kept(self, tensor: SourceTensor, name: str) -> bool:
-        return not tensor.addend and name in getattr(_stored_rows(self.source, tensor), "grids", ())
+        return not tensor.is_changed and name in getattr(_stored_rows(self.source, tensor), "grids", ())
 
     def _matrices(self, part: str) -> list[str]:
         """Names of the tensors that the matrices of a part are made of."""
@@ -127,7 +127,7 @@ class Checkpoint(ResolvedCheckpoint):
 
     def _matrix_arrays(self, part: str) -> list[str]:
         arrays = [n for n, shape in self.array_shapes.items() if len(shape) > 1 and part_of(n) == part]
-        return [n for n in arrays if not n.endswith(("/router", "/expert_bias"))]
+        return [n for n in arrays if not n.endswith(("/router", "/expert_bias", "/gates", "/conv"))]
 
     def largest(self, tensor: str) -> float:
         """Largest magnitude of the values of a checkpoint tensor."""
@@ -188,7 +188,7 @@ class Checkpoint(ResolvedCheckpoint):
 
         Such tensors are taken bit for bit, the others are quantised. None where no tensor does.
         """
-        tensors = [t for t in self._source_tensors(array) if not t.addend] if fmt.quantised else []
+        tensors = [t for t in self._source_tensors(array) if not t.is_changed] if fmt.quantised else []
         if all(
             self._matrix(tensor).on_grid(fmt, slice(0, 1)) is None
             for tensor in tensors
@@ -322,13 +322,13 @@ class Checkpoint(ResolvedCheckpoint):
 
     def _stored(self, fmt: Format, tensor: SourceTensor, matrix: RowReader, rows: Index) -> tuple[Array, Array]:
         """Rows in a block format: as they are where they lie on its grid, else quantised."""
-        found = None if tensor.addend else matrix.on_grid(fmt, rows)
+        found = None if tensor.is_changed else matrix.on_grid(fmt, rows)
         return quantise(fmt, self._read(tensor, matrix, rows)) if found is None else pack_rows(fmt, *found)
 
     def _read(self, tensor: SourceTensor, matrix: RowReader, rows: Index) -> Values:
         values = matrix[rows]
         self._check_finite(tensor.name, values)
-        return values + np.float32(tensor.addend) if tensor.addend else values
+        return tensor.changed(values)
 
 
 def open_checkpoint(

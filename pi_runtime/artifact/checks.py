@@ -13,6 +13,7 @@ from pi_runtime.artifact.decoder import (
     GATED_ACTIVATIONS,
     NORMS,
     POSITIONS,
+    RECURRENCES,
     ROUTER_SCORES,
     Decoder,
 )
@@ -107,6 +108,7 @@ def _later_problems(d: Decoder) -> Iterator[str]:
         yield "decoder.router_early, router_score: given without experts"
     yield from _expert_problems(d)
     yield from _latent_problems(d)
+    yield from _recurrence_problems(d)
     if not (0 < d.embedding_scale < inf and 0 < d.logit_scale < inf):
         yield f"decoder.embedding_scale, logit_scale: {d.embedding_scale}, {d.logit_scale} are not above 0"
     if not d.logit_softcap >= 0:
@@ -128,6 +130,8 @@ def _expert_problems(d: Decoder) -> Iterator[str]:
     if d.experts_shared and not (0 < d.experts_shared < d.n_experts and taken > 0 and not d.router_early):
         yield f"decoder.experts_shared: {d.experts_shared} of {d.experts_per_token}, or with router_early"
         return
+    if d.shared_gate and not d.experts_shared:
+        yield "decoder.shared_gate: true without experts_shared"
     if not _are_layers(d.dense_layers, d) or bool(d.dense_layers) != bool(d.dense_ff) or d.dense_ff < 0:
         yield f"decoder.dense_layers: {d.dense_layers} of {d.n_layers}, with dense_ff {d.dense_ff}"
     elif d.dense_layers and (d.dense_experts > d.n_experts or d.n_experts == 1 or d.router_early or d.ffn_bias):
@@ -162,6 +166,20 @@ def _latent_problems(d: Decoder) -> Iterator[str]:
         yield "decoder.latent_rank: with heads of keys, norms of queries, windows, sinks, or without rotation"
     elif not 0 < d.score_scale < inf:
         yield f"decoder.score_scale: {d.score_scale} is not above 0"
+
+
+def _recurrence_problems(d: Decoder) -> Iterator[str]:
+    if d.output_gate and d.latent_rank:
+        yield "decoder.output_gate: true with latent_rank"
+    if (r := d.recurrence) is None:
+        return
+    sizes = r.heads, r.key_heads, r.key_dim, r.value_dim, r.columns
+    if r.kind not in RECURRENCES or not all(1 <= size < 2**31 for size in sizes) or r.heads % r.key_heads:
+        yield f"decoder.recurrence: {r.kind} with {r.heads} heads of {r.key_heads}, or sizes of {sizes}"
+    elif not (_are_layers(r.layers, d) and 0 < len(r.layers) < d.n_layers):
+        yield f"decoder.recurrence.layers: {r.layers} of {d.n_layers}"
+    elif d.latent_rank or d.inner_norms or {*r.layers} & {*d.windowed_layers, *d.unrotated_layers}:
+        yield "decoder.recurrence: with latent_rank, inner_norms, or in layers with a window or without rotation"
 
 
 def _are_layers(layers: tuple[int, ...], d: Decoder) -> bool:

@@ -15,8 +15,10 @@ The FFN is, per neuron i with activation a,
 
 and with experts  y = Σ_e p_e y_e  over the experts_per_token experts e with the largest router_e · x, p the softmax of
 these values over those experts, or over all; or  p_e = s(router_e · x), with s(z) = 1 / (1 + e⁻ᶻ), and mostly over
-their sum. The router reads what the FFN reads, or x as it enters the block. Experts that every token takes, p_e = 1,
-stand behind those of the router; a dense layer is made of such experts alone.
+their sum. The router reads what the FFN reads, or x as it enters the block. Experts that every token takes, p_e = 1 or
+s(gate · x), stand behind those of the router; a dense layer is made of such experts alone.
+
+Attention is softmax(q kᵀ) v of some heads, or in some layers a recurrence stands in its place (see `Recurrence`).
 
 A file says only what differs from the defaults here, and each such fact is a feature (`features`).
 """
@@ -43,6 +45,38 @@ FFN's up · x + c, within −7 … 7, one more (gpt-oss)."""
 CLAMP, SWIGLU_SLOPE = 7.0, 1.702
 LATENT_EPS = 1e-6
 """Epsilon of the `rms` norms of latents, whatever that of the others is."""
+RECURRENCES = ("gated_delta",)
+LENGTH_EPS = 1e-6
+"""Added to the square of the length that queries and keys of a recurrence are divided by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recurrence:
+    """What stands in attention's place in some layers: each head has a state of a fixed size, and no keys and values.
+
+        gated_delta   S ← eᵍ S,   S ← S + k (b (v − Sᵀk))ᵀ,   y = Sᵀq / √K       g = −decay · ln(1 + e^(a + bias))
+
+    with a head's numbers a and s(b) of the token, and q, k, v SiLU of a causal convolution of `columns` positions, q
+    and k then divided by their lengths. Several heads may share q and k. The sums y are normed and multiplied by
+    SiLU(z). Source: Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464.
+    """
+
+    kind: str
+    layers: tuple[int, ...]
+    """Layers, in order, that have it."""
+    heads: int
+    """Heads with a state."""
+    key_heads: int
+    """Heads of queries and keys, a divisor of `heads`: as many consecutive heads share one."""
+    key_dim: int
+    value_dim: int
+    columns: int
+    """Positions of the convolution, a token's own included."""
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token that go through the convolution: those of queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +119,8 @@ class Decoder:
     """Whether the router reads x as it enters the block, without a norm, and not what the FFN reads."""
     experts_shared: int = 0
     """So many experts, the last ones, are taken by every token and not by the router; they count in both numbers."""
+    shared_gate: bool = False
+    """Whether the experts that every token takes are weighed by s(gate · x), with a gate beside the router's rows."""
     dense_layers: tuple[int, ...] = ()
     """Layers, in order, whose FFN is dense. It is cut into experts, the last ones, which every token takes; what is
     left of these, and all experts before them, are zeros."""
@@ -147,6 +183,10 @@ class Decoder:
     attention_sinks: bool = False
     """Whether each head has a number whose exponential is added to the sum that a softmax of scores divides by."""
 
+    output_gate: bool = False
+    """Whether what attention's last matrix reads is multiplied by s(gate · x), number by number."""
+    recurrence: Recurrence | None = None
+    """What stands in attention's place in some layers."""
     latent_rank: int = 0
     """R, where keys and values of all heads are products with one latent of R numbers (MLA); 0 for none. A head of
     queries then has `head_dim` numbers, of which the last 2J are rotated, as are 2J more that all heads share as the
@@ -159,10 +199,15 @@ class Decoder:
     """Factor of scores beside 1 / √head_dim (YaRN's mscale, squared), with `latent_rank`."""
 
     def of_layer(self, layer: int) -> Self:
-        """The decoder as one layer computes it: without angles, a window, or a router, where the layer has none."""
+        """The decoder as one layer computes it: without angles, a window, a recurrence, or a router, where the layer
+        has none; and of attention nothing where a recurrence stands in its place."""
         differences: dict[str, Any] = {"window": 0}
+        if self.recurrence is not None:
+            recurs = layer in self.recurrence.layers
+            differences |= _NO_ATTENTION if recurs else {"recurrence": None}
         if layer in self.windowed_layers:
-            differences = {"rotary_frequencies": self.windowed_frequencies or self.rotary_frequencies}
+            del differences["window"]
+            differences["rotary_frequencies"] = self.windowed_frequencies or self.rotary_frequencies
         if layer in self.unrotated_layers:
             differences["rotary_frequencies"] = ()
         if layer in self.dense_layers:
@@ -185,6 +230,8 @@ class Decoder:
     @property
     def mixed_width(self) -> int:
         """Numbers that attention's last matrix reads: those of all heads."""
+        if self.recurrence is not None:
+            return self.recurrence.heads * self.recurrence.value_dim
         return self.n_heads * (self.value_dim or self.head_dim)
 
     @property
@@ -193,11 +240,29 @@ class Decoder:
         return self.latent_rank + self.rotary_dim if self.latent_rank else self.head_dim
 
     @property
+    def gate_width(self) -> int:
+        """Numbers that what attention's last matrix reads is multiplied by; 0 for none."""
+        return self.mixed_width if self.output_gate or self.recurrence is not None else 0
+
+    @property
+    def qkv_parts(self) -> tuple[int, int, int]:
+        """Numbers of queries, of keys and of values that attention's first matrix makes of a token."""
+        if (r := self.recurrence) is not None:
+            return r.key_heads * r.key_dim, r.key_heads * r.key_dim, r.heads * r.value_dim
+        keys = self.n_kv_heads * self.head_dim
+        return self.n_heads * self.head_dim, keys, keys
+
+    @property
     def qkv_width(self) -> int:
         """Numbers that attention's first matrix makes of a token."""
         if self.latent_rank:
             return (self.query_rank or self.n_heads * self.head_dim) + self.cached_width
-        return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+        return sum(self.qkv_parts)
+
+    def widest(self, width: str) -> int:
+        """The most that a layer has of one of these numbers: `qkv_width`, `mixed_width` or `gate_width`."""
+        kinds = [replace(self, recurrence=None), *([self] if self.recurrence else [])]
+        return max(getattr(kind, width) for kind in kinds)
 
     @property
     def neurons(self) -> int:
@@ -223,6 +288,10 @@ class Decoder:
     def rotary_dim(self) -> int:
         """Number of leading columns of a head that are rotated."""
         return 2 * len(self.rotary_frequencies)
+
+
+_NO_ATTENTION = dict.fromkeys(("qkv_bias", "out_bias", "qk_norm", "output_gate", "attention_sinks"), False)
+"""Facts of attention that a layer with a recurrence lacks."""
 
 
 def rotary_table(decoder: Decoder, length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:

@@ -52,7 +52,7 @@ LACKING_ON_GPU = (
     "decoder.activation.clamped_swiglu", "decoder.attention_sinks", "decoder.expert_bias", "decoder.router_bias",
     "decoder.block.sandwich", "decoder.dense_layers", "decoder.experts_shared", "decoder.router_early",
     "decoder.latent_rank", "decoder.router_groups", "decoder.router_score", "decoder.router_scale", "decoder.window",
-    "decoder.inner_norms",
+    "decoder.inner_norms", "decoder.output_gate", "decoder.recurrence", "decoder.shared_gate",
 )  # fmt: skip
 """Features that the GPU tier does not compute; a plan is for the CPU alone then."""
 

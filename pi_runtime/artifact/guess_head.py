@@ -76,6 +76,8 @@ class GuessHead:
             windowed_layers=(),
             windowed_frequencies=(),
             unrotated_layers=(),
+            output_gate=False,
+            recurrence=None,
             latent_rank=0,
             query_rank=0,
             value_dim=0,

@@ -222,7 +222,8 @@ class Core:
         every = draft.num_run > 0 or sequence.needs_all_logits
         cache, states = self.held[sequence], self._speculation.is_on and sequence.wants_states
         logits: Literal["last", "all"] = "all" if every else "last"
-        return SequenceStep(cache=cache, tokens=tokens, select=select, logits=logits, states=states)
+        tried = draft.num_run > 0
+        return SequenceStep(cache=cache, tokens=tokens, select=select, logits=logits, is_tried=tried, states=states)
 
     # Advance.
 

@@ -14,7 +14,15 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.decoder import CLAMP, LATENT_EPS, SWIGLU_SLOPE, Decoder, rotary_table
+from pi_runtime.artifact.decoder import (
+    CLAMP,
+    LATENT_EPS,
+    LENGTH_EPS,
+    SWIGLU_SLOPE,
+    Decoder,
+    Recurrence,
+    rotary_table,
+)
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import DENSE, RUNGS
@@ -177,7 +185,8 @@ def sigmoid(z: F32) -> F32:
 
 def routing(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
     """(T, X): route weights of the experts, the softmax of the router's K largest logits, or their part of the softmax
-    of all, or their sigmoids, mostly over the sum of these, and 0 for the others; 1 for those that every token takes.
+    of all, or their sigmoids, mostly over the sum of these, and 0 for the others; 1, or the sigmoid of their gate, for
+    those that every token takes.
 
     Among equal logits the lower expert comes first.
     """
@@ -185,7 +194,11 @@ def routing(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
     route_weight_TX[:, d.n_experts - max(d.experts_shared, d.n_experts == 1) :] = 1
     if d.n_experts == 1 or d.experts_per_token == d.experts_shared:
         return route_weight_TX
-    logit_TX = x_TD @ w["ffn/router"].T + (w["ffn/router_bias"] if d.router_bias else np.float32(0))
+    logit_TX = x_TD @ w["ffn/router"].T
+    if d.shared_gate:
+        logit_TX, gate_T1 = np.split(logit_TX, [d.experts_routed], axis=1)
+        route_weight_TX[:, d.experts_routed :] = sigmoid(gate_T1)
+    logit_TX = logit_TX + w["ffn/router_bias"] if d.router_bias else logit_TX
     score_TX = sigmoid(logit_TX) + w["ffn/router_choice_bias"] if d.router_choice_bias else logit_TX
     choice_TX = choices(d, score_TX)
     expert_TK = np.argsort(-choice_TX, axis=1, kind="stable")[:, : d.experts_per_token - d.experts_shared]
@@ -297,6 +310,8 @@ def attention(decoder: Decoder, w: WeightSource, x_TD: F32) -> F32:
     d, n_tokens = decoder, len(x_TD)
     if d.latent_rank:
         return latent_attention(d, w, x_TD)
+    if d.recurrence is not None:
+        return recurrence(d.recurrence, d, w, x_TD)
     qkv = w.product("attention/qkv", x_TD) + (w["attention/qkv_bias"] if d.qkv_bias else np.float32(0))
     heads = qkv.reshape(n_tokens, d.n_heads + 2 * d.n_kv_heads, d.head_dim)
     q_THE, k_SGE, v_SGE = np.split(heads, [d.n_heads, d.n_heads + d.n_kv_heads], axis=1)
@@ -319,7 +334,10 @@ def attention(decoder: Decoder, w: WeightSource, x_TD: F32) -> F32:
         total_HT1 = total_HT1 + np.exp(w["attention/sinks"][:, None, None] - largest_HT1)
     p_HTS /= total_HT1
     mixed_THE = np.einsum("hts,she->the", p_HTS, v_SHE)
-    y_TD = w.product("attention/out", _inner_norm(d, w, mixed_THE.reshape(n_tokens, -1)))
+    mixed_TQ = mixed_THE.reshape(n_tokens, -1)
+    if d.output_gate:
+        mixed_TQ = mixed_TQ * sigmoid(w.product("attention/gate", x_TD))
+    y_TD = w.product("attention/out", _inner_norm(d, w, mixed_TQ))
     return y_TD + w["attention/out_bias"] if d.out_bias else y_TD
 
 
@@ -349,6 +367,36 @@ def latent_attention(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
     mixed_TQ = _by_head(w, "attention/v_up", mixed_THL).reshape(len(q), -1)
     y_TD = w.product("attention/out", _inner_norm(d, w, mixed_TQ))
     return y_TD + w["attention/out_bias"] if d.out_bias else y_TD
+
+
+def recurrence(r: Recurrence, d: Decoder, w: WeightSource, x_TD: F32) -> F32:
+    """The gated delta rule from position 0 on, one token after the other; see `Recurrence` for the equations."""
+    n_tokens, keys = len(x_TD), r.key_heads * r.key_dim
+    made_TC = w.product("attention/qkv", x_TD)
+    padded_TC = np.concatenate([np.zeros((r.columns - 1, r.channels), np.float32), made_TC])
+    taps = zip(range(r.columns), w["attention/conv"], strict=True)
+    q, k, v = np.split(_silu(sum(padded_TC[j : j + n_tokens] * tap_C for j, tap_C in taps)), [keys, 2 * keys], axis=1)
+    q_THK, k_THK = (
+        np.repeat(_unit(part.reshape(n_tokens, r.key_heads, r.key_dim)), r.heads // r.key_heads, axis=1)
+        for part in (q, k)
+    )
+    b_TH, a_TH = np.split(x_TD @ w["attention/gates"].T, 2, axis=1)
+    b_TH = sigmoid(b_TH)
+    kept_TH = np.exp(-w["attention/decay"] * np.logaddexp(np.float32(0), a_TH + w["attention/decay_bias"]))
+    state_HKV, y_THV = np.zeros((r.heads, r.key_dim, r.value_dim), np.float32), v.reshape(n_tokens, r.heads, -1).copy()
+    for q_HK, k_HK, y_HV, kept_H, b_H in zip(q_THK, k_THK, y_THV, kept_TH, b_TH, strict=True):
+        state_HKV *= kept_H[:, None, None]
+        wrong_HV = y_HV - np.einsum("hkv,hk->hv", state_HKV, k_HK)
+        state_HKV += k_HK[:, :, None] * (b_H[:, None] * wrong_HV)[:, None]
+        y_HV[:] = np.einsum("hkv,hk->hv", state_HKV, q_HK) / np.float32(np.sqrt(r.key_dim))
+    z_THV = w.product("attention/gate", x_TD).reshape(y_THV.shape)
+    mixed_THV = rms(d, y_THV) * w["attention/state_norm"] * _silu(z_THV)
+    return w.product("attention/out", mixed_THV.reshape(n_tokens, -1))
+
+
+def _unit(x: F32) -> F32:
+    """x / √(Σ x² + 1e-6) over the last axis."""
+    return np.asarray(x / np.sqrt((x * x).sum(-1, keepdims=True) + np.float32(LENGTH_EPS)), np.float32)
 
 
 def _inner_norm(d: Decoder, w: WeightSource, mixed_TQ: F32) -> F32:

@@ -20,7 +20,7 @@ _BUILT_IN = """
     glm:ADAPTER gpt2:ADAPTER gpt_oss:ADAPTER granite:ADAPTER granite:GRANITEMOE llama:ADAPTER llama:ARCEE
     llama:MINICPM llama:SMOLLM3 llama:SPARSELLAMA mistral:ADAPTER mistral:BAMBOO mixtral:ADAPTER mixtral:TURBOSPARSE
     nanochat:ADAPTER nemotron:ADAPTER olmo:OLMO2 olmo:OLMOE opt:ADAPTER phi:ADAPTER phi:PHI3 qwen:QWEN2 qwen:QWEN3
-    qwen:QWEN3_MOE smallthinker:ADAPTER
+    qwen:QWEN3_MOE qwen3_next:QWEN3_5 qwen3_next:QWEN3_5_MOE qwen3_next:QWEN3_NEXT smallthinker:ADAPTER
 """
 """Module and name of each family of this project."""
 
@@ -82,6 +82,7 @@ def decoder_of(config: Config, ignore_config: Collection[str] = (), *, in_recipe
     question, and what `check_keys` raises.
     """
     adapter = find_adapter(config)
+    config = adapter.text_config(config)
     read_scheme(config)
     read = adapter.read_keys | {KEY}
     if adapter.plan_only:

@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple, Protocol, get_origin
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, Decoder
+from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, Decoder, Recurrence
 from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.layer_classes import layer_classes
 from pi_runtime.artifact.rungs import RUNGS
@@ -37,6 +37,13 @@ class LayerRecord:
     attention_out_norm: Annotated[int, "attention/out_norm/weight"]
     attention_out_norm_bias: Annotated[int, "attention/out_norm/bias"]
     sinks: Annotated[int, "attention/sinks"]
+    gate: Annotated[int, "attention/gate"]
+    gate_scales: Annotated[int, "attention/gate_scales"]
+    conv: Annotated[int, "attention/conv"]
+    gates: Annotated[int, "attention/gates"]
+    decay: Annotated[int, "attention/decay"]
+    decay_bias: Annotated[int, "attention/decay_bias"]
+    state_norm: Annotated[int, "attention/state_norm"]
     q_norm: Annotated[int, "attention/q_norm"]
     k_norm: Annotated[int, "attention/k_norm"]
     q_up: Annotated[int, "attention/q_up"]
@@ -72,6 +79,7 @@ class LayerRecord:
     predictor_up_scales: Annotated[int, "predictor/up_scales"]
     predictor_bias: Annotated[int, "predictor/bias"]
     qkv_format: int
+    gate_format: int
     out_format: int
     first_format: int
     rest_format: int
@@ -90,6 +98,10 @@ class LayerRecord:
     first_slots: int
     """Address of the slots of the rows of `first` (see `MatrixView.slots`), or 0."""
     rest_slots: int
+    recurrent: int
+    """1: a recurrence stands in attention's place."""
+    qkv_width: int
+    mixed_width: int
     unrotated: int
     """1: queries and keys are not rotated."""
     window: int
@@ -128,8 +140,13 @@ class KernelConfig(NamedTuple):
     """0: keys and values are those of heads."""
     query_rank: int
     value_dim: int
-    mixed_width: int
     cached_width: int
+    state_heads: int
+    """0: no layer has a recurrence."""
+    state_key_heads: int
+    state_key_dim: int
+    state_value_dim: int
+    state_columns: int
     score_scale: float
     attention_format: int
     """The format of matrices that have none of their own."""
@@ -139,6 +156,7 @@ class KernelConfig(NamedTuple):
     router_normalised: int
     router_sigmoid: int
     router_early: int
+    shared_gate: int
     router_scale: float
     router_groups: int
     router_groups_taken: int
@@ -198,7 +216,10 @@ def config_of(decoder: Decoder, formats: Mapping[str, str]) -> KernelConfig:
     code = {part: FORMATS[name].code for part, name in formats.items()}
     same = {name: getattr(d, name) for name in KernelConfig._fields if hasattr(d, name)}
     same |= {name: int(value) for name, value in same.items() if isinstance(value, bool)}
+    r = d.recurrence or Recurrence(kind="", layers=(), heads=0, key_heads=0, key_dim=0, value_dim=0, columns=0)
+    of_states = ("heads", "key_heads", "key_dim", "value_dim", "columns")
     differing = {
+        **{f"state_{name}": getattr(r, name) for name in of_states},
         "heads": d.n_heads,
         "kv_heads": d.n_kv_heads,
         "value_dim": d.value_dim or d.head_dim,
@@ -285,6 +306,9 @@ def _facts_of(d: Decoder, layer: int) -> dict[str, int]:
     own = d.of_layer(layer)
     kind, of = next((kind, of) for kind, of in enumerate(layer_classes(d, "f32")) if layer in of.layers)
     return {
+        "recurrent": int(own.recurrence is not None),
+        "qkv_width": own.qkv_width,
+        "mixed_width": own.mixed_width,
         "unrotated": int(layer in d.unrotated_layers),
         "window": own.window,
         "second_angles": int(layer in d.windowed_layers and d.windowed_frequencies != ()),
