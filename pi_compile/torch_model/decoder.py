@@ -17,7 +17,8 @@ import torch.nn.functional as F  # noqa: N812  its usual name
 
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.errors import CorpusError
-from pi_runtime.artifact.decoder import CLAMP, LATENT_EPS, LENGTH_EPS, SWIGLU_SLOPE, Decoder, Recurrence
+from pi_runtime.artifact.decoder import CLAMP, LATENT_EPS, LENGTH_EPS, SWIGLU_SLOPE, Decoder
+from pi_runtime.artifact.features import refuse_lacking
 from pi_runtime.artifact.guess_head import PREFIX
 
 Tensor = torch.Tensor
@@ -80,6 +81,7 @@ def layers(
     They are the model's layers from number `first` on. `on_ffn` sees what goes through each FFN, and may change it;
     `on_input` sees what goes into attention's matrices.
     """
+    refuse_lacking(d, "torch")
     states = list(states)
     for layer, w in enumerate(map(_by_neuron, weights), first):
         for batch, x_BTD in enumerate(states):
@@ -300,8 +302,8 @@ def attention(
 ) -> Tensor:
     """Causal attention over (B, T, D) inputs, from position 0. `on_input` sees what its matrices multiply."""
     qkv = F.linear(x_BTD, w["attention/qkv"], w.get("attention/qkv_bias"))
-    if d.recurrence is not None:
-        attended = _of_states(d.recurrence, d, w, qkv, F.linear(x_BTD, w["attention/gates"]))
+    if d.recurs:
+        attended = _of_states(d, w, qkv, F.linear(x_BTD, w["attention/gates"]))
         attended = attended * F.silu(F.linear(x_BTD, w["attention/gate"]))
     else:
         attended = (_of_latents if d.latent_rank else _of_heads)(d, w, qkv)
@@ -341,25 +343,25 @@ def _of_heads(d: Decoder, w: Mapping[str, Tensor], qkv: Tensor) -> Tensor:
     return attended.transpose(1, 2).reshape(batch, tokens, -1)
 
 
-def _of_states(r: Recurrence, d: Decoder, w: Mapping[str, Tensor], qkv: Tensor, gates: Tensor) -> Tensor:
+def _of_states(d: Decoder, w: Mapping[str, Tensor], qkv: Tensor, gates: Tensor) -> Tensor:
     """What each head's state gives, token by token, normed; see `recurrence` of the definition."""
     batch, tokens, _ = qkv.shape
-    padded = F.pad(qkv.mT, (r.columns - 1, 0))
-    mixed = F.silu(F.conv1d(padded, w["attention/conv"].mT[:, None].contiguous(), groups=r.channels)).mT
+    padded = F.pad(qkv.mT, (d.state_columns - 1, 0))
+    mixed = F.silu(F.conv1d(padded, w["attention/conv"].mT[:, None].contiguous(), groups=d.qkv_width)).mT
     q, k, v = torch.split(mixed, d.qkv_parts, -1)
-    q, k = (part.reshape(batch, tokens, r.key_heads, r.key_dim) for part in (q, k))
+    q, k = (part.reshape(batch, tokens, d.state_key_heads, d.state_key_dim) for part in (q, k))
     q, k = (part * torch.rsqrt((part * part).sum(-1, keepdim=True) + LENGTH_EPS) for part in (q, k))
-    q, k = (part.repeat_interleave(r.heads // r.key_heads, 2) for part in (q / r.key_dim**0.5, k))
-    v = v.reshape(batch, tokens, r.heads, r.value_dim)
+    q, k = (part.repeat_interleave(d.state_heads // d.state_key_heads, 2) for part in (q / d.state_key_dim**0.5, k))
+    v = v.reshape(batch, tokens, d.state_heads, d.state_value_dim)
     b, a = gates.chunk(2, -1)
     b, kept = b.sigmoid(), torch.exp(-w["attention/decay"] * F.softplus(a + w["attention/decay_bias"]))
-    state, sums = qkv.new_zeros(batch, r.heads, r.key_dim, r.value_dim), list[Tensor]()
+    state, sums = qkv.new_zeros(batch, d.state_heads, d.state_key_dim, d.state_value_dim), list[Tensor]()
     for t in range(tokens):
         state = state * kept[:, t, :, None, None]
         wrong = v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])
         state = state + k[:, t, :, :, None] * (b[:, t, :, None] * wrong)[:, :, None]
         sums.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
-    y = F.rms_norm(torch.stack(sums, 1), (r.value_dim,), w["attention/state_norm"], d.norm_eps)
+    y = F.rms_norm(torch.stack(sums, 1), (d.state_value_dim,), w["attention/state_norm"], d.norm_eps)
     return y.flatten(2)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.decoder import Decoder, Recurrence
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import (
     CHUNKS,
     FEW_TOKENS,
@@ -104,15 +104,16 @@ def kv_page(d: Decoder, fmt: str, layers: int) -> Buffer:
     return Buffer((layers, *_page_shape(d, d.cached_width)), FORMATS[fmt].stored.name)
 
 
-def state_page(r: Recurrence) -> Buffer:
+def state_page(d: Decoder) -> Buffer:
     """The states of a sequence's layers with a recurrence, after any number of positions.
 
     A layer has an integer, the positions that its states are of; then for the convolution the columns of the positions
     before, and of `KEPT` positions behind, which may be taken back: those of its channels, and of its gates b and a;
     then the states (heads, key_dim, value_dim).
     """
-    columns = (r.columns - 1 + KEPT) * (r.channels + 2 * r.heads)
-    return Buffer((len(r.layers), STATE_HEADER + columns + r.heads * r.key_dim * r.value_dim), fill=0)
+    inputs = (d.state_columns - 1 + KEPT) * (sum(d.qkv_parts) + 2 * d.state_heads)
+    states = d.state_heads * d.state_key_dim * d.state_value_dim
+    return Buffer((len(d.recurrent_layers), STATE_HEADER + inputs + states), fill=0)
 
 
 def kv_bytes(d: Decoder, attention: str, positions: int) -> int:
@@ -138,7 +139,6 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
     `kernels.data.workspace.Workspace` says what each is for.
     """
     t, mixed, latents = tokens, d.widest("mixed_width"), d.n_heads if d.latent_rank else 0
-    heads = d.recurrence.heads if d.recurrence else 0
     widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank), chunk_places(d.d_ff)
     if layout != BY_NEURON:  # a product with `down` has the factors of all neurons as its input
         widest = max(widest, d.d_ff)
@@ -150,7 +150,7 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "embedding_TW": Buffer((t, narrow_width(d))),
         "qkv_TQ": Buffer((t, d.widest("qkv_width"))),
         "gate_TQ": Buffer((t, d.widest("gate_width"))),
-        "gates_TG": Buffer((t, 2 * heads)),
+        "gates_TG": Buffer((t, 2 * d.state_heads)),
         "query_TQ": Buffer((t, latents * d.head_dim if d.query_rank else 0)),
         "latent_TQ": Buffer((t, latents * d.cached_width)),
         "latent_inputs": Buffer((min(CHUNKS, latents) * t * input_nbytes(max(d.head_dim, d.latent_rank)),), "uint8"),

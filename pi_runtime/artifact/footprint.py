@@ -160,8 +160,8 @@ def input_nbytes(columns: int) -> int:
 def attention_floats(decoder: Decoder) -> int:
     """4-byte numbers that one part of attention works with: for each query its sum, weights, and four numbers more; or
     of a recurrence a head's state, and twice its query or key, and value."""
-    r = decoder.recurrence
-    own = 0 if r is None else r.key_dim * r.value_dim + 2 * (r.key_dim + r.value_dim)
+    key, value = decoder.state_key_dim, decoder.state_value_dim
+    own = key * value + 2 * (key + value)
     if decoder.latent_rank:
         return ATTENTION_TOKENS * min(LATENT_HEADS, decoder.n_heads) * (decoder.latent_rank + POSITIONS + 4)
     shared = decoder.n_heads // decoder.n_kv_heads

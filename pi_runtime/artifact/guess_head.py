@@ -30,7 +30,6 @@ Arrays, with W the embedding's width:
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pi_runtime.artifact.buffers import kv_page
 from pi_runtime.artifact.decoder import Decoder
@@ -64,7 +63,7 @@ class GuessHead:
     def layer_of(self, d: Decoder) -> Decoder:
         """Its layer as a decoder of one layer, beside a model, without what the model has besides: windows, latents."""
         return replace(
-            d,
+            d.without_exceptions().without("latent_rank", "output_gate"),
             n_layers=1,
             n_heads=self.n_heads,
             n_kv_heads=self.n_kv_heads,
@@ -72,16 +71,6 @@ class GuessHead:
             d_ff=self.d_ff,
             rotary_frequencies=self.rotary_frequencies,
             rotary_scale=self.rotary_scale,
-            window=0,
-            windowed_layers=(),
-            windowed_frequencies=(),
-            unrotated_layers=(),
-            output_gate=False,
-            recurrence=None,
-            latent_rank=0,
-            query_rank=0,
-            value_dim=0,
-            score_scale=1.0,
         )
 
     def arrays(self, d: Decoder) -> Iterator[tuple[str, ArraySpec]]:
@@ -130,9 +119,7 @@ class GuessHead:
 
 def block_of(d: Decoder) -> Decoder:
     """Its block as a decoder of one layer, beside a model."""
-    names = "dense_layers", "unrotated_layers", "windowed_layers", "windowed_frequencies"
-    lists: dict[str, Any] = dict.fromkeys(names, ())
-    return replace(d.of_layer(d.n_layers), n_layers=1, dense_ff=0, window=0, **lists)
+    return replace(d.without_exceptions(), n_layers=1)
 
 
 def guess_layer_arrays(d: Decoder, formats: Mapping[str, str], layout: str) -> Iterator[tuple[str, ArraySpec]]:

@@ -57,14 +57,14 @@ class LayerClass:
 
 def layer_classes(d: Decoder, fmt: str) -> tuple[LayerClass, ...]:
     """The classes of a model with keys and values in this format, by their first layers; then that of states."""
-    states = () if d.recurrence is None else d.recurrence.layers
+    states = d.recurrent_layers
     windows = {n: d.window if n in d.windowed_layers else 0 for n in range(d.n_layers) if n not in states}
     found = []
     for window in dict.fromkeys(windows.values()):
         layers = tuple(layer for layer, own in windows.items() if own == window)
         found.append(LayerClass(layers, window, kv_page(d, fmt, len(layers))))
-    if d.recurrence is not None:
-        found.append(LayerClass(states, 0, state_page(d.recurrence), is_state=True))
+    if states:
+        found.append(LayerClass(states, 0, state_page(d), is_state=True))
     return tuple(found)
 
 

@@ -23,7 +23,8 @@ rows of `rest` a neuron, R predictor rank.
     layers/N/ffn/norm/{weight,bias} [D]         …/first [F, D]        …/first_bias [F]
     layers/N/ffn/rest [F, k, D]                 …/up_bias [F]         …/down_bias [D], or …/expert_bias [X, D]
     layers/N/ffn/up [F, D]   …/down [D, F]      in place of `rest` in the layout `matrices`; `up` only where it is gated
-    layers/N/ffn/router [X, D], and a row for a gate of shared experts   …/{router_bias,router_choice_bias} [X]    where the router takes experts
+    layers/N/ffn/router [X, D]   …/{router_bias,router_choice_bias} [X]    where the router takes experts; behind the
+    router's rows that of a gate of the shared ones
     layers/N/ffn/order [F]    original index of each stored neuron
     layers/N/ffn/counts [F]   how often it fired while profiling
     layers/N/predictor/down [X·R, D]   …/up [F, R]   …/bias [F]
@@ -38,7 +39,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Self
 
-from pi_runtime.artifact.decoder import Decoder, Recurrence
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 
 LAYOUTS = BY_NEURON, WHOLE = "neurons", "matrices"
@@ -225,8 +226,8 @@ def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
         yield "attention/qkv_bias", ArraySpec("f32", (qkv,))
     if d.latent_rank:
         yield from _latent_specs(d, fmt)
-    if d.recurrence is not None:
-        yield from _recurrent_specs(d, d.recurrence)
+    if d.recurs:
+        yield from _recurrent_specs(d)
     if d.gate_width:
         yield "attention/gate", ArraySpec(fmt, (d.gate_width, d.d_model))
     if d.qk_norm:
@@ -244,12 +245,12 @@ def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
         yield from _norm(d, "attention/out_norm")
 
 
-def _recurrent_specs(d: Decoder, r: Recurrence) -> Iterator[tuple[str, ArraySpec]]:
-    yield "attention/conv", ArraySpec("f32", (r.columns, r.channels))
-    yield "attention/gates", ArraySpec("f32", (2 * r.heads, d.d_model))
-    yield "attention/decay", ArraySpec("f32", (r.heads,))
-    yield "attention/decay_bias", ArraySpec("f32", (r.heads,))
-    yield "attention/state_norm", ArraySpec("f32", (r.value_dim,))
+def _recurrent_specs(d: Decoder) -> Iterator[tuple[str, ArraySpec]]:
+    yield "attention/conv", ArraySpec("f32", (d.state_columns, d.qkv_width))
+    yield "attention/gates", ArraySpec("f32", (2 * d.state_heads, d.d_model))
+    yield "attention/decay", ArraySpec("f32", (d.state_heads,))
+    yield "attention/decay_bias", ArraySpec("f32", (d.state_heads,))
+    yield "attention/state_norm", ArraySpec("f32", (d.state_value_dim,))
 
 
 def _latent_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:

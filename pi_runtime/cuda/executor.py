@@ -13,7 +13,7 @@ import numba
 import numpy as np
 
 from pi_runtime.artifact.buffers import kv_cache
-from pi_runtime.artifact.features import lacking_on_gpu
+from pi_runtime.artifact.features import refuse_lacking
 from pi_runtime.artifact.gpu_buffers import host_bytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
@@ -29,7 +29,7 @@ from pi_runtime.cuda.memory.kv_residency import KVResidency
 from pi_runtime.cuda.memory.weights import STAGING_NBYTES, WeightStreamer
 from pi_runtime.cuda.memory.workspace import DeviceWorkspace
 from pi_runtime.cuda.prefill.prefill import Prefill, measured_crossover
-from pi_runtime.errors import DoesNotFitError, Setting
+from pi_runtime.errors import Setting
 from pi_runtime.execution.executor import DiskStats, Floats, Ints, Observer, SequenceResult, SequenceStep
 from pi_runtime.execution.host import CpuModel, token_blocks
 from pi_runtime.execution.kv_cache import KVCache
@@ -289,13 +289,8 @@ def _implied_rows(layer: Layer, cut: int) -> tuple[int, int]:
 
 def check_features(manifest: Manifest) -> None:
     """Raise DoesNotFitError for a model that does what the GPU tier lacks, by name."""
-    lacking = lacking_on_gpu(manifest.decoder)
-    if lacking:
-        raise DoesNotFitError(
-            "the GPU tier does not compute what this model does",
-            found=", ".join(lacking),
-            remedy=("run it on the CPU: ", Setting("device", "cpu"), ", without ", Setting("vram_budget")),
-        )
+    remedy = "run it on the CPU: ", Setting("device", "cpu"), ", without ", Setting("vram_budget")
+    refuse_lacking(manifest.decoder, GPU, remedy)
 
 
 def open_on_gpu(

@@ -34,7 +34,7 @@ class HostExecutor:
         self.device_name = "cpu" if allocation is None else "stand-in"
         self.context, self.neurons = self.host.context, self.host.neurons
         self.block_tokens = rows.block_tokens
-        self.draft_tokens = BLOCK_TOKENS if self.host.manifest.decoder.recurrence is None else KEPT
+        self.draft_tokens = BLOCK_TOKENS if not self.host.manifest.decoder.recurs else KEPT
         self.guess_head = self.host.new_guess_head() if rows.disk is None else None
         self.ops = CpuOps(self.host, rows, _piece(self.host, self.block_tokens))
         self._schedule = one_side_schedule(len(self.host.table_LX))

@@ -14,15 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.decoder import (
-    CLAMP,
-    LATENT_EPS,
-    LENGTH_EPS,
-    SWIGLU_SLOPE,
-    Decoder,
-    Recurrence,
-    rotary_table,
-)
+from pi_runtime.artifact.decoder import CLAMP, LATENT_EPS, LENGTH_EPS, SWIGLU_SLOPE, Decoder, rotary_table
+from pi_runtime.artifact.features import refuse_lacking
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import DENSE, RUNGS
@@ -81,8 +74,6 @@ UPS: Mapping[str, Callable[[F32], F32]] = {
     "clamped_swiglu": lambda up: np.clip(up, np.float32(-CLAMP), np.float32(CLAMP)) + np.float32(1),
 }
 """What an activation makes of up · x + c."""
-
-
 Bools = npt.NDArray[np.bool_]
 DENSE_LAYER = Layer(rung=DENSE)
 
@@ -94,6 +85,7 @@ def forward(artifact: Artifact, tokens: npt.ArrayLike, mode: str = DENSE) -> F32
     each layer on its stored rung (see `rungs`).
     """
     d, ends = artifact.manifest.decoder, ArtifactWeights(artifact, "")
+    refuse_lacking(d, "numpy")
     x_TD = embed(d, ends, artifact, np.asarray(tokens, np.int64))
     for n, layer in enumerate(artifact.manifest.layers):
         w = ArtifactWeights(artifact, f"layers/{n}/")
@@ -310,8 +302,8 @@ def attention(decoder: Decoder, w: WeightSource, x_TD: F32) -> F32:
     d, n_tokens = decoder, len(x_TD)
     if d.latent_rank:
         return latent_attention(d, w, x_TD)
-    if d.recurrence is not None:
-        return recurrence(d.recurrence, d, w, x_TD)
+    if d.recurs:
+        return recurrence(d, w, x_TD)
     qkv = w.product("attention/qkv", x_TD) + (w["attention/qkv_bias"] if d.qkv_bias else np.float32(0))
     heads = qkv.reshape(n_tokens, d.n_heads + 2 * d.n_kv_heads, d.head_dim)
     q_THE, k_SGE, v_SGE = np.split(heads, [d.n_heads, d.n_heads + d.n_kv_heads], axis=1)
@@ -369,26 +361,26 @@ def latent_attention(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
     return y_TD + w["attention/out_bias"] if d.out_bias else y_TD
 
 
-def recurrence(r: Recurrence, d: Decoder, w: WeightSource, x_TD: F32) -> F32:
-    """The gated delta rule from position 0 on, one token after the other; see `Recurrence` for the equations."""
-    n_tokens, keys = len(x_TD), r.key_heads * r.key_dim
+def recurrence(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
+    """The gated delta rule from position 0 on, one token after the other; see `artifact.decoder`."""
+    n_tokens, keys = len(x_TD), d.state_key_heads * d.state_key_dim
     made_TC = w.product("attention/qkv", x_TD)
-    padded_TC = np.concatenate([np.zeros((r.columns - 1, r.channels), np.float32), made_TC])
-    taps = zip(range(r.columns), w["attention/conv"], strict=True)
+    padded_TC = np.concatenate([np.zeros((d.state_columns - 1, d.qkv_width), np.float32), made_TC])
+    taps = zip(range(d.state_columns), w["attention/conv"], strict=True)
     q, k, v = np.split(_silu(sum(padded_TC[j : j + n_tokens] * tap_C for j, tap_C in taps)), [keys, 2 * keys], axis=1)
     q_THK, k_THK = (
-        np.repeat(_unit(part.reshape(n_tokens, r.key_heads, r.key_dim)), r.heads // r.key_heads, axis=1)
+        np.repeat(_unit(part.reshape(n_tokens, d.state_key_heads, d.state_key_dim)), d.state_heads // d.state_key_heads, axis=1)
         for part in (q, k)
     )
     b_TH, a_TH = np.split(x_TD @ w["attention/gates"].T, 2, axis=1)
     b_TH = sigmoid(b_TH)
     kept_TH = np.exp(-w["attention/decay"] * np.logaddexp(np.float32(0), a_TH + w["attention/decay_bias"]))
-    state_HKV, y_THV = np.zeros((r.heads, r.key_dim, r.value_dim), np.float32), v.reshape(n_tokens, r.heads, -1).copy()
+    state_HKV, y_THV = np.zeros((d.state_heads, d.state_key_dim, d.state_value_dim), np.float32), v.reshape(n_tokens, d.state_heads, -1).copy()
     for q_HK, k_HK, y_HV, kept_H, b_H in zip(q_THK, k_THK, y_THV, kept_TH, b_TH, strict=True):
         state_HKV *= kept_H[:, None, None]
         wrong_HV = y_HV - np.einsum("hkv,hk->hv", state_HKV, k_HK)
         state_HKV += k_HK[:, :, None] * (b_H[:, None] * wrong_HV)[:, None]
-        y_HV[:] = np.einsum("hkv,hk->hv", state_HKV, q_HK) / np.float32(np.sqrt(r.key_dim))
+        y_HV[:] = np.einsum("hkv,hk->hv", state_HKV, q_HK) / np.float32(np.sqrt(d.state_key_dim))
     z_THV = w.product("attention/gate", x_TD).reshape(y_THV.shape)
     mixed_THV = rms(d, y_THV) * w["attention/state_norm"] * _silu(z_THV)
     return w.product("attention/out", mixed_THV.reshape(n_tokens, -1))

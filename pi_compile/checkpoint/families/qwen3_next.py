@@ -13,28 +13,34 @@ from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import glm, llama, mixtral, qwen
 from pi_compile.checkpoint.families.adapter import FusedRows, SourceTensor, Table, cut_ffn, experts_ffn, stored
 from pi_compile.checkpoint.families.fields import routed_experts, usual_decoder
-from pi_runtime.artifact.decoder import Decoder, Recurrence
+from pi_runtime.artifact.decoder import Decoder
 
 KINDS = ("linear_attention", "full_attention")
-_SIZES = {"key_heads": "num_key_heads", "key_dim": "key_head_dim", "value_dim": "value_head_dim"}
+_SIZES = {
+    "state_heads": ("num_value_heads", 32),
+    "state_key_heads": ("num_key_heads", 16),
+    "state_key_dim": ("key_head_dim", 128),
+    "state_value_dim": ("value_head_dim", 128),
+    "state_columns": ("conv_kernel_dim", 4),
+}
+"""The decoder's field → the config's key behind `linear_`, and what stands for a missing one."""
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 """Rope parameters by which the angles of pictures differ; those of text are the usual ones."""
 
 
 def _recurrence(config: Config) -> dict[str, Any]:
-    """The decoder's field, by `layer_types`, else by every how manieth layer has attention."""
+    """The decoder's fields, by `layer_types`, else by every how manieth layer has attention."""
     layers, every = config.size("num_hidden_layers"), config.size("full_attention_interval", 4)
     kinds = config.get("layer_types", [KINDS[(n + 1) % every == 0] for n in range(layers)])
     if not (isinstance(kinds, list) and len(kinds) == layers and {*kinds} <= {*KINDS} and KINDS[1] in kinds):
         expected = f"one of {', '.join(KINDS)} for each of {layers} layers, and any with attention"
         raise config.error("layer_types", kinds, expected=expected)
-    sizes = {ours: config.size(f"linear_{name}", 16 if ours == "key_heads" else 128) for ours, name in _SIZES.items()}
-    heads, columns = config.size("linear_num_value_heads", 32), config.size("linear_conv_kernel_dim", 4)
-    if heads % sizes["key_heads"]:
-        raise config.error("linear_num_value_heads", heads, expected=f"a multiple of {sizes['key_heads']} key heads")
+    sizes = {field: config.size(f"linear_{name}", default) for field, (name, default) in _SIZES.items()}
+    heads, keys = sizes["state_heads"], sizes["state_key_heads"]
+    if heads % keys:
+        raise config.error("linear_num_value_heads", heads, expected=f"a multiple of {keys} heads of keys")
     own = tuple(n for n, kind in enumerate(kinds) if kind == KINDS[0])
-    found = Recurrence(kind="gated_delta", layers=own, heads=heads, columns=columns, **sizes)
-    return {"recurrence": found if own else None}
+    return {"recurrence": "gated_delta", "recurrent_layers": own, **sizes} if own else {}
 
 
 def decoder(config: Config, family: str, **differences: Any) -> Decoder:
@@ -85,7 +91,7 @@ def _mixer(d: Decoder, *, fused: bool = False) -> Table:
     """The arrays of attention, or of what stands in its place, and both norms."""
     norms = {"attention/norm/weight": "input_layernorm", "ffn/norm/weight": "post_attention_layernorm"}
     found = {array: norm(f"layers.{{n}}.{name}") for array, name in norms.items()}
-    if (r := d.recurrence) is None:
+    if not d.recurs:
         block, width = "layers.{n}.self_attn", d.head_dim
         q, gate = (
             SourceTensor(f"{block}.q_proj.weight", rows=FusedRows(d.n_heads, 2 * width, first, first + width))
@@ -99,22 +105,22 @@ def _mixer(d: Decoder, *, fused: bool = False) -> Table:
             "attention/k_norm": norm(f"{block}.k_norm"),
             "attention/out": stored(f"{block}.o_proj.weight"),
         }
-    block, shared = "layers.{n}.linear_attn", r.heads // r.key_heads
-    conv = FusedRows(1, r.channels, 0, r.channels, transposed=True)
+    block, shared = "layers.{n}.linear_attn", d.state_heads // d.state_key_heads
+    conv = FusedRows(1, d.qkv_width, 0, d.qkv_width, transposed=True)
     found |= {
         "attention/qkv": stored(f"{block}.in_proj_qkv.weight"),
         "attention/gate": stored(f"{block}.in_proj_z.weight"),
         "attention/gates": stored(f"{block}.in_proj_b.weight", f"{block}.in_proj_a.weight"),
-        "attention/conv": (SourceTensor(f"{block}.conv1d.weight", rows=conv, stacked=r.channels),),
+        "attention/conv": (SourceTensor(f"{block}.conv1d.weight", rows=conv, stacked=d.qkv_width),),
         "attention/decay": (SourceTensor(f"{block}.A_log", exponential=True),),
         "attention/decay_bias": stored(f"{block}.dt_bias"),
         "attention/state_norm": stored(f"{block}.norm.weight"),
         "attention/out": stored(f"{block}.out_proj.weight"),
     }
     if fused:  # of each head of keys: query, key, values, z; and b, a
-        values = shared * r.value_dim
-        *qkv, z = _parts(f"{block}.in_proj_qkvz.weight", r.key_heads, r.key_dim, r.key_dim, values, values)
-        gates = _parts(f"{block}.in_proj_ba.weight", r.key_heads, shared, shared)
+        values = shared * d.state_value_dim
+        *qkv, z = _parts(f"{block}.in_proj_qkvz.weight", d.state_key_heads, d.state_key_dim, d.state_key_dim, values, values)
+        gates = _parts(f"{block}.in_proj_ba.weight", d.state_key_heads, shared, shared)
         found |= {"attention/qkv": tuple(qkv), "attention/gate": (z,), "attention/gates": gates}
     return found
 

@@ -10,7 +10,8 @@ from typing import Annotated, NamedTuple, Protocol, get_origin
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, Decoder, Recurrence
+from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, Decoder
+from pi_runtime.artifact.features import refuse_lacking
 from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.layer_classes import layer_classes
 from pi_runtime.artifact.rungs import RUNGS
@@ -210,16 +211,13 @@ class Ends(NamedTuple):
     head_scales: int
 
 
-def config_of(decoder: Decoder, formats: Mapping[str, str]) -> KernelConfig:
-    """The numbers of one model, whose parts have these formats."""
-    d = decoder
+def config_of(d: Decoder, formats: Mapping[str, str]) -> KernelConfig:
+    """The numbers of one model, whose parts have these formats. Raises DoesNotFitError for facts that kernels lack."""
+    refuse_lacking(d, "cpu")
     code = {part: FORMATS[name].code for part, name in formats.items()}
     same = {name: getattr(d, name) for name in KernelConfig._fields if hasattr(d, name)}
     same |= {name: int(value) for name, value in same.items() if isinstance(value, bool)}
-    r = d.recurrence or Recurrence(kind="", layers=(), heads=0, key_heads=0, key_dim=0, value_dim=0, columns=0)
-    of_states = ("heads", "key_heads", "key_dim", "value_dim", "columns")
     differing = {
-        **{f"state_{name}": getattr(r, name) for name in of_states},
         "heads": d.n_heads,
         "kv_heads": d.n_kv_heads,
         "value_dim": d.value_dim or d.head_dim,
@@ -306,7 +304,7 @@ def _facts_of(d: Decoder, layer: int) -> dict[str, int]:
     own = d.of_layer(layer)
     kind, of = next((kind, of) for kind, of in enumerate(layer_classes(d, "f32")) if layer in of.layers)
     return {
-        "recurrent": int(own.recurrence is not None),
+        "recurrent": int(own.recurs),
         "qkv_width": own.qkv_width,
         "mixed_width": own.mixed_width,
         "unrotated": int(layer in d.unrotated_layers),

@@ -1,6 +1,6 @@
 """The gated delta rule: a head's state goes from token to token, for single tokens as for pieces of prompts.
 
-    S ← eᵍ S,   S ← S + k (b (v − Sᵀk))ᵀ,   y = Sᵀq / √K            (see `decoder.Recurrence`)
+    S ← eᵍ S,   S ← S + k (b (v − Sᵀk))ᵀ,   y = Sᵀq / √K            (see `artifact.decoder`)
 
 One thread takes a head of a sequence through all tokens of a step, in order, so its state stays in the second-level
 cache, and no token's bits depend on how a prompt was cut, on threads or on company.
