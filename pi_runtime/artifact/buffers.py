@@ -155,7 +155,9 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "latent_TQ": Buffer((t, latents * d.cached_width)),
         "latent_inputs": Buffer((min(CHUNKS, latents) * t * input_nbytes(max(d.head_dim, d.latent_rank)),), "uint8"),
         "mixed_TQ": Buffer((t, mixed)),
-        "router_TX": Buffer((t, (d.n_experts + d.shared_gate) * (2 if d.router_choice_bias or d.router_groups > 1 else 1))),
+        "router_TX": Buffer(
+            (t, (d.n_experts + d.shared_gate) * (2 if d.router_choice_bias or d.router_groups > 1 else 1))
+        ),
         "expert_TK": Buffer((t, d.most_experts), "int64", fill=0),
         "route_weight_TK": Buffer((t, d.most_experts), fill=1),
         "token_T": Buffer((t,), "int64"),

@@ -137,7 +137,7 @@ class StateTable(PageTable):
         """The place before `end`, and its page."""
         return [(end - 1, self.pages[0])]
 
-    def put(self, place: int, page: int) -> None:
+    def put(self, place: int, page: int) -> None:  # noqa: ARG002
         """Let this be its page, with the states that it has, or those before any token."""
         values = self._pool.values(page)
         values[:] = self._pool.values(self.pages[0]) if self.pages else 0

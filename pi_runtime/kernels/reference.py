@@ -368,14 +368,14 @@ def recurrence(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
     padded_TC = np.concatenate([np.zeros((d.state_columns - 1, d.qkv_width), np.float32), made_TC])
     taps = zip(range(d.state_columns), w["attention/conv"], strict=True)
     q, k, v = np.split(_silu(sum(padded_TC[j : j + n_tokens] * tap_C for j, tap_C in taps)), [keys, 2 * keys], axis=1)
-    q_THK, k_THK = (
-        np.repeat(_unit(part.reshape(n_tokens, d.state_key_heads, d.state_key_dim)), d.state_heads // d.state_key_heads, axis=1)
-        for part in (q, k)
-    )
+    shared = d.state_heads // d.state_key_heads
+    units = (_unit(part.reshape(n_tokens, d.state_key_heads, -1)) for part in (q, k))
+    q_THK, k_THK = (np.repeat(unit_TGK, shared, axis=1) for unit_TGK in units)
     b_TH, a_TH = np.split(x_TD @ w["attention/gates"].T, 2, axis=1)
     b_TH = sigmoid(b_TH)
     kept_TH = np.exp(-w["attention/decay"] * np.logaddexp(np.float32(0), a_TH + w["attention/decay_bias"]))
-    state_HKV, y_THV = np.zeros((d.state_heads, d.state_key_dim, d.state_value_dim), np.float32), v.reshape(n_tokens, d.state_heads, -1).copy()
+    y_THV = v.reshape(n_tokens, d.state_heads, -1).copy()
+    state_HKV = np.zeros((d.state_heads, d.state_key_dim, d.state_value_dim), np.float32)
     for q_HK, k_HK, y_HV, kept_H, b_H in zip(q_THK, k_THK, y_THV, kept_TH, b_TH, strict=True):
         state_HKV *= kept_H[:, None, None]
         wrong_HV = y_HV - np.einsum("hkv,hk->hv", state_HKV, k_HK)

@@ -63,7 +63,6 @@ class SourceTensor:
         missing = max(0, self.padded - len(wanted))
         return np.concatenate([wanted, np.zeros((missing, *wanted.shape[1:]), wanted.dtype)]) if missing else wanted
 
-
     @property
     def is_changed(self) -> bool:
         """Whether the array has other values than the tensor."""

@@ -7,6 +7,7 @@ delta rule reads in two tensors, by heads of keys; later ones in four. A config 
 """
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from pi_compile.checkpoint.config import Config
@@ -119,7 +120,9 @@ def _mixer(d: Decoder, *, fused: bool = False) -> Table:
     }
     if fused:  # of each head of keys: query, key, values, z; and b, a
         values = shared * d.state_value_dim
-        *qkv, z = _parts(f"{block}.in_proj_qkvz.weight", d.state_key_heads, d.state_key_dim, d.state_key_dim, values, values)
+        *qkv, z = _parts(
+            f"{block}.in_proj_qkvz.weight", d.state_key_heads, d.state_key_dim, d.state_key_dim, values, values
+        )
         gates = _parts(f"{block}.in_proj_ba.weight", d.state_key_heads, shared, shared)
         found |= {"attention/qkv": tuple(qkv), "attention/gate": (z,), "attention/gates": gates}
     return found
@@ -128,8 +131,8 @@ def _mixer(d: Decoder, *, fused: bool = False) -> Table:
 def _parts(name: str, groups: int, *sizes: int) -> tuple[SourceTensor, ...]:
     """The parts of a tensor in which each group has rows of them all."""
     ends = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
-    cuts = zip(ends, ends[1:], strict=False)
-    return tuple(SourceTensor(name, rows=FusedRows(groups, ends[-1], first, stop)) for first, stop in cuts)
+    cuts = (FusedRows(groups, ends[-1], first, stop) for first, stop in pairwise(ends))
+    return tuple(SourceTensor(name, rows=rows) for rows in cuts)
 
 
 def _mixture_layer(d: Decoder, *, fused: bool = False, stacked: bool = False) -> Table:
@@ -171,6 +174,10 @@ KEYS = llama.KEYS | {*_KEYS.split()}
 MOE_KEYS = qwen.MOE_KEYS | mixtral.TRAINING_KEYS | {"moe_intermediate_size", "shared_expert_intermediate_size"}
 _DRAFTS = {r"^mtp\.": "mtp.*: the layer that drafts further tokens is left out"}
 _PICTURES = {r"^(model\.)?visual\.": "model.visual.*: what reads pictures is left out"}
+_PICTURE_KEYS = (
+    *("vision_config", "vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"),
+    "language_model_only",
+)
 _NEUTRAL = {"attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",)}
 
 QWEN3_NEXT = replace(
@@ -195,9 +202,8 @@ QWEN3_5 = replace(
     other_layers=(),
     read_keys=KEYS | {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"},
     text_key="text_config",
-    passed_over="""
-        vision_config image_token_id video_token_id vision_start_token_id vision_end_token_id language_model_only
-    """.split(),
+    passed_over=_PICTURE_KEYS,
+    neutral_keys=_NEUTRAL | {"mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
     unused_tensors=_DRAFTS | _PICTURES,
     decoder=lambda config: decoder(config, "qwen3_5", n_kv_heads=4),
 )
@@ -209,6 +215,6 @@ QWEN3_5_MOE = replace(
     layer_tensors=lambda d: _mixture_layer(d, stacked=True),
     other_layers=(_mixture_layer,),
     read_keys=QWEN3_5.read_keys | MOE_KEYS - {"norm_topk_prob"},
-    neutral_keys=_NEUTRAL | {"norm_topk_prob": (True,), "mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
+    neutral_keys=QWEN3_5.neutral_keys | {"norm_topk_prob": (True,)},
     decoder=lambda config: mixture(config, "qwen3_5_moe", 256, 8, router_normalised=True),
 )

@@ -108,9 +108,7 @@ def _recall(b: Any, state: Any, key: Any, rows: Any, columns: Any, out: Any) -> 
 
 
 @emits(types.none(types.intp, types.float32, types.intp, types.intp, types.intp, types.intp, types.intp, types.intp))
-def _go_on(
-    b: Any, state: Any, kept: Any, key: Any, change: Any, query: Any, rows: Any, columns: Any, out: Any
-) -> None:
+def _go_on(b: Any, state: Any, kept: Any, key: Any, change: Any, query: Any, rows: Any, columns: Any, out: Any) -> None:
     """Emit S ← kept · S + k changeᵀ, and out ← Sᵀ q."""
     state, key, change, query, out = (v.pointer(b, address) for address in (state, key, change, query, out))
     kept_S = v.splat(b, kept, STRIP)
@@ -221,9 +219,7 @@ def _move(
 
 
 @loop_body
-def _run_part(
-    s: States, made: Made, run_R4: Ints, part: int, scratch_X: Floats, mixed_TQ: Floats
-) -> None:
+def _run_part(s: States, made: Made, run_R4: Ints, part: int, scratch_X: Floats, mixed_TQ: Floats) -> None:
     """One of `CHUNKS` parts of the heads of all runs."""
     tasks, floats, width = run_R4.shape[0] * s.heads, s.key_dim * s.value_dim, s.value_dim
     norm_V = vector(s.norm, width)
@@ -257,7 +253,7 @@ def _run(s: States, made: Made, run_R4: Ints, scratch_CX: Floats, mixed_TQ: Floa
 def _keep_inputs(s: States, made: Made, run_4: Ints) -> None:
     """Keep the inputs that later tokens need, and note which position the states are of now."""
     place, channels = _place(s, run_4), _channels(s)
-    at, is_held = integers(place, 2)
+    is_held = integers(place, 2)[1]
     end = run_4[START] + run_4[COUNT]
     now = run_4[START] if is_held != 0 else end
     for position in range(now - s.columns + 1, end):
