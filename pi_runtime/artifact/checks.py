@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pi_runtime.artifact.decoder import Decoder, facts
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.features import feature_problems
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.guess_head import guess_layer_problems
@@ -40,26 +40,7 @@ def contradictions(m: Manifest) -> Iterator[str]:
 
 
 def _decoder(m: Manifest) -> Iterator[str]:
-    yield from decoder_problems(m.decoder)
-
-
-def decoder_problems(d: Decoder) -> Iterator[str]:
-    """Yield the problems of a decoder: values that no model has; where all are possible, those that contradict others.
-
-    Both are what the records of its facts say (`decoder.Fact`).
-    """
-    values = {name: (getattr(d, name), f.default, own) for name, (f, own) in facts().items()}
-    wrong = [
-        (name, value, f"expected {own.values.text}")
-        for name, (value, _, own) in values.items()
-        if not own.values.holds(value, d)
-    ]
-    given = [] if wrong else [(name, value, own) for name, (value, default, own) in values.items() if value != default]
-    for name, value, own in given:
-        if own.of and values[own.of][0] == values[own.of][1]:
-            wrong.append((name, value, f"allowed only with {own.of}"))
-        wrong += [(name, value, f"allowed only {rule.text}") for rule in own.rules if not rule.holds(d)]
-    yield from (f"decoder.{name}: {reprlib.repr(value)}, {told.replace('`', '')}" for name, value, told in wrong)
+    yield from (f"decoder.{problem}" for problem in m.decoder.problems())
 
 
 def _layout(m: Manifest) -> Iterator[str]:

@@ -31,7 +31,8 @@ another one, and who computes it. From the records follow the keys of a manifest
 body refuses, and the table in the format's reference. A file says only what differs from the defaults.
 """
 
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import partial
 from math import inf
@@ -349,6 +350,21 @@ class Decoder:
         if layer in self.dense_layers:
             differences |= dict.fromkeys(("experts_per_token", "experts_shared"), self.dense_experts)
         return replace(self, **differences)
+
+    def problems(self) -> Iterator[str]:
+        """Yield values that no model has; where all are possible, those that contradict others. Names stand first."""
+        values = {name: (getattr(self, name), f.default, own) for name, (f, own) in facts().items()}
+        wrong = [
+            (name, value, f"expected {own.values.text}")
+            for name, (value, _, own) in values.items()
+            if not own.values.holds(value, self)
+        ]
+        given = [] if wrong else [(name, value, own) for name, (value, usual, own) in values.items() if value != usual]
+        for name, value, own in given:
+            if own.of and values[own.of][0] == values[own.of][1]:
+                wrong.append((name, value, f"allowed only with {own.of}"))
+            wrong += [(name, value, f"allowed only {rule.text}") for rule in own.rules if not rule.holds(self)]
+        yield from (f"{name}: {reprlib.repr(value)}, {told.replace('`', '')}" for name, value, told in wrong)
 
     def without(self, *names: str) -> Self:
         """The decoder with the defaults of these facts, and of all that are not given without them."""

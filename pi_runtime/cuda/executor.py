@@ -18,7 +18,6 @@ from pi_runtime.artifact.gpu_buffers import host_bytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer, Manifest
-from pi_runtime.console import size
 from pi_runtime.cuda.decode.device_ops import DeviceOps
 from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.decode.schedule import FfnInputs, build_schedule
@@ -29,7 +28,7 @@ from pi_runtime.cuda.memory.kv_residency import KVResidency
 from pi_runtime.cuda.memory.weights import STAGING_NBYTES, WeightStreamer
 from pi_runtime.cuda.memory.workspace import DeviceWorkspace
 from pi_runtime.cuda.prefill.prefill import Prefill, measured_crossover
-from pi_runtime.errors import Setting
+from pi_runtime.errors import Setting, size
 from pi_runtime.execution.executor import DiskStats, Floats, Ints, Observer, SequenceResult, SequenceStep
 from pi_runtime.execution.host import CpuModel, token_blocks
 from pi_runtime.execution.kv_cache import KVCache

@@ -6,7 +6,7 @@ The application and its OpenAPI document are made of it.
 import base64
 import hashlib
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_type_hints
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pi_runtime.server.api import chat, completions, ollama, plain, responses
+from pi_runtime.server.api import anthropic, chat, completions, ollama, plain, responses
 from pi_runtime.server.api.answer import AnswerWriter, to_json
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.served import Served
@@ -157,9 +157,12 @@ async def props(service: Service, _: Request) -> Response:
     """Model, settings and defaults of the server."""
     served, settings = service.served, service.settings
     model = served.model
+    defaults = {**served.generation, **settings.sampling}
     return JSONResponse(
         {
             "model": served.name,
+            "model_alias": served.name,
+            "model_path": model.name,
             "context": model.context,
             "mode": model.mode,
             "rungs": model.manifest.rungs_in(model.mode),
@@ -168,7 +171,8 @@ async def props(service: Service, _: Request) -> Response:
             "total_slots": settings.slots,
             "queue": settings.queue,
             "system_fingerprint": served.fingerprint,
-            "generation_defaults": {**served.generation, **settings.sampling},
+            "generation_defaults": defaults,
+            "default_generation_settings": {"n_ctx": model.context, "params": defaults},
         }
     )
 
@@ -184,15 +188,15 @@ async def ollama_version(_service: Service, _: Request) -> Response:
 
 
 @cache
-def _document(model_name: str, *, refuses_unknown: bool) -> bytes:
+def _document(names: Sequence[str], *, refuses_unknown: bool) -> bytes:
     """The OpenAPI document, made once, for it takes some tenths of a second."""
-    return to_json(document(model_name, ROUTES, refuses_unknown=refuses_unknown))
+    return to_json(document(names, ROUTES, refuses_unknown=refuses_unknown))
 
 
 async def openapi(service: Service, _: Request) -> Response:
     """The OpenAPI document."""
     settings = service.settings
-    found = _document(settings.model_name, refuses_unknown=settings.unknown_fields == "refuse")
+    found = _document(settings.names, refuses_unknown=settings.unknown_fields == "refuse")
     return Response(found, media_type=JSON)
 
 
@@ -240,6 +244,15 @@ OWN_ROUTES = (
         responses.response_request,
         responses.ResponseWriter,
     ),
+    _generated(
+        "/v1/messages",
+        "Anthropic's form: the assistant's next turn.",
+        anthropic.messages_request,
+        anthropic.MessagesWriter,
+    ),
+    _computed("/v1/messages/count_tokens", "The tokens of a conversation.", plain.count_message_tokens, 404),
+    _computed("/v1/responses/input_tokens", "The tokens of a turn's input.", plain.count_response_tokens, 404),
+    _computed("/v1/chat/completions/input_tokens", "The tokens of a chat.", plain.count_chat_tokens, 404),
     Route(
         "POST",
         "/v1/embeddings",
@@ -263,8 +276,11 @@ OWN_ROUTES = (
 
 ALIASES = {
     "/v1/health": "/health",
+    "/models": "/v1/models",
     "/chat/completions": "/v1/chat/completions",
     "/completions": "/v1/completions",
+    "/responses": "/v1/responses",
+    "/embeddings": "/v1/embeddings",
 }
 """Further paths, as llama-server has them, of clients whose base URL has `/v1` where it should not, or lacks it."""
 ROUTES = (

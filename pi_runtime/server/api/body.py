@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Self, cast
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     StringConstraints,
@@ -63,6 +64,9 @@ TOKENS = AtMost(1 << 20)
 """Bound of lists of tokens. The model's context, which is known later, is a narrower bound."""
 MANY = AtMost(1 << 14)
 """Bound of lists and objects whose items are not tokens."""
+ModelName = Annotated[
+    str | None, Field(description="A name that `/v1/models` gives; another is a 404. Without one the model is meant.")
+]
 
 Metadata = Annotated[
     dict[

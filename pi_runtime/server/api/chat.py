@@ -14,13 +14,14 @@ from pi_runtime.engine.events import (
     End,
     Event,
     NothingShown,
+    PromptProgress,
     ReasoningDelta,
     TextDelta,
 )
 from pi_runtime.sequence.sampling import TokenLogprobs
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.answer import GatheredAnswer, Lazily
-from pi_runtime.server.api.body import Body, Known, invalid, unsupported
+from pi_runtime.server.api.body import Body, Known, ModelName, invalid, unsupported
 from pi_runtime.server.api.conversation import ConversationFields, Text, schema_of
 from pi_runtime.server.api.openai_forms import ChatLogprobs, ChoicesWriter, Chunk, Whole, chat_logprob, chat_logprobs
 from pi_runtime.server.api.prompt import Prompt, chat_prompt, chat_text, text_of
@@ -46,7 +47,7 @@ class ChatRequest(LengthFields, StreamingFields, ConversationFields, IgnoredFiel
         **unsupported("use tools", "functions", allowed=([],)),
         **unsupported("use tool_choice", "function_call", allowed=("none", "auto")),
     }
-    model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
+    model: ModelName = None
     max_tokens: MostOrNone | None = Field(default=None, description="The same as `max_completion_tokens`.")
     max_completion_tokens: MostOrNone | None = Field(
         default=None,
@@ -162,6 +163,7 @@ def chat_request(body: ChatRequest, served: Served) -> Prompt:
         count=count,
         settings=settings,
         streams=bool(body.stream),
+        shows_progress=bool(body.stream and body.return_progress),
         goal="reading" if most == 0 else "answers",
         prediction=text_of(body.prediction.content) if body.prediction else "",
         cache_salt=body.cache_salt,
@@ -183,9 +185,9 @@ class ChatWriter(ChoicesWriter):
         if isinstance(event, End):
             found += self._chunk(index, {}, logprobs=logprobs) if logprobs else b""
             return found + self._chunk(index, {}, finish_reason=answer.finish_reason, stats=event.stats)
-        stats = event.stats if self.with_timings else None
+        stats = event.stats if self.with_timings or isinstance(event, PromptProgress) else None
         if not isinstance(event, NothingShown) or logprobs or stats:
-            found += self._chunk(index, _delta(event), logprobs=logprobs, stats=stats)
+            found += self._chunk(index, _delta(event), logprobs=logprobs, stats=stats, event=event)
         return found
 
     def response(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
@@ -209,9 +211,10 @@ class ChatWriter(ChoicesWriter):
         logprobs: ChatLogprobs | None = None,
         finish_reason: str | None = None,
         stats: Stats | None = None,
+        event: Event | None = None,
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self.chunk(choice, stats)
+        return self.chunk(choice, stats, event)
 
     def _logprobs(self, found: Sequence[TokenLogprobs]) -> ChatLogprobs:
         return chat_logprobs(self.served.model.tokenizer, found)

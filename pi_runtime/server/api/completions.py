@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from pi_runtime.engine.events import End, Event, PromptLogprobs, TextDelta
+from pi_runtime.engine.events import End, Event, PromptLogprobs, PromptProgress, TextDelta
 from pi_runtime.server.api.answer import FINISH_REASONS, GatheredAnswer
-from pi_runtime.server.api.body import TOKENS, Known, invalid, unsupported
+from pi_runtime.server.api.body import TOKENS, Known, ModelName, invalid, unsupported
 from pi_runtime.server.api.openai_forms import (
     ChoicesWriter,
     Chunk,
@@ -37,7 +37,7 @@ class CompletionRequest(LengthFields, StreamingFields):
         **unsupported("a text is continued at its end alone", "suffix", allowed=("",)),
         **unsupported("give token ids, which are taken as they are", "add_special_tokens", allowed=(True,)),
     }
-    model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
+    model: ModelName = None
     prompt: str | Ids | Texts | Lists | None = Field(
         description="Token ids are taken as they are; a text is framed as the model was trained."
     )
@@ -101,6 +101,7 @@ def completion_request(body: CompletionRequest, served: Served) -> Prompt:
         count=count,
         settings=body.answer_settings(served, max_tokens=most or None, logprobs=body.logprobs),
         streams=bool(body.stream),
+        shows_progress=bool(body.stream and body.return_progress),
         goal=goal,
         logprobs=body.logprobs if body.echo else None,
         cache_salt=body.cache_salt,
@@ -130,8 +131,8 @@ class CompletionWriter(ChoicesWriter):
         if isinstance(event, PromptLogprobs):
             self._keep(answer.prompt, event)
             return b""
-        stats = event.stats if isinstance(event, End) or self.with_timings else None
-        return self.chunk(self._choice(answer, [event]), stats)
+        stats = event.stats if isinstance(event, End | PromptProgress) or self.with_timings else None
+        return self.chunk(self._choice(answer, [event]), stats, event)
 
     def response(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
         """The completion as one object."""

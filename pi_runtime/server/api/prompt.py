@@ -51,6 +51,8 @@ class Prompt:
     """Tools whose calls are found in the answers."""
     output: OutputFormat = PLAIN
     """How the model writes calls and thoughts."""
+    shows_progress: bool = False
+    """Whether events say how much of the first text has been read."""
     prediction: str = ""
     """Text that is likely to come."""
     cache_salt: str | None = None

@@ -176,12 +176,13 @@ def test_a_guess_head_is_a_feature(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"states": (0, 3)}, "guess.states: (0, 3) are not layers of 2"),
         ({"states": (1, 0)}, "guess.states"),
         ({"format": "u32"}, "guess.format: 'u32'"),
-        ({"d_ff": 0}, "guess.d_ff: 0 is not a size"),
-        ({"n_kv_heads": 3}, "guess.n_kv_heads: 3 does not divide n_heads 2"),
+        ({"d_ff": 0}, "guess.d_ff: 0, expected integer in"),
+        ({"n_kv_heads": 3}, "guess.n_kv_heads: 3, allowed only as a divisor of n_heads"),
         ({"shortlist": 258}, "guess.shortlist: 258 tokens of 257"),
         ({"norm_eps": 0.0}, "guess.norm_eps"),
         ({"rotary_frequencies": ()}, "guess.rotary_frequencies: 0 with head_dim 16"),
-        ({"rotary_frequencies": (1.0, -0.5)}, "guess.rotary_frequencies: 2"),
+        ({"rotary_frequencies": (-1.0, -0.5)}, "guess.rotary_frequencies: 2"),
+        ({"rotary_scale": 0.0}, "guess.rotary_scale: 0.0, expected float > 0"),
     ],
 )
 def test_an_impossible_guess_head_is_refused(wrong: dict[str, Any], problem: str) -> None:

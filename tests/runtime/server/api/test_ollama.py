@@ -221,9 +221,7 @@ def test_a_model_without_template_is_described(endless_served: Served) -> None:
     assert (found["template"], found["capabilities"]) == ("", ["completion"])
 
 
-@pytest.mark.parametrize(
-    ("body", "status"), [({"model": "other"}, 404), ({}, 400), ([], 400), ({"model": 1}, 400)], ids=str
-)
+@pytest.mark.parametrize(("body", "status"), [({"model": "other"}, 404), ([], 400), ({"model": 1}, 400)], ids=str)
 def test_what_is_wrong_of_a_model_is_told(random_chat: Chat, body: Any, status: int) -> None:
     with pytest.raises(ApiError) as error:
         computed("/api/show", body, random_chat[0])
