@@ -6,8 +6,9 @@ children. A page that is used in part is dropped once another holds the same pos
 its own: nothing tells what another's pages hold.
 
 Layers with a window need their pages only where a sequence goes on. So a node may lack theirs, and a prefix is offered
-where every class has what its window sees from there. A state that exists at some page ends only would be one more
-class, which most nodes lack.
+where every class has what its window sees from there. States are one more class, which most nodes lack: those of a
+node are of the length at which its positions end, and a prefix with states is offered up to there or not at all. They
+are snapshots of sequences (see `sequence.snapshot_places`), and take at most `OF_STATES` of the pool's budget.
 
 Memory is made by least waste (Abhyankar et al. 2024, InferCept): keeping a page costs bytes × the time until it is
 expected back, dropping it the time to have it again. Of pages of one kind the least recently used has the most to lose
@@ -36,6 +37,8 @@ Key = tuple[int, ...]
 LATEST = 0.2
 """Weight of the latest measurement."""
 SPARE_ENTRIES = 64
+OF_STATES = 0.5
+"""Share of the pool's budget that states may take: where there are more, the least recently used go."""
 
 
 class Measured:
@@ -131,6 +134,8 @@ class PrefixTree:
         self._others: list[Entry] = []
         self.size = 0
         """How many pages it holds. Any thread may ask."""
+        self._with_states: dict[Node, int] = {}
+        """The nodes that hold states, and the number of their class."""
         self.call_s = Measured(float("inf"))
         """Seconds for which calls of tools have taken: until the next turn began."""
 
@@ -206,7 +211,7 @@ class PrefixTree:
             _, node, kind = entry
             if not node.children and any(self._is_own(page) for page in node.pages):
                 self._drop(node)
-            elif self._pool.classes[kind].window and self._is_own(page := node.pages[kind]):
+            elif self._pool.classes[kind].comes_alone and self._is_own(page := node.pages[kind]):
                 self._tell(node, kind, page)
                 self._release(node, kind)
             else:
@@ -223,7 +228,7 @@ class PrefixTree:
                 self._release(node, kind)
             node.children.clear()
             node.parent = None
-        for held in (self._roots, self._answers, self._calls, self._others):
+        for held in (self._roots, self._answers, self._calls, self._others, self._with_states):
             held.clear()
 
     def keys(self, tokens: Sequence[int], selected: Sequence[bool]) -> list[Key]:
@@ -240,12 +245,16 @@ class PrefixTree:
                 node.asked = None
 
     def _offered(self, path: Sequence[Node], length: int) -> int:
-        """How many of the first `length` positions of a path can be gone on from: what windows see there is held."""
+        """How many of the first `length` positions of a path can be gone on from: what windows see there is held, and
+        states of just so many positions are."""
+        has_states = any(of.is_state for of in self._pool.classes)
         there = [0] * len(self._pool.classes)
         found = 0
         for place, node in enumerate(path):
             there = [place + 1 if page is None else first for first, page in zip(there, node.pages, strict=True)]
             end = min(length, PAGE_POSITIONS * (place + 1))
+            if has_states and end != PAGE_POSITIONS * place + len(node.key):
+                continue
             if all(of.first_page(end) >= first for of, first in zip(self._pool.classes, there, strict=True)):
                 found = end
         return found
@@ -276,6 +285,21 @@ class PrefixTree:
                 node.pages[kind] = page
                 self.size += 1
                 self._mark(node, kind)
+                if self._pool.classes[kind].is_state:
+                    self._with_states[node] = kind
+                    self._drop_states()
+
+    def _drop_states(self) -> None:
+        """Drop the states that were used longest ago, as far as there are more than may be."""
+        if self._pool.capacity is None:
+            return
+        kind = next(iter(self._with_states.values()))
+        most = max(1, int(OF_STATES * self._pool.capacity) // self._pool.classes[kind].page.nbytes)
+        while len(self._with_states) > most:
+            oldest = min(self._with_states, key=lambda node: node.uses[kind])
+            if self._is_own(page := oldest.pages[kind]):
+                self._tell(oldest, kind, page)
+            self._release(oldest, kind)
 
     # What is dropped first.
 
@@ -296,7 +320,7 @@ class PrefixTree:
 
     def _offer(self, node: Node, kind: int) -> None:
         """Note a page that may be dropped: the last one of a path, or one of a window."""
-        if not node.children or self._pool.classes[kind].window:
+        if not node.children or self._pool.classes[kind].comes_alone:
             heap = self._heap(node)
             heappush(heap, (node.uses[kind], node, kind))
             if len(heap) > 4 * self.size + SPARE_ENTRIES:
@@ -325,7 +349,7 @@ class PrefixTree:
     def _holds(self, entry: Entry) -> bool:
         """Whether an entry still stands for a page that may be dropped."""
         use, node, kind = entry
-        is_last = not node.children or self._pool.classes[kind].window > 0
+        is_last = not node.children or self._pool.classes[kind].comes_alone
         return node.uses[kind] == use and node.pages[kind] is not None and is_last
 
     def _next(self, now: float) -> Entry | None:
@@ -383,6 +407,8 @@ class PrefixTree:
     def _release(self, node: Node, kind: int) -> None:
         """Give back a node's page of a class, if it has one."""
         page, node.pages[kind] = node.pages[kind], None
+        if self._with_states.get(node) == kind:
+            del self._with_states[node]
         if page is not None:
             self.size -= 1
             self._pool.release(page)
