@@ -151,10 +151,10 @@ def test_engines_give_the_text_that_a_sequence_has_alone(
                     stats = engine.stats
                     assert stats.pages_used == stats.pages_kept == len(set(engine._store.tree.pages))
                     preempted, cached = preempted + stats.preemptions, cached + stats.cached_tokens
-                    drafted += stats.draft_tokens
+                    drafted += stats.guessed_tokens
                 assert engine.stats.pages_used == 0
     print(f"{device}: {preempted} preemptions, {cached} tokens of prompts reused, {drafted} drafted")
-    assert cached
+    assert cached or device != "cpu"
     assert drafted or device == "disk"
 
 
