@@ -288,6 +288,8 @@ def _draft_problem(decoder: Decoder, adapter: Adapter, prefix: str, source: Tens
     first, found = f".{decoder.n_layers}.", _draft_tensors(decoder, adapter, prefix, source)
     if not found:
         return None
+    if decoder.recurs:
+        return "beside layers with a state they draft nothing yet"
     specs = dict(guess_layer_arrays(decoder, dict.fromkeys(PARTS, "f32"), BY_NEURON))
     expected = _tensors_of(specs, decoder, adapter, prefix)
     copies = {prefix + _draft_name(adapter, name, decoder.n_layers) for name in ("embedding", "head")}

@@ -121,6 +121,14 @@ def kv_bytes(d: Decoder, attention: str, positions: int) -> int:
     return kv_cache(d, attention, positions, layers=1).nbytes
 
 
+def read_bytes(d: Decoder, attention: str, layer: int, positions: int) -> int:
+    """Bytes of a layer's cache that a token behind so many positions goes through: keys and values that it sees, or
+    states, which are read and written."""
+    if layer in d.recurrent_layers:
+        return 2 * state_page(d).nbytes // len(d.recurrent_layers)
+    return kv_bytes(d, attention, d.seen(layer, positions))
+
+
 def rotary_tables(d: Decoder, positions: int) -> dict[str, Buffer]:
     """Cosines and sines of the angles, behind them those of layers with a window; empty where positions are learned."""
     rows = positions * (2 if d.windowed_frequencies else 1)

@@ -312,8 +312,12 @@ class Decoder:
     )
     state_heads: int = fact("heads with a state", COUNT, of="recurrent_layers")
     state_key_heads: int = fact(
-        "heads of queries and keys, of which consecutive heads share one", COUNT,
+        "G', heads of queries and keys, of which consecutive heads share one", COUNT,
         Rule("as a divisor of `state_heads`", lambda d: d.state_heads % d.state_key_heads == 0), of="recurrent_layers",
+    )
+    state_heads_tiled: bool = fact(
+        "head h shares the h mod G' -th of G' heads of keys, and not consecutive heads one", FLAG,
+        of="recurrent_layers",
     )
     state_key_dim: int = fact("numbers of a key", COUNT, of="recurrent_layers")
     state_value_dim: int = fact("numbers of a value", COUNT, of="recurrent_layers")

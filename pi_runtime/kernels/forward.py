@@ -180,10 +180,11 @@ def _attend(
     pages = w.page_layer, cfg.kv_heads, cfg.cached_width, w.window, w.page_class, cfg.page_classes, w.sinks
     cache = LayerCache(at.cache_format, at.row_nbytes, *pages)
     if w.recurrent != 0:
-        sizes = cfg.state_heads, cfg.state_key_heads, cfg.state_key_dim, cfg.state_value_dim, cfg.state_columns
+        heads = cfg.state_heads, cfg.state_key_heads, cfg.state_heads_tiled
+        sizes = cfg.state_key_dim, cfg.state_value_dim, cfg.state_columns
         place, weights = (w.page_layer, w.page_class, cfg.page_classes), (w.conv, w.decay, w.decay_bias, w.state_norm)
         made = Made(qkv_TQ, gates_TG, gate_TQ)
-        _mix_states(States(*sizes, *place, *weights, eps), made, at.run_R4, ws.attention_CX, mixed_TQ)
+        _mix_states(States(*heads, *sizes, *place, *weights, eps), made, at.run_R4, ws.attention_CX, mixed_TQ)
     elif cfg.latent_rank > 0:
         _mix_latents(cfg, w, cache, cos_SJ, sin_SJ, at.position_T, at.run_R4, ws)
     else:

@@ -370,7 +370,8 @@ def recurrence(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
     q, k, v = np.split(_silu(sum(padded_TC[j : j + n_tokens] * tap_C for j, tap_C in taps)), [keys, 2 * keys], axis=1)
     shared = d.state_heads // d.state_key_heads
     units = (_unit(part.reshape(n_tokens, d.state_key_heads, -1)) for part in (q, k))
-    q_THK, k_THK = (np.repeat(unit_TGK, shared, axis=1) for unit_TGK in units)
+    tiled = d.state_heads_tiled
+    q_THK, k_THK = (np.tile(u, (1, shared, 1)) if tiled else np.repeat(u, shared, axis=1) for u in units)
     b_TH, a_TH = np.split(x_TD @ w["attention/gates"].T, 2, axis=1)
     b_TH = sigmoid(b_TH)
     kept_TH = np.exp(-w["attention/decay"] * np.logaddexp(np.float32(0), a_TH + w["attention/decay_bias"]))

@@ -16,10 +16,10 @@ ROOMS = {"pi_compile": (22, 82), "pi_runtime": (16, 47)}
 ROOM_LINES = {
     ("pi_runtime/server",): 6600,
     ("pi_runtime/engine",): 5800,
-    ("pi_runtime/execution", "pi_runtime/disk"): 5000,
-    ("pi_runtime/kernels",): 8100,
+    ("pi_runtime/execution", "pi_runtime/disk"): 5050,
+    ("pi_runtime/kernels",): 8500,
     ("pi_runtime/cuda",): 4300,
-    ("pi_compile/checkpoint",): 6600,
+    ("pi_compile/checkpoint",): 6950,
     ("pi_compile/sparsification",): 2650,
 }
 """Most lines of rooms: what they had when this was written, rounded up to 50."""

@@ -16,6 +16,11 @@ from pi_compile.checkpoint.config import Config
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.guess_head import PREFIX, block_of
 
+FUNCTIONS: Mapping[str, Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]] = {
+    "exp": np.exp,
+    "negative": np.negative,
+}
+
 
 @dataclass(frozen=True)
 class FusedRows:
@@ -43,8 +48,8 @@ class SourceTensor:
     """The rows to take, where several arrays are stored in one tensor; None for all."""
     addend: float = 0.0
     """A number that is added to every value: 1 where the model multiplies by 1 + weight."""
-    exponential: bool = False
-    """Whether e to the power of every value is wanted."""
+    function: str = ""
+    """A function of `FUNCTIONS` whose results are wanted in place of its values; empty for none."""
     stacked: int = 0
     """Number of matrices that are stored in one tensor [X, …, …], one under the other in the array; 0 for a matrix."""
     item: int | None = None
@@ -66,11 +71,11 @@ class SourceTensor:
     @property
     def is_changed(self) -> bool:
         """Whether the array has other values than the tensor."""
-        return self.exponential or self.addend != 0
+        return self.function != "" or self.addend != 0
 
     def changed(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """The values that the array has."""
-        values = np.exp(values) if self.exponential else values
+        values = FUNCTIONS[self.function](values) if self.function else values
         return values + np.float32(self.addend) if self.addend else values
 
 

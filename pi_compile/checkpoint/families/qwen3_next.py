@@ -113,22 +113,22 @@ def _mixer(d: Decoder, *, fused: bool = False) -> Table:
         "attention/gate": stored(f"{block}.in_proj_z.weight"),
         "attention/gates": stored(f"{block}.in_proj_b.weight", f"{block}.in_proj_a.weight"),
         "attention/conv": (SourceTensor(f"{block}.conv1d.weight", rows=conv, stacked=d.qkv_width),),
-        "attention/decay": (SourceTensor(f"{block}.A_log", exponential=True),),
+        "attention/decay": (SourceTensor(f"{block}.A_log", function="exp"),),
         "attention/decay_bias": stored(f"{block}.dt_bias"),
         "attention/state_norm": stored(f"{block}.norm.weight"),
         "attention/out": stored(f"{block}.out_proj.weight"),
     }
     if fused:  # of each head of keys: query, key, values, z; and b, a
         values = shared * d.state_value_dim
-        *qkv, z = _parts(
+        *qkv, z = parts_of_groups(
             f"{block}.in_proj_qkvz.weight", d.state_key_heads, d.state_key_dim, d.state_key_dim, values, values
         )
-        gates = _parts(f"{block}.in_proj_ba.weight", d.state_key_heads, shared, shared)
+        gates = parts_of_groups(f"{block}.in_proj_ba.weight", d.state_key_heads, shared, shared)
         found |= {"attention/qkv": tuple(qkv), "attention/gate": (z,), "attention/gates": gates}
     return found
 
 
-def _parts(name: str, groups: int, *sizes: int) -> tuple[SourceTensor, ...]:
+def parts_of_groups(name: str, groups: int, *sizes: int) -> tuple[SourceTensor, ...]:
     """The parts of a tensor in which each group has rows of them all."""
     ends = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
     cuts = (FusedRows(groups, ends[-1], first, stop) for first, stop in pairwise(ends))

@@ -145,6 +145,7 @@ class KernelConfig(NamedTuple):
     state_heads: int
     """0: no layer has a recurrence."""
     state_key_heads: int
+    state_heads_tiled: int
     state_key_dim: int
     state_value_dim: int
     state_columns: int

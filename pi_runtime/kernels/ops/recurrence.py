@@ -37,6 +37,8 @@ class States(NamedTuple):
 
     heads: int
     key_heads: int
+    tiled: int
+    """1: head h shares the h mod key_heads -th head of keys; 0: consecutive heads share one."""
     key_dim: int
     value_dim: int
     columns: int
@@ -201,7 +203,7 @@ def _move(
     size, width, keys = s.key_dim, s.value_dim, s.key_heads * s.key_dim
     q_K, k_K = scratch_X[:size], scratch_X[size : 2 * size]
     v_V, wrong_V = scratch_X[2 * size : 2 * size + width], scratch_X[2 * size + width : 2 * (size + width)]
-    shared = head // (s.heads // s.key_heads) * size
+    shared = (head % s.key_heads if s.tiled != 0 else head // (s.heads // s.key_heads)) * size
     _convolve(s, made, run_4, place, position, shared, q_K)
     _convolve(s, made, run_4, place, position, keys + shared, k_K)
     _convolve(s, made, run_4, place, position, 2 * keys + head * width, v_V)

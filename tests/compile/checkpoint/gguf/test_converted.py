@@ -77,6 +77,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     **{name: {"ffn_hidden_size": 144} for name in ("falcon-7b", "falcon-40b", "falcon-11b")},
     **{name: {"n_inner": 144} for name in ("gpt2", "gpt2-relu-wide")},
     **{name: {"num_key_value_heads": 6} for name in ("olmoe", "olmoe-normalised")},
+    **{
+        name: {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+        for name in FAMILIES
+        if name.startswith("qwen3.5")
+    },
+    "qwen3-next": {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
     "gpt-oss": {"rope_parameters": GPT_OSS["rope_parameters"] | {"truncate": True}},
     "nemotron-biases": {"hidden_size": 72},
     "deepseek-v2": {"num_hidden_layers": 27, "rope_parameters": MLA_YARN | _ALIKE},
@@ -103,6 +109,7 @@ OTHERWISE = {
 LOOSE = {"gemma3-linear": 2e-2}
 """Tolerance where llama.cpp's table of GELU, in binary16, is seen: a cap leaves little of the logits."""
 UNREAD = {
+    "qwen3-next-dense": "llama.cpp has experts in every layer",
     "deepseek-v2-groups": "llama.cpp has no biases for DeepSeek",
     "gemma3-listed": "llama.cpp has a window in five layers of six",
     "qwen3-moe-unnormalised": "the converter leaves out that weights are not normalised; llama.cpp normalises them",
