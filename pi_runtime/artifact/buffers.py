@@ -9,7 +9,7 @@ L layers, S positions, J pairs of columns that are rotated, P padded columns, C 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -146,7 +146,9 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
 
     `kernels.data.workspace.Workspace` says what each is for.
     """
-    t, mixed, latents = tokens, d.widest("mixed_width"), d.n_heads if d.latent_rank else 0
+    kinds = d, replace(d, recurrence="none")
+    mixed, made, gates = (max(getattr(one, f"{of}_width") for one in kinds) for of in ("mixed", "qkv", "gate"))
+    t, latents = tokens, d.n_heads if d.latent_rank else 0
     widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank), chunk_places(d.d_ff)
     if layout != BY_NEURON:  # a product with `down` has the factors of all neurons as its input
         widest = max(widest, d.d_ff)
@@ -156,8 +158,8 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "attended_TD": Buffer((t, d.d_model)),
         "residual_TD": Buffer((t if d.block == "sandwich" else 0, d.d_model)),
         "embedding_TW": Buffer((t, narrow_width(d))),
-        "qkv_TQ": Buffer((t, d.widest("qkv_width"))),
-        "gate_TQ": Buffer((t, d.widest("gate_width"))),
+        "qkv_TQ": Buffer((t, made)),
+        "gate_TQ": Buffer((t, gates)),
         "gates_TG": Buffer((t, 2 * d.state_heads)),
         "query_TQ": Buffer((t, latents * d.head_dim if d.query_rank else 0)),
         "latent_TQ": Buffer((t, latents * d.cached_width)),

@@ -148,6 +148,19 @@ TURNS = Values("list of float32 numbers, all > 0 or all < 0", lambda v, _: all(f
 WITH_ROPE = Rule("with rope", lambda d: d.positions == "rope")
 NOT_EARLY = Rule("without `router_early`", lambda d: not d.router_early)
 
+HAS_STATES = Rule(
+    "with states of heads, keys, values and positions",
+    lambda d: min(d.state_heads, d.state_key_heads, d.state_key_dim, d.state_value_dim, d.state_columns) > 0,
+)
+IN_SOME_LAYERS = (
+    Rule("in some layers alone", lambda d: len(d.recurrent_layers) < d.n_layers),
+    Rule(
+        "in layers without a window and with rotation",
+        lambda d: not {*d.recurrent_layers} & {*d.windowed_layers, *d.unrotated_layers},
+    ),
+    Rule("without `latent_rank` and `inner_norms`", lambda d: not (d.latent_rank or d.inner_norms)),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
@@ -298,26 +311,17 @@ class Decoder:
         Rule("without `latent_rank`", lambda d: not d.latent_rank), bodies=WITHOUT_GPU,
     )
     recurrence: str = fact(
-        "what stands in attention's place in some layers, below", one_of(RECURRENCES),
-        Rule("with states of heads, keys, values and positions",
-             lambda d: min(d.state_heads, d.state_key_heads, d.state_key_dim, d.state_value_dim, d.state_columns) > 0),
+        "what stands in attention's place in some layers, below", one_of(RECURRENCES), HAS_STATES,
         of="recurrent_layers", bodies=WITHOUT_GPU,
     )
-    recurrent_layers: tuple[int, ...] = fact(
-        "layers that have it", LAYERS, Rule("in some layers alone", lambda d: len(d.recurrent_layers) < d.n_layers),
-        Rule("in layers without a window and with rotation",
-             lambda d: not {*d.recurrent_layers} & {*d.windowed_layers, *d.unrotated_layers}),
-        Rule("without `latent_rank` and `inner_norms`", lambda d: not (d.latent_rank or d.inner_norms)),
-        of="recurrence",
-    )
+    recurrent_layers: tuple[int, ...] = fact("layers that have it", LAYERS, *IN_SOME_LAYERS, of="recurrence")
     state_heads: int = fact("heads with a state", COUNT, of="recurrent_layers")
     state_key_heads: int = fact(
         "G', heads of queries and keys, of which consecutive heads share one", COUNT,
         Rule("as a divisor of `state_heads`", lambda d: d.state_heads % d.state_key_heads == 0), of="recurrent_layers",
     )
     state_heads_tiled: bool = fact(
-        "head h shares the h mod G' -th of G' heads of keys, and not consecutive heads one", FLAG,
-        of="recurrent_layers",
+        "head h shares the h mod G' -th of these, and not consecutive heads one", FLAG, of="recurrent_layers"
     )
     state_key_dim: int = fact("numbers of a key", COUNT, of="recurrent_layers")
     state_value_dim: int = fact("numbers of a value", COUNT, of="recurrent_layers")
@@ -343,9 +347,7 @@ class Decoder:
         has none, and without facts of attention where a recurrence stands in its place."""
         differences: dict[str, Any] = {"window": 0}
         if self.recurrent_layers:
-            no_attention = ("qkv_bias", "out_bias", "qk_norm", "output_gate", "attention_sinks")
-            recurs = layer in self.recurrent_layers
-            differences |= dict.fromkeys(no_attention, False) if recurs else {"recurrence": "none"}
+            differences |= _NO_ATTENTION if layer in self.recurrent_layers else {"recurrence": "none"}
         if layer in self.windowed_layers:
             del differences["window"]
             differences["rotary_frequencies"] = self.windowed_frequencies or self.rotary_frequencies
@@ -430,10 +432,6 @@ class Decoder:
             return (self.query_rank or self.n_heads * self.head_dim) + self.cached_width
         return sum(self.qkv_parts)
 
-    def widest(self, width: str) -> int:
-        """The most that any layer has of one of these numbers: `qkv_width`, `mixed_width` or `gate_width`."""
-        return max(getattr(one, width) for one in (self, replace(self, recurrence="none")))
-
     @property
     def neurons(self) -> int:
         """Neurons of a layer, all experts together."""
@@ -465,6 +463,10 @@ class Decoder:
     def rotary_dim(self) -> int:
         """Number of leading columns of a head that are rotated."""
         return 2 * len(self.rotary_frequencies)
+
+
+_NO_ATTENTION = dict.fromkeys(("qkv_bias", "out_bias", "qk_norm", "output_gate", "attention_sinks"), False)
+"""Facts that a layer lacks in which a recurrence stands in attention's place."""
 
 
 def rotary_table(decoder: Decoder, length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:

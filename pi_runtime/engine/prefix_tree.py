@@ -28,6 +28,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import NamedTuple, Optional, TypeGuard
 
+from pi_runtime.artifact.layer_classes import LayerClass
 from pi_runtime.execution.kv_cache import KVCache, PageRun, all_pages, pages_of
 from pi_runtime.execution.pages import PAGE_POSITIONS, PagePool
 from pi_runtime.sequence.sequence import Outcome
@@ -109,6 +110,26 @@ Price = Callable[[Node, int], float]
 """Seconds that it takes to have a page of a node and a class again."""
 
 
+class _Snapshots:
+    """The nodes that hold states, each with the number of their class."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool, self._kinds = pool, dict[Node, int]()
+
+    def with_one_more(self, node: Node, kind: int) -> list[Node]:
+        """Note a node; returns those whose states are too many: which were used longest ago."""
+        self._kinds[node] = kind
+        if self._pool.capacity is None:
+            return []
+        most = max(1, int(OF_STATES * self._pool.capacity) // self._pool.classes[kind].page.nbytes)
+        return sorted(self._kinds, key=lambda one: -one.uses[kind])[most:]
+
+    def forget(self, node: Node, kind: int) -> None:
+        """Note that a node's page of a class is given back."""
+        if self._kinds.get(node) == kind:
+            del self._kinds[node]
+
+
 class PrefixTree:
     """Pages of positions that were computed, found by the longest prefix, and dropped where that wastes least.
 
@@ -134,8 +155,7 @@ class PrefixTree:
         self._others: list[Entry] = []
         self.size = 0
         """How many pages it holds. Any thread may ask."""
-        self._with_states: dict[Node, int] = {}
-        """The nodes that hold states, and the number of their class."""
+        self._snapshots = _Snapshots(pool)
         self.call_s = Measured(float("inf"))
         """Seconds for which calls of tools have taken: until the next turn began."""
 
@@ -167,9 +187,11 @@ class PrefixTree:
         closest, common = _closest(path[-1] if path else root, rest)
         if closest is not None:
             path.append(closest)
-        length = self._offered(path, length + common)
+        length = _offered(self._pool.classes, path, length + common)
         self._use(path, length, None)
-        return Prefix(tuple(self._run(path, kind, length) for kind in range(len(self._pool.classes))), length)
+        return Prefix(
+            tuple(_run(self._pool.classes, path, kind, length) for kind in range(len(self._pool.classes))), length
+        )
 
     def insert(self, cache: KVCache, outcome: Outcome | None = None, prompt_tokens: int = 0) -> None:
         """Share the pages of a cache, as far as their positions are not held yet; marks all of them as used now.
@@ -228,7 +250,7 @@ class PrefixTree:
                 self._release(node, kind)
             node.children.clear()
             node.parent = None
-        for held in (self._roots, self._answers, self._calls, self._others, self._with_states):
+        for held in (self._roots, self._answers, self._calls, self._others):
             held.clear()
 
     def keys(self, tokens: Sequence[int], selected: Sequence[bool]) -> list[Key]:
@@ -243,27 +265,6 @@ class PrefixTree:
             if node.asked is not None and node.asked[0].in_call:
                 self.call_s.count(self._clock() - node.asked[1])
                 node.asked = None
-
-    def _offered(self, path: Sequence[Node], length: int) -> int:
-        """How many of the first `length` positions of a path can be gone on from: what windows see there is held, and
-        states of just so many positions are."""
-        has_states = any(of.is_state for of in self._pool.classes)
-        there = [0] * len(self._pool.classes)
-        found = 0
-        for place, node in enumerate(path):
-            there = [place + 1 if page is None else first for first, page in zip(there, node.pages, strict=True)]
-            end = min(length, PAGE_POSITIONS * (place + 1))
-            if has_states and end != PAGE_POSITIONS * place + len(node.key):
-                continue
-            if all(of.first_page(end) >= first for of, first in zip(self._pool.classes, there, strict=True)):
-                found = end
-        return found
-
-    def _run(self, path: Sequence[Node], kind: int, length: int) -> PageRun:
-        """The pages of a class that a sequence needs to go on from the first `length` positions of a path."""
-        places = self._pool.classes[kind].pages(length)
-        pages = (path[place].pages[kind] for place in places)
-        return PageRun(places.start, tuple(page for page in pages if page is not None))
 
     def _add(self, parent: Node, key: Key) -> Node:
         """Add a node below another, in place of children that hold less; returns the child that holds its positions."""
@@ -286,20 +287,10 @@ class PrefixTree:
                 self.size += 1
                 self._mark(node, kind)
                 if self._pool.classes[kind].is_state:
-                    self._with_states[node] = kind
-                    self._drop_states()
-
-    def _drop_states(self) -> None:
-        """Drop the states that were used longest ago, as far as there are more than may be."""
-        if self._pool.capacity is None:
-            return
-        kind = next(iter(self._with_states.values()))
-        most = max(1, int(OF_STATES * self._pool.capacity) // self._pool.classes[kind].page.nbytes)
-        while len(self._with_states) > most:
-            oldest = min(self._with_states, key=lambda node: node.uses[kind])
-            if self._is_own(page := oldest.pages[kind]):
-                self._tell(oldest, kind, page)
-            self._release(oldest, kind)
+                    for older in self._snapshots.with_one_more(node, kind):
+                        if self._is_own(own := older.pages[kind]):
+                            self._tell(older, kind, own)
+                        self._release(older, kind)
 
     # What is dropped first.
 
@@ -407,8 +398,7 @@ class PrefixTree:
     def _release(self, node: Node, kind: int) -> None:
         """Give back a node's page of a class, if it has one."""
         page, node.pages[kind] = node.pages[kind], None
-        if self._with_states.get(node) == kind:
-            del self._with_states[node]
+        self._snapshots.forget(node, kind)
         if page is not None:
             self.size -= 1
             self._pool.release(page)
@@ -425,6 +415,29 @@ class PrefixTree:
                 for kind, page in enumerate(node.pages):
                     if page is not None:
                         self._offer(node, kind)
+
+
+def _offered(classes: Sequence[LayerClass], path: Sequence[Node], length: int) -> int:
+    """How many of the first `length` positions of a path can be gone on from: what windows see there is held, and
+    states of just so many positions are."""
+    has_states = any(of.is_state for of in classes)
+    there = [0] * len(classes)
+    found = 0
+    for place, node in enumerate(path):
+        there = [place + 1 if page is None else first for first, page in zip(there, node.pages, strict=True)]
+        end = min(length, PAGE_POSITIONS * (place + 1))
+        if has_states and end != PAGE_POSITIONS * place + len(node.key):
+            continue
+        if all(of.first_page(end) >= first for of, first in zip(classes, there, strict=True)):
+            found = end
+    return found
+
+
+def _run(classes: Sequence[LayerClass], path: Sequence[Node], kind: int, length: int) -> PageRun:
+    """The pages of a class that a sequence needs to go on from the first `length` positions of a path."""
+    places = classes[kind].pages(length)
+    pages = (path[place].pages[kind] for place in places)
+    return PageRun(places.start, tuple(page for page in pages if page is not None))
 
 
 def _walk(root: Node, keys: Sequence[Key]) -> tuple[list[Node], Key]:

@@ -15,7 +15,7 @@ ROOMS = {"pi_compile": (22, 82), "pi_runtime": (16, 47)}
 """Most rooms of each package, and most arrows between them."""
 ROOM_LINES = {
     ("pi_runtime/server",): 6600,
-    ("pi_runtime/engine",): 5800,
+    ("pi_runtime/engine",): 5850,
     ("pi_runtime/execution", "pi_runtime/disk"): 5050,
     ("pi_runtime/kernels",): 8500,
     ("pi_runtime/cuda",): 4300,

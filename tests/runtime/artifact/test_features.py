@@ -45,6 +45,11 @@ def test_a_file_lists_what_it_uses(featured: Path) -> None:
 
 
 NAMES = {
+    "states, gated attention, a shared expert with a gate": [
+        *("experts_per_token", "experts_shared", "n_experts", "output_gate", "qk_norm", "recurrence"),
+        *("recurrent_layers", "shared_gate", "state_columns", "state_heads", "state_key_dim", "state_key_heads"),
+        "state_value_dim",
+    ],
     "norms after each part": ["block", "block.reordered", "joint_qk_norm", "qk_norm"],
     "scaled, capped, not rotated": [
         *("embedding_norm", "embedding_scale", "logit_scale", "logit_softcap"), "unrotated_layers",
