@@ -33,7 +33,7 @@ body refuses, and the table in the format's reference. A file says only what dif
 
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from math import inf
 from types import MappingProxyType
@@ -42,11 +42,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-NORMS = ("rms", "layer")
-POSITIONS = ("rope", "learned")
 BLOCKS = ("sequential", "parallel", "post-norm", "reordered", "sandwich")
-FFNS = ("plain", "gated")
-ROUTER_SCORES = ("softmax", "sigmoid")
 SPARSE_ACTIVATIONS = ("relu", "relu2", "drelu")
 GATED_ACTIVATIONS = ("drelu", "clamped_swiglu")
 """Activations of gated FFNs only: they change up · x + c too."""
@@ -61,12 +57,7 @@ LATENT_EPS = 1e-6
 RECURRENCES = ("none", "gated_delta")
 LENGTH_EPS = 1e-6
 """Added to the square of the length that queries and keys of a recurrence are divided by."""
-BODIES = {
-    "numpy": "the definition in NumPy",
-    "torch": "torch's layers",
-    "cpu": "the CPU's kernels",
-    "gpu": "the GPU tier",
-}
+BODIES = {"numpy": "the definition", "torch": "torch's layers", "cpu": "the CPU's kernels", "gpu": "the GPU tier"}
 """What computes a decoder, each by itself: its name, and how it is spoken of."""
 ALL = tuple(BODIES)
 WITHOUT_GPU = ALL[:-1]
@@ -96,6 +87,8 @@ class Fact:
 
     meaning: str
     values: Values
+    default: Any
+    """`MISSING` where every manifest has it."""
     rules: tuple[Rule, ...]
     of: str
     """The fact without which this one is not given; "" for none."""
@@ -114,24 +107,20 @@ def fact(
     later: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     default: Any = None,
 ) -> Any:
-    """A field of `Decoder` with its record; see `Fact`. With `MISSING` for its default every manifest has it."""
-    own = Fact(meaning, values, rules, of, bodies, later)
-    return field(default=values.default if default is None else default, metadata={"fact": own})
+    """A field of `Decoder` with its record; see `Fact`."""
+    default = values.default if default is None else default
+    return field(default=default, metadata={"fact": Fact(meaning, values, default, rules, of, bodies, later)})
 
 
 given = partial(fact, default=MISSING)
 
 
-def facts() -> dict[str, tuple["Field[Any]", Fact]]:
-    """Each fact of a decoder by its name, with the field that has its type and its default."""
-    return {f.name: (f, f.metadata["fact"]) for f in fields(Decoder)}
+def facts() -> dict[str, Fact]:
+    """Each fact of a decoder by its name."""
+    return {f.name: f.metadata["fact"] for f in fields(Decoder)}
 
 
-def _are_layers(layers: tuple[int, ...], d: "Decoder") -> bool:
-    return list(layers) == sorted({n for n in layers if 0 <= n < d.n_layers})
-
-
-def one_of(names: tuple[str, ...]) -> Values:
+def one_of(*names: str) -> Values:
     """A name among these; the first one is the usual."""
     return Values(f"one of {', '.join(f'`{name}`' for name in names)}", lambda value, _: value in names, names[0])
 
@@ -142,7 +131,7 @@ SIZE = Values("integer in 1…2³¹−1", lambda value, _: 1 <= value < 2**31, 1
 COUNT = Values("integer in 0…2³¹−1", lambda value, _: 0 <= value < 2**31, 0)
 ABOVE_0 = Values("float > 0", lambda value, _: 0 < value < inf, 1.0)
 FROM_0 = Values("float ≥ 0", lambda value, _: 0 <= value < inf, 0.0)
-LAYERS = Values("list of layers, rising", _are_layers, ())
+LAYERS = Values("list of layers, rising", lambda v, d: [*v] == sorted(n for n in {*v} if 0 <= n < d.n_layers), ())
 ANGLES = Values("list of float32 numbers, all > 0", lambda value, _: all(f > 0 for f in value), ())
 TURNS = Values("list of float32 numbers, all > 0 or all < 0", lambda v, _: all(f > 0 for f in v) or max(v) < 0, ())
 WITH_ROPE = Rule("with rope", lambda d: d.positions == "rope")
@@ -186,7 +175,7 @@ class Decoder:
         "weights of a token's experts are a softmax over these, else over all", FLAG, of="n_experts", default=True
     )
     router_score: str = fact(
-        "what makes a router's values weights (section 4)", one_of(ROUTER_SCORES), of="n_experts", bodies=WITHOUT_GPU
+        "how a router's values become weights", one_of("softmax", "sigmoid"), of="n_experts", bodies=WITHOUT_GPU
     )
     router_scale: float = fact("factor of the weights of experts that the router takes", ABOVE_0, bodies=WITHOUT_GPU)
     router_bias: bool = fact("the router's values have a bias", FLAG, of="n_experts", bodies=WITHOUT_GPU)
@@ -197,8 +186,7 @@ class Decoder:
     router_groups: int = fact(
         "groups of equally many experts; a group's value is the sum of its largest ones",
         SIZE, NOT_EARLY, Rule("where they divide the routed experts, and have enough", lambda d: d.has_even_groups),
-        Rule("with `router_choice_bias` or a `router_group_top` of 1",
-             lambda d: d.router_choice_bias or d.router_group_top == 1),
+        Rule("with `router_choice_bias` or by the largest", lambda d: d.router_choice_bias or d.router_group_top == 1),
         bodies=WITHOUT_GPU,
     )
     router_group_top: int = fact(
@@ -214,7 +202,7 @@ class Decoder:
     )
     experts_shared: int = fact(
         "so many experts, the last ones, are taken by every token and not by the router; they count in both numbers",
-        COUNT, Rule("below `experts_per_token`", lambda d: d.experts_shared < d.experts_per_token), NOT_EARLY,
+        COUNT, NOT_EARLY, Rule("below `experts_per_token`", lambda d: d.experts_shared < d.experts_per_token),
         bodies=WITHOUT_GPU,
     )
     shared_gate: bool = fact(
@@ -234,13 +222,15 @@ class Decoder:
     embedding_scale: float = fact("factor of the embedding at D numbers, before learned positions are added", ABOVE_0)
     embedding_norm: bool = fact("the first block reads a norm of that sum", FLAG)
     block: str = fact(
-        "how attention, FFN and norms follow each other, below", one_of(BLOCKS),
+        "how attention, FFN and norms follow each other, below", one_of(*BLOCKS),
         later={"reordered": ALL, "sandwich": WITHOUT_GPU},
     )
     shared_norm: bool = fact(
         "attention and FFN read the same norm", FLAG, Rule("in a parallel block", lambda d: d.block == "parallel")
     )
-    norm: str = given("`rms`: x / √(mean x² + eps) · w; `layer`: (x − mean) / √(var + eps) · w + b", one_of(NORMS))
+    norm: str = given(
+        "`rms`: x / √(mean x² + eps) · w; `layer`: (x − mean) / √(var + eps) · w + b", one_of("rms", "layer")
+    )
     norm_eps: float = given("eps", ABOVE_0)
     final_norm: bool = fact("there is a norm before the head", FLAG, default=True)
     qk_norm: bool = fact("each head of queries and keys goes through an `rms` norm before its rotation", FLAG)
@@ -255,7 +245,7 @@ class Decoder:
     )
     positions: str = given(
         "`rope`: the first 2J numbers of each head are two halves, rotated by angles position · frequency_j; "
-        "`learned`: row `position + position_offset` of a table is added to the embedding", one_of(POSITIONS),
+        "`learned`: row `position + position_offset` of a table is added to the embedding", one_of("rope", "learned"),
         Rule("rope where there are `rotary_frequencies`", lambda d: (d.positions == "rope") == (d.rotary_dim > 0)),
     )
     rotary_frequencies: tuple[float, ...] = fact(
@@ -265,8 +255,7 @@ class Decoder:
     rotary_scale: float = fact("factor of cosine and sine (YaRN's attention factor)", ABOVE_0, WITH_ROPE)
     unrotated_layers: tuple[int, ...] = fact("layers whose queries and keys are not rotated", LAYERS, WITH_ROPE)
     window: int = fact(
-        "positions that a token sees in layers with a window, its own included", COUNT, of="windowed_layers",
-        bodies=WITHOUT_GPU,
+        "positions that a token sees in some layers, its own included", COUNT, of="windowed_layers", bodies=WITHOUT_GPU
     )
     windowed_layers: tuple[int, ...] = fact(
         "layers with this window; in the others a token sees all positions up to its own", LAYERS, of="window"
@@ -279,9 +268,9 @@ class Decoder:
     position_offset: int = fact(
         "row of position 0 in the table", COUNT, Rule("with learned positions", lambda d: d.positions == "learned")
     )
-    ffn: str = given("the FFN's form (section 4)", one_of(FFNS))
+    ffn: str = given("the FFN's form (section 4)", one_of("plain", "gated"))
     activation: str = given(
-        "of the FFN (section 4)", one_of(ACTIVATIONS),
+        "of the FFN (section 4)", one_of(*ACTIVATIONS),
         Rule("in a gated FFN: `drelu` and `clamped_swiglu`",
              lambda d: d.activation not in GATED_ACTIVATIONS or d.ffn == "gated"),
         later={"clamped_swiglu": WITHOUT_GPU},
@@ -359,27 +348,23 @@ class Decoder:
 
     def problems(self) -> Iterator[str]:
         """Yield values that no model has; where all are possible, those that contradict others. Names stand first."""
-        values = {name: (getattr(self, name), f.default, own) for name, (f, own) in facts().items()}
-        wrong = [
-            (name, value, f"expected {own.values.text}")
-            for name, (value, _, own) in values.items()
-            if not own.values.holds(value, self)
-        ]
-        given = [] if wrong else [(name, value, own) for name, (value, usual, own) in values.items() if value != usual]
-        for name, value, own in given:
-            if own.of and values[own.of][0] == values[own.of][1]:
-                wrong.append((name, value, f"allowed only with {own.of}"))
-            wrong += [(name, value, f"allowed only {rule.text}") for rule in own.rules if not rule.holds(self)]
-        yield from (f"{name}: {reprlib.repr(value)}, {told.replace('`', '')}" for name, value, told in wrong)
+        value, every = vars(self), facts().items()
+        wrong = [(n, f"expected {own.values.text}") for n, own in every if not own.values.holds(value[n], self)]
+        given = {} if wrong else {name: own for name, own in every if value[name] != own.default}
+        for name, own in given.items():
+            if own.of and own.of not in given:
+                wrong.append((name, f"allowed only with {own.of}"))
+            wrong += [(name, f"allowed only {rule.text}") for rule in own.rules if not rule.holds(self)]
+        yield from (f"{name}: {reprlib.repr(value[name])}, {told.replace('`', '')}" for name, told in wrong)
 
     def without(self, *names: str) -> Self:
         """The decoder with the defaults of these facts, and of all that are not given without them."""
-        usual: dict[str, Any] = {n: f.default for n, (f, own) in facts().items() if {n, own.of} & {*names}}
+        usual: dict[str, Any] = {n: own.default for n, own in facts().items() if {n, own.of} & {*names}}
         return replace(self, **usual)
 
     def without_exceptions(self) -> Self:
         """The decoder as a layer computes it that is in none of its lists of layers."""
-        return self.without(*(name for name, (_, own) in facts().items() if own.values is LAYERS))
+        return self.without(*(name for name, own in facts().items() if own.values is LAYERS))
 
     def within_context(self, window: int) -> int:
         """The length of a window of text, at most the context."""

@@ -4,33 +4,29 @@ Every fact of a decoder that differs from its default is a feature, and so is ev
 guess head is one more entry here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING
 from functools import partial
 
 from pi_runtime.artifact.decoder import BODIES, Decoder, facts
-from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.artifact.sizes import BY_NEURON, PARTS
+from pi_runtime.artifact.sizes import APART, BY_NEURON, PARTS
 from pi_runtime.errors import DoesNotFitError, Text
 
 COMPUTED_BY = {
-    **{f"decoder.{name}": own.bodies for name, (f, own) in facts().items() if f.default is not MISSING},
-    **{f"decoder.{name}.{v}": bodies for name, (_, own) in facts().items() for v, bodies in own.later.items()},
+    **{f"decoder.{name}": own.bodies for name, own in facts().items() if own.default is not MISSING},
+    **{f"decoder.{name}.{v}": bodies for name, own in facts().items() for v, bodies in own.later.items()},
 }
 """Each fact that a decoder may have or not, and each value that is a feature of its own → who computes it."""
 
 
-def _has_fact(d: Decoder, feature: str) -> bool:
+def _has_fact(of: Manifest | Decoder, feature: str) -> bool:
     _, name, *value = feature.split(".")
-    found = getattr(d, name)
+    found = getattr(of.decoder if isinstance(of, Manifest) else of, name)
     if value == ["negative"]:
         return min(found, default=0) < 0
-    return bool(found == value[0] if value else found != facts()[name][0].default)
-
-
-def _uses_fact(m: Manifest, feature: str) -> bool:
-    return _has_fact(m.decoder, feature)
+    return bool(found == value[0] if value else found != facts()[name].default)
 
 
 def _has_format(m: Manifest, name: str) -> bool:
@@ -38,8 +34,9 @@ def _has_format(m: Manifest, name: str) -> bool:
 
 
 FEATURES: dict[str, Callable[[Manifest], bool]] = {
-    **{name: partial(_uses_fact, feature=name) for name in COMPUTED_BY},
+    **{name: partial(_has_fact, feature=name) for name in COMPUTED_BY},
     "ffn_layout": lambda m: m.ffn_layout != BY_NEURON,
+    "formats.apart": lambda m: any(name.endswith(tuple(APART)) for name in m.formats),
     "formats.matrices": lambda m: len(m.formats) > len(PARTS),
     **{f"formats.{name}": partial(_has_format, name=name) for name in WEIGHT_FORMATS},
     "guess_head": lambda m: m.guess is not None or m.guess_layers > 0,
@@ -48,14 +45,18 @@ FEATURES: dict[str, Callable[[Manifest], bool]] = {
 """Name of each feature that is read → whether a manifest uses it."""
 
 
-def lacking(d: Decoder, body: str) -> list[str]:
-    """What a model does that a body (`decoder.BODIES`) does not compute, by name."""
-    return sorted(name for name, bodies in COMPUTED_BY.items() if body not in bodies and _has_fact(d, name))
+def lacking(d: Decoder, body: str, formats: Mapping[str, str] | None = None) -> list[str]:
+    """What a model does, or which of its formats, a body (`decoder.BODIES`) does not compute, by name."""
+    found = {name for name, bodies in COMPUTED_BY.items() if body not in bodies and _has_fact(d, name)}
+    if body == "gpu" and formats is not None:
+        found |= {f"formats.{name}" for name in formats.values() if FORMATS[name].grouped}
+        found |= {"formats.apart" for name in formats if name.endswith(tuple(APART))}
+    return sorted(found)
 
 
-def refuse_lacking(d: Decoder, body: str, remedy: Text | None = None) -> None:
+def refuse_lacking(d: Decoder, body: str, remedy: Text | None = None, formats: Mapping[str, str] | None = None) -> None:
     """Raise DoesNotFitError for a model that does what a body does not compute, by name."""
-    if found := lacking(d, body):
+    if found := lacking(d, body, formats):
         raise DoesNotFitError(
             f"{BODIES[body]} does not compute what this model does", found=", ".join(found), remedy=remedy
         )

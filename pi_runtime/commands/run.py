@@ -42,6 +42,10 @@ def main() -> None:
         from pi_runtime.commands.model_cache import app as cache
 
         raise SystemExit(console.run(cache))
+    if sys.argv[1:2] == ["flood"]:
+        from pi_runtime.commands.flood import app as flood
+
+        raise SystemExit(console.run(flood, sys.argv[2:]))
     raise SystemExit(console.run(app))
 
 
@@ -65,7 +69,8 @@ def run(
     version: Annotated[bool, console.VERSION] = False,
 ) -> None:
     """Continue a prompt, answer a file of prompts, chat, or measure, with a packed model. Text goes to stdout as it
-    comes. `pi-run list` shows models that were packed on the way, `pi-run rm NAME` removes one."""
+    comes. `pi-run list` shows models that were packed on the way, `pi-run rm NAME` removes one; `pi-run flood URL` asks
+    a server whether it says the same in any company."""
     _check_task(task, bench, as_json)
     _check_output(task, answer, as_json)
     _check_flags_of_tasks(task, invocation)

@@ -23,6 +23,7 @@ ERRORS = {
     413: "The body is too large.",
     429: "The queue is full; `Retry-After` says when to ask again.",
     500: "A fault of the server.",
+    501: "The model cannot do that.",
     503: "The model is loading, or the server is ending.",
 }
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_type_hints
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pi_runtime.server.api import anthropic, chat, completions, ollama, plain, responses
+from pi_runtime.server.api import anthropic, chat, completions, native, ollama, plain, responses
 from pi_runtime.server.api.answer import AnswerWriter, to_json
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.served import Served
@@ -200,11 +200,11 @@ async def openapi(service: Service, _: Request) -> Response:
     return Response(found, media_type=JSON)
 
 
-def _generated(path: str, summary: str, to_prompt: Callable[..., Any], writer: Any) -> Route:
+def _generated(path: str, summary: str, to_prompt: Callable[..., Any], writer: Any, *errors: int) -> Route:
     """The route of a form of API: a function that makes a prompt of its body, and the class that writes answers."""
     types = {"body": get_type_hints(to_prompt)["body"], "answer": writer.answer_type, "chunk": writer.chunk_type}
     handler = Generated(to_prompt, writer)
-    return Route("POST", path, summary, handler, stream_media=writer.media, errors=(404,), **types)
+    return Route("POST", path, summary, handler, stream_media=writer.media, errors=(404, *errors), **types)
 
 
 def _computed(path: str, summary: str, compute: Callable[..., Any], *errors: int) -> Route:
@@ -237,6 +237,7 @@ OWN_ROUTES = (
         "Texts continued, and log-probabilities of texts.",
         completions.completion_request,
         completions.CompletionWriter,
+        501,
     ),
     _generated(
         "/v1/responses",
@@ -250,23 +251,30 @@ OWN_ROUTES = (
         anthropic.messages_request,
         anthropic.MessagesWriter,
     ),
+    _generated("/completion", "llama-server's completion.", native.native_request, native.NativeWriter, 501),
+    _generated("/infill", "Code filled in.", native.infill_request, native.NativeWriter, 501),
     _computed("/v1/messages/count_tokens", "The tokens of a conversation.", plain.count_message_tokens, 404),
     _computed("/v1/responses/input_tokens", "The tokens of a turn's input.", plain.count_response_tokens, 404),
     _computed("/v1/chat/completions/input_tokens", "The tokens of a chat.", plain.count_chat_tokens, 404),
-    Route(
-        "POST",
-        "/v1/embeddings",
-        "Refused: the model writes text.",
-        Computed(plain.embeddings),
-        body=plain.EmbeddingsRequest,
-        is_refused=True,
+    *(
+        Route(
+            *("POST", path, "Refused: the model writes text.", Computed(plain.refuse)),
+            body=plain.ComparisonRequest,
+            is_refused=True,
+            errors=(501,),
+        )
+        for path in ("/v1/embeddings", "/v1/rerank")
     ),
     _computed("/tokenize", "The tokens of a text.", plain.tokenize),
     _computed("/detokenize", "The text of tokens.", plain.detokenize),
     _computed("/apply-template", "The prompt of a chat.", plain.apply_template, 404),
     _generated("/api/chat", "Ollama's chat.", ollama.ollama_chat_request, ollama.OllamaChatWriter),
     _generated(
-        "/api/generate", "Ollama's answer to a prompt.", ollama.ollama_generate_request, ollama.OllamaGenerateWriter
+        "/api/generate",
+        "Ollama's answer to a prompt.",
+        ollama.ollama_generate_request,
+        ollama.OllamaGenerateWriter,
+        501,
     ),
     _described("/api/tags", "Ollama's list of models.", ollama.tags),
     _described("/api/ps", "Ollama's list of loaded models.", ollama.running),
@@ -281,6 +289,9 @@ ALIASES = {
     "/completions": "/v1/completions",
     "/responses": "/v1/responses",
     "/embeddings": "/v1/embeddings",
+    "/rerank": "/v1/rerank",
+    "/chat/completions/input_tokens": "/v1/chat/completions/input_tokens",
+    "/responses/input_tokens": "/v1/responses/input_tokens",
 }
 """Further paths, as llama-server has them, of clients whose base URL has `/v1` where it should not, or lacks it."""
 ROUTES = (

@@ -1,7 +1,6 @@
 """The table of a decoder's facts in the page on the format, made of their records. `fact_table.py` writes it."""
 
-from dataclasses import MISSING, Field
-from typing import Any
+from dataclasses import MISSING
 
 from pi_runtime.artifact.decoder import ALL, Fact, facts
 from pi_runtime.artifact.decoding import canonical_json
@@ -14,11 +13,11 @@ BEGIN, END = "<!-- facts -->\n", "<!-- end of facts -->\n"
 def table() -> str:
     """A row for each fact: its key, its values and default, what it means and needs, and who does not compute it."""
     head = "| key | type | meaning | not computed by |\n| --- | --- | --- | --- |\n"
-    return head + "".join(_row(name, f, own) for name, (f, own) in facts().items())
+    return head + "".join(_row(name, own) for name, own in facts().items())
 
 
-def _row(name: str, f: "Field[Any]", own: Fact) -> str:
-    default = "" if f.default is MISSING else f"; {canonical_json(f.default).decode()} unless given"
+def _row(name: str, own: Fact) -> str:
+    default = "" if own.default is MISSING else f"; {canonical_json(own.default).decode()} unless given"
     needs = [*([f"with `{own.of}`"] if own.of else []), *(rule.text for rule in own.rules)]
     meaning = f"{own.meaning}; only {', and '.join(needs)}" if needs else own.meaning
     lacking = [body for body in ALL if body not in own.bodies]

@@ -82,7 +82,7 @@ def check_pages() -> None:
 def check_bodies(folder: Path) -> None:
     """Who computes it runs it; the others refuse it by name. A layer that is in no list is none of its layers."""
     from pi_compile.torch_model.decoder import layers
-    from pi_runtime.cuda.executor import check_features
+    from pi_runtime.cuda.executor import open_on_gpu
     from pi_runtime.execution.host_executor import in_memory
 
     d, undamped = small_decoder(**FACTS), reference.attention
@@ -96,7 +96,7 @@ def check_bodies(folder: Path) -> None:
         runs: dict[str, Callable[[], object]] = {
             "torch's layers": lambda: next(layers(d, [], [])),
             "the CPU's kernels": lambda: in_memory(artifact, "auto", 128, 2),
-            "the GPU tier": lambda: check_features(artifact.manifest),
+            "the GPU tier": lambda: open_on_gpu(artifact, "auto", 128, 1, index=0, vram_budget=None),
         }
         for name, run in runs.items():
             with pytest.raises(DoesNotFitError, match=f"(?s)^{name} does not compute.*found: {FEATURE}"):

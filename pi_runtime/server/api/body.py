@@ -115,9 +115,9 @@ OTHER_SERVERS: Known = {
     **unsupported("use min_tokens", "ignore_eos", allowed=(False,)),
     **unsupported("use max_tokens", "t_max_predict_ms", allowed=(0, -1)),
     **unsupported("there are no adapters", "lora", allowed=([],)),
-    **unsupported("use response_format of /v1/chat/completions", "grammar", allowed=("",)),
+    **unsupported("use grammar of /v1/chat/completions", "grammar", "regex", "lark", allowed=("",)),
     **unsupported(
-        "use response_format of /v1/chat/completions",
+        "use json_schema, regex, lark or grammar of /v1/chat/completions",
         *("json_schema", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     ),
     **unsupported(

@@ -17,6 +17,7 @@ from pi_runtime.engine.events import CallBroken, End, Event, GatheredCall, Reaso
 from pi_runtime.sequence.sampling import Sampling
 from pi_runtime.server.api.answer import FINISH_REASONS, NDJSON, GatheredAnswer, bounded, to_json
 from pi_runtime.server.api.body import MANY, OTHER_SERVERS, Body, Known, accepted, invalid, unsupported
+from pi_runtime.server.api.completions import fill_in
 from pi_runtime.server.api.conversation import AnyTool, allowed_tools
 from pi_runtime.server.api.prompt import Prompt, chat_prompt, reasoning_variables, rendered
 from pi_runtime.server.api.sampling import Penalty, Probability, RepetitionPenalty, SamplingFields
@@ -118,11 +119,11 @@ class OllamaGenerateRequest(OllamaFields):
 
     known: ClassVar[Known] = {
         **NO_IMAGES,
-        **unsupported("a text is continued at its end alone", "suffix", allowed=("",)),
         **unsupported("the model's own template is used", "template", allowed=("",)),
         **unsupported("use /api/chat, or raw prompts", "context", allowed=([],)),
     }
     prompt: str = ""
+    suffix: str | None = Field(default=None, description="What follows the text that is wanted.")
     system: str | None = None
     raw: bool | None = Field(default=None, description="The prompt is continued as it is, without the template.")
 
@@ -179,6 +180,8 @@ def ollama_generate_request(body: OllamaGenerateRequest, served: Served) -> Prom
     _check_name(body.model, served)
     if not body.prompt:
         return _request(body, served)
+    if body.suffix:
+        return _request(body, served, Prompt(texts=[fill_in(served, body.prompt, body.suffix, "suffix")]))
     if body.raw or not served.template:
         return _request(body, served, _raw_prompt(body, served))
     system = [{"role": "system", "content": body.system}] if body.system else []

@@ -138,15 +138,6 @@ class Timings(TypedDict):
     active_share: float | None
 
 
-class ReadPrompt(TypedDict):
-    """How much of a prompt has been read, in the words of llama-server."""
-
-    total: int
-    cache: int
-    processed: int
-    time_ms: float
-
-
 class PromptTokensDetails(TypedDict):
     """Tokens of the prompt that did not run again."""
 
@@ -212,6 +203,12 @@ def timings(answers: Sequence[Stats], firsts: Sequence[Stats]) -> Timings:
     }
 
 
+def read_prompt(read: int, stats: Stats) -> dict[str, float]:
+    """How much of a prompt has been read, in the words of llama-server."""
+    seconds = 1e3 * stats.prefill_s
+    return {"total": stats.prompt_tokens, "cache": stats.cached_tokens, "processed": read, "time_ms": seconds}
+
+
 def _mean(shares: Sequence[tuple[float | None, int]]) -> float | None:
     """The mean share over answers that have one, weighted by their tokens."""
     known = [(share, tokens) for share, tokens in shares if share is not None]
@@ -240,7 +237,7 @@ class Chunk(Envelope):
 
     usage: NotRequired[Usage | None]
     timings: NotRequired[Timings]
-    prompt_progress: NotRequired[ReadPrompt]
+    prompt_progress: NotRequired[dict[str, float]]
 
 
 class ChoicesWriter(SseWriter):
@@ -254,6 +251,7 @@ class ChoicesWriter(SseWriter):
     def __init__(self, body: StreamingFields, prompt: Prompt, served: Served) -> None:
         self._prompt, self.served = prompt, served
         self.with_timings, self._with_usage = body.timings_per_token, body.include_usage
+        self.with_tokens = bool(body.return_tokens)
         self.wants_logprobs = prompt.settings.get("logprobs") is not None
         self._id, self._created = new_id(self.prefix), int(time.time())
 
@@ -263,13 +261,7 @@ class ChoicesWriter(SseWriter):
         if self._with_usage:
             found["usage"] = None
         if stats is not None and isinstance(event, PromptProgress):
-            read: ReadPrompt = {
-                "total": stats.prompt_tokens,
-                "cache": stats.cached_tokens,
-                "processed": event.read,
-                "time_ms": 1e3 * stats.prefill_s,
-            }
-            found["prompt_progress"] = read
+            found["prompt_progress"] = read_prompt(event.read, stats)
         elif stats is not None:
             found["timings"] = timings([stats], [stats])
         return sse(found)

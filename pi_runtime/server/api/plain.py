@@ -67,10 +67,13 @@ class InputTokens(TypedDict):
     input_tokens: int
 
 
-class EmbeddingsRequest(Body):
-    """A text whose embedding is wanted, whatever else is asked of it."""
+class ComparisonRequest(Body):
+    """Texts that are to be compared, whatever else is asked of them."""
 
-    known: ClassVar[Known] = accepted("model", "input", "encoding_format", "dimensions", "user")
+    known: ClassVar[Known] = accepted(
+        *("model", "input", "encoding_format", "dimensions", "user"),
+        *("query", "documents", "texts", "top_n", "return_documents"),
+    )
 
 
 class ModelFigures(TypedDict):
@@ -174,7 +177,7 @@ def model_object(served: Served) -> ModelObject:
         "object": "model",
         "type": "model",
         "display_name": served.name,
-        "aliases": [*served.settings.aliases],
+        "aliases": [served.name, *served.settings.aliases],
         "created": served.created,
         "created_at": served.created_at,
         "owned_by": "pi-serve",
@@ -193,12 +196,12 @@ def model_object(served: Served) -> ModelObject:
     }
 
 
-def embeddings(_: EmbeddingsRequest, served: Served) -> dict[str, Any]:
-    """Refuse a request to `/v1/embeddings`."""
+def refuse(_: ComparisonRequest, served: Served) -> dict[str, Any]:
+    """Refuse a request to `/v1/embeddings` or `/v1/rerank`."""
     raise ApiError(
-        400,
-        f"embeddings are not supported: {served.name!r} is a model that writes text; its inner states were not trained "
-        "to compare texts. Use a model made for embeddings",
+        501,
+        f"texts are not compared: {served.name!r} is a model that writes text; its inner states were not trained for "
+        "that. Use a model made for embeddings, or for ranking",
         code="unsupported_endpoint",
     )
 

@@ -146,6 +146,7 @@ class StreamingFields(SamplingFields, CacheFields):
     timings_per_token: bool | None = Field(
         default=None, description="Every chunk of a stream has `timings`, the figures up to now."
     )
+    return_tokens: bool | None = Field(default=None, description="Choices have `tokens`, the ids of their text.")
     return_progress: bool | None = Field(
         default=None, description="Chunks of a stream say in `prompt_progress` how much of the prompt has been read."
     )

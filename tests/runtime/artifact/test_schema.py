@@ -275,4 +275,4 @@ def test_the_page_on_the_format_names_every_field(kind: type[Any]) -> None:
 def test_the_table_of_facts_is_made_of_their_records() -> None:
     page = fact_table.PAGE.read_text(encoding="utf-8")
     assert fact_table.written(page) == page, "python tests/support/fact_table.py writes it"
-    assert all(own.of in ("", *facts()) for _, own in facts().values())
+    assert all(own.of in ("", *facts()) for own in facts().values())

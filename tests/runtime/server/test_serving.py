@@ -182,7 +182,7 @@ def test_the_context_is_told_in_everybody_s_words(alphabet: Path) -> None:
         context
     }
     assert (model["meta"]["size"], model["meta"]["n_params"]) == (engine.nbytes, engine.parameters)
-    assert model["aliases"] == ["coder"]
+    assert model["aliases"] == [served.name, "coder"]
     assert props["default_generation_settings"]["n_ctx"] == props["context"] == context
     assert f"num_ctx {context}" in shown["parameters"]
     assert shown["model_info"]["general.parameter_count"] == engine.parameters

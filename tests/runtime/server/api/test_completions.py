@@ -227,7 +227,7 @@ def test_timings_come_with_the_end_or_with_each_token(random_chat: Chat) -> None
         ({"prompt": "a", "n": 17}, "n", "16"),
         ({"prompt": ["a"] * 9, "n": 2}, "prompt", "16"),
         ({"prompt": "a", "best_of": 2}, "best_of", "not supported"),
-        ({"prompt": "a", "suffix": "x"}, "suffix", "not supported"),
+        ({"prompt": [97], "suffix": "x"}, "suffix", "one text"),
         ({"prompt": "a", "stop": ["x"] * 17}, "stop", "16"),
         ({"prompt": "a", "stop": [1]}, "stop[0]", "string"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias.x", "token ids"),
