@@ -300,7 +300,7 @@ class Decoder:
         Rule("without `latent_rank`", lambda d: not d.latent_rank), bodies=WITHOUT_GPU,
     )
     recurrence: str = fact(
-        "what stands in attention's place in some layers, below", one_of(RECURRENCES), HAS_STATES,
+        "what stands in attention's place in some layers, below", one_of(*RECURRENCES), HAS_STATES,
         of="recurrent_layers", bodies=WITHOUT_GPU,
     )
     recurrent_layers: tuple[int, ...] = fact("layers that have it", LAYERS, *IN_SOME_LAYERS, of="recurrence")

@@ -92,8 +92,8 @@ FACTS: dict[str, dict[str, Any]] = {
     "norms of what the last matrices read": {"inner_norms": True, "activation": "relu2"},
     "states, gated attention, a shared expert with a gate": {
         "recurrence": "gated_delta", "recurrent_layers": (0,), "state_heads": 4, "state_key_heads": 2,
-        "state_key_dim": 7, "state_value_dim": 9, "state_columns": 4, "output_gate": True, "qk_norm": True,
-        "n_experts": 4, "experts_per_token": 3, "experts_shared": 1, "shared_gate": True,
+        "state_key_dim": 7, "state_value_dim": 9, "state_columns": 4, "state_heads_tiled": True, "output_gate": True,
+        "qk_norm": True, "n_experts": 4, "experts_per_token": 3, "experts_shared": 1, "shared_gate": True,
     },
     "experts weighed among all": {"n_experts": 3, "experts_per_token": 2, "router_normalised": False},
 }  # fmt: skip
