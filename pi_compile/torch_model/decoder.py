@@ -348,7 +348,7 @@ def _of_states(d: Decoder, w: Mapping[str, Tensor], qkv: Tensor, gates: Tensor) 
     batch, tokens, _ = qkv.shape
     padded = F.pad(qkv.mT, (d.state_columns - 1, 0))
     mixed = F.silu(F.conv1d(padded, w["attention/conv"].mT[:, None].contiguous(), groups=d.qkv_width)).mT
-    q, k, v = torch.split(mixed, d.qkv_parts, -1)
+    q, k, v = torch.split(mixed, [*d.qkv_parts], -1)
     q, k = (part.reshape(batch, tokens, d.state_key_heads, d.state_key_dim) for part in (q, k))
     q, k = (part * torch.rsqrt((part * part).sum(-1, keepdim=True) + LENGTH_EPS) for part in (q, k))
     shared, q = d.state_heads // d.state_key_heads, q / d.state_key_dim**0.5

@@ -215,6 +215,6 @@ QWEN3_5_MOE = replace(
     layer_tensors=lambda d: _mixture_layer(d, stacked=True),
     other_layers=(_mixture_layer,),
     read_keys=QWEN3_5.read_keys | MOE_KEYS - {"norm_topk_prob"},
-    neutral_keys=QWEN3_5.neutral_keys | {"norm_topk_prob": (True,)},
+    neutral_keys={**QWEN3_5.neutral_keys, "norm_topk_prob": (True,)},
     decoder=lambda config: mixture(config, "qwen3_5_moe", 256, 8, router_normalised=True),
 )
