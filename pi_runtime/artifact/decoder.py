@@ -141,6 +141,7 @@ HAS_STATES = Rule(
     "with states of heads, keys, values and positions",
     lambda d: min(d.state_heads, d.state_key_heads, d.state_key_dim, d.state_value_dim, d.state_columns) > 0,
 )
+EVENLY = Rule("as a divisor of `state_heads`", lambda d: d.state_heads % d.state_key_heads == 0)
 IN_SOME_LAYERS = (
     Rule("in some layers alone", lambda d: len(d.recurrent_layers) < d.n_layers),
     Rule(
@@ -265,6 +266,14 @@ class Decoder:
         Rule("as many as `rotary_frequencies`", lambda d: len(d.windowed_frequencies) == len(d.rotary_frequencies)),
         of="windowed_layers",
     )
+    windowed_scale: float = fact(
+        "factor of cosine and sine in layers with a window; 0.0 for `rotary_scale`", FROM_0, of="windowed_frequencies"
+    )
+    query_growth: float = fact(
+        "a query at position p is times 1 + this · ln(1 + ⌊p / `query_period`⌋)", FROM_0,
+        Rule("without `latent_rank`", lambda d: not d.latent_rank), of="query_period", bodies=WITHOUT_GPU,
+    )
+    query_period: int = fact("positions in which that factor stays", COUNT, of="query_growth")
     position_offset: int = fact(
         "row of position 0 in the table", COUNT, Rule("with learned positions", lambda d: d.positions == "learned")
     )
@@ -305,13 +314,8 @@ class Decoder:
     )
     recurrent_layers: tuple[int, ...] = fact("layers that have it", LAYERS, *IN_SOME_LAYERS, of="recurrence")
     state_heads: int = fact("heads with a state", COUNT, of="recurrent_layers")
-    state_key_heads: int = fact(
-        "G', heads of queries and keys, of which consecutive heads share one", COUNT,
-        Rule("as a divisor of `state_heads`", lambda d: d.state_heads % d.state_key_heads == 0), of="recurrent_layers",
-    )
-    state_heads_tiled: bool = fact(
-        "head h shares the h mod G' -th of these, and not consecutive heads one", FLAG, of="recurrent_layers"
-    )
+    state_key_heads: int = fact("G', heads of keys, which consecutive ones share", COUNT, EVENLY, of="recurrent_layers")
+    state_heads_tiled: bool = fact("head h shares number h mod G' of them", FLAG, of="recurrent_layers")
     state_key_dim: int = fact("numbers of a key", COUNT, of="recurrent_layers")
     state_value_dim: int = fact("numbers of a value", COUNT, of="recurrent_layers")
     state_columns: int = fact("positions of the convolution, a token's own included", COUNT, of="recurrent_layers")
@@ -340,6 +344,7 @@ class Decoder:
         if layer in self.windowed_layers:
             del differences["window"]
             differences["rotary_frequencies"] = self.windowed_frequencies or self.rotary_frequencies
+            differences["rotary_scale"] = self.windowed_scale or self.rotary_scale
         if layer in self.unrotated_layers:
             differences["rotary_frequencies"] = ()
         if layer in self.dense_layers:
@@ -464,3 +469,9 @@ def rotary_table(decoder: Decoder, length: int) -> tuple[npt.NDArray[np.float32]
     angles = np.outer(np.arange(length, dtype=np.float32), frequency_J).astype(np.float64)
     scale = np.float32(decoder.rotary_scale)
     return np.cos(angles).astype(np.float32) * scale, np.sin(angles).astype(np.float32) * scale
+
+
+def query_factors(decoder: Decoder, length: int) -> npt.NDArray[np.float32]:
+    """(length,): 1 + growth · ln(1 + ⌊position / period⌋), the factors of queries; rounded from 64 bits."""
+    turns = np.arange(length) // max(1, decoder.query_period)
+    return (1 + decoder.query_growth * np.log1p(turns)).astype(np.float32)

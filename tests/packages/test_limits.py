@@ -17,9 +17,9 @@ ROOM_LINES = {
     ("pi_runtime/server",): 6850,
     ("pi_runtime/engine",): 5850,
     ("pi_runtime/execution", "pi_runtime/disk"): 5050,
-    ("pi_runtime/kernels",): 8650,
+    ("pi_runtime/kernels",): 8700,
     ("pi_runtime/cuda",): 4300,
-    ("pi_compile/checkpoint",): 7050,
+    ("pi_compile/checkpoint",): 7150,
     ("pi_compile/sparsification",): 2650,
 }
 """Most lines of rooms: what they had when this was written, rounded up to 50."""
