@@ -160,7 +160,7 @@ class Checkpoint(ResolvedCheckpoint):
         return np.concatenate([joined(array, [kept(*piece) for piece in block]) for block in self.pieces(array)])
 
     def _is_kept(self, tensor: SourceTensor, name: str) -> bool:
-        return not tensor.addend and name in getattr(_stored_rows(self.source, tensor), "grids", ())
+        return not tensor.is_changed and name in getattr(_stored_rows(self.source, tensor), "grids", ())
 
     def _matrices(self, part: str) -> list[str]:
         """Names of the tensors that the matrices of a part are made of."""
@@ -168,7 +168,7 @@ class Checkpoint(ResolvedCheckpoint):
 
     def _matrix_arrays(self, part: str) -> list[str]:
         arrays = [n for n, shape in self.array_shapes.items() if len(shape) > 1 and part_of(n) == part]
-        return [n for n in arrays if not n.endswith(("/router", "/expert_bias"))]
+        return [n for n in arrays if not n.endswith(("/router", "/expert_bias", "/gates", "/conv"))]
 
     def largest(self, tensor: str) -> float:
         """Largest magnitude of the values of a checkpoint tensor."""
@@ -311,7 +311,7 @@ class Checkpoint(ResolvedCheckpoint):
     def read(self, tensor: SourceTensor, matrix: RowReader, rows: Index) -> Values:
         values = matrix[rows]
         self.check_finite(tensor.name, values)
-        return values + np.float32(tensor.addend) if tensor.addend else values
+        return tensor.changed(values)
 
 
 def open_checkpoint(

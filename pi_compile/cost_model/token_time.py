@@ -39,7 +39,7 @@ from pi_compile.cost_model.processors import (
 )
 from pi_compile.cost_model.workload import Ints, Workload, rows_read
 from pi_compile.machine import Machine
-from pi_runtime.artifact.buffers import kv_bytes
+from pi_runtime.artifact.buffers import read_bytes
 from pi_runtime.artifact.footprint import PartBytes
 
 
@@ -161,7 +161,7 @@ def costs_of(work: Workload, machine: Machine) -> Costs:
 def _layer(work: Workload, processors: Sequence[Processor], layer: int, parts: PartBytes, handover: int) -> LayerCost:
     how, decoder = work.layers[layer], work.decoder
     # The cache is half full on average while an answer fills it.
-    cache = kv_bytes(decoder, work.formats["attention"], decoder.seen(layer, work.context // 2))
+    cache = read_bytes(decoder, work.formats["attention"], layer, work.context // 2)
     fmt = work.formats["attention"]
     predictor = (0,) * len(processors)
     if how.kind.picks:

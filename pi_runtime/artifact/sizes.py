@@ -13,6 +13,10 @@ rows of `rest` a neuron, R predictor rank.
     layers/N/attention/v_up [H·U, L]   …/out [D, H·U]   with a latent of L numbers beside P rotated ones and U values a
     head; Q is the queries' latent, or H·E without it. Rows of queries are those that are not rotated, head by head,
     then the first halves of the others, then the second ones
+    layers/N/attention/gate [H·E, D]   what is multiplied with attention's sums goes through a sigmoid
+    layers/N/attention/qkv [C, D]   …/conv [W, C]   …/gates [2·H, D] of b, then of a   …/decay [H]   …/decay_bias [H]
+    …/state_norm [U]   …/gate [H·U, D]   …/out [D, H·U]   of a recurrence with H heads of U values, C channels of
+    queries, keys and values, and a convolution of W positions
     layers/N/attention/{q_norm,k_norm} [E], or [H·E] and [G·E] where the norm is joint
     layers/N/attention/inner_norm [H·E], or [H·U]   layers/N/ffn/inner_norm [F]
     layers/N/attention/out_norm/{weight,bias} [D], layers/N/ffn/out_norm/{weight,bias} [D] of a sandwich block
@@ -21,7 +25,8 @@ rows of `rest` a neuron, R predictor rank.
     the other rows then
     layers/N/ffn/rest [F, k, D]                 …/up_bias [F]         …/down_bias [D], or …/expert_bias [X, D]
     layers/N/ffn/up [F, D]   …/down [D, F]      in place of `rest` in the layout `matrices`; `up` only where it is gated
-    layers/N/ffn/router [X, D]   …/{router_bias,router_choice_bias} [X]    where the router takes experts
+    layers/N/ffn/router [X, D]   …/{router_bias,router_choice_bias} [X]    where the router takes experts; behind the
+    router's rows that of a gate of the shared ones
     layers/N/ffn/order [F]    original index of each stored neuron
     layers/N/ffn/counts [F]   how often it fired while profiling
     layers/N/predictor/down [X·R, D]   …/up [F, R]   …/bias [F]
@@ -43,7 +48,7 @@ LAYOUTS = BY_NEURON, WHOLE = "neurons", "matrices"
 """How FFNs are stored: by neuron, so that neurons can be skipped, placed, and read one by one; or as the matrices that
 checkpoints have, which keeps the blocks of `down` and is only for models that compute every neuron."""
 PARTS = ("embedding", "attention", "ffn", "head", "predictor")
-_ATTENTION_MATRICES = dict.fromkeys(("attention/qkv", "attention/out"), "attention")
+_ATTENTION_MATRICES = dict.fromkeys(("attention/qkv", "attention/gate", "attention/out"), "attention")
 MATRICES = {
     BY_NEURON: {**_ATTENTION_MATRICES, **dict.fromkeys(("ffn/first", "ffn/rest"), "ffn")},
     WHOLE: {**_ATTENTION_MATRICES, **dict.fromkeys(("ffn/first", "ffn/up", "ffn/down"), "ffn")},
@@ -198,7 +203,7 @@ def layer_specs(
     if d.block == "sandwich":
         yield from _norm(d, "ffn/out_norm")
     if d.n_experts > 1 and d.experts_per_token > d.experts_shared:
-        yield "ffn/router", ArraySpec("f32", (d.experts_routed, d.d_model))
+        yield "ffn/router", ArraySpec("f32", (d.experts_routed + d.shared_gate, d.d_model))
         if d.router_bias:
             yield "ffn/router_bias", ArraySpec("f32", (d.experts_routed,))
         if d.router_choice_bias:
@@ -242,6 +247,10 @@ def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
         yield "attention/qkv_bias", ArraySpec("f32", (qkv,))
     if d.latent_rank:
         yield from _latent_specs(d, fmt)
+    if d.recurs:
+        yield from _recurrent_specs(d)
+    if d.gate_width:
+        yield "attention/gate", ArraySpec(fmt, (d.gate_width, d.d_model))
     if d.qk_norm:
         queries, keys = (d.n_heads, d.n_kv_heads) if d.joint_qk_norm else (1, 1)
         yield "attention/q_norm", ArraySpec("f32", (queries * d.head_dim,))
@@ -255,6 +264,14 @@ def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
         yield "attention/out_bias", ArraySpec("f32", (d.d_model,))
     if d.block == "sandwich":
         yield from _norm(d, "attention/out_norm")
+
+
+def _recurrent_specs(d: Decoder) -> Iterator[tuple[str, ArraySpec]]:
+    yield "attention/conv", ArraySpec("f32", (d.state_columns, d.qkv_width))
+    yield "attention/gates", ArraySpec("f32", (2 * d.state_heads, d.d_model))
+    yield "attention/decay", ArraySpec("f32", (d.state_heads,))
+    yield "attention/decay_bias", ArraySpec("f32", (d.state_heads,))
+    yield "attention/state_norm", ArraySpec("f32", (d.state_value_dim,))
 
 
 def _latent_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:

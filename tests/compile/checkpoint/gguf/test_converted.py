@@ -70,6 +70,8 @@ MORE: dict[str, Case] = {
     ),
     "glm4-moe-lite-groups": Case("Glm4MoeLite", GLM_LITE | {"n_group": 3, "topk_group": 2}),
 }
+_STATES = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2]}
 CHANGES: dict[str, dict[str, Any]] = {
     "nemotron": {"hidden_size": 72},
     "phi": {"intermediate_size": 240},
@@ -77,6 +79,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     **{name: {"ffn_hidden_size": 144} for name in ("falcon-7b", "falcon-40b", "falcon-11b")},
     **{name: {"n_inner": 144} for name in ("gpt2", "gpt2-relu-wide")},
     **{name: {"num_key_value_heads": 6} for name in ("olmoe", "olmoe-normalised")},
+    "qwen3-next": _STATES,
+    **dict.fromkeys(
+        ("qwen3.5", "qwen3.5-tied", "qwen3.5-moe"), _STATES | {"head_dim": 64, "rope_parameters": _SECTIONS}
+    ),
     "gpt-oss": {"rope_parameters": GPT_OSS["rope_parameters"] | {"truncate": True}},
     "nemotron-biases": {"hidden_size": 72},
     "deepseek-v2": {"num_hidden_layers": 27, "rope_parameters": MLA_YARN | _ALIKE},
