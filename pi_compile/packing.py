@@ -1,7 +1,7 @@
 """Pack: write a checkpoint as one artifact, array by array, with one block in memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from pi_runtime.artifact.layout import manifest_specs, place_arrays
 from pi_runtime.artifact.quantisation import RoundingError, dequantise
 from pi_runtime.artifact.rungs import exact_rung
 from pi_runtime.artifact.schema import ArrayEntry, Layer, Manifest, Plan, RowPlan
-from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs, is_scales
+from pi_runtime.artifact.sizes import MIXED, PARTS, WHOLE, ArraySpec, array_specs, is_scales, layer_layouts
 from pi_runtime.artifact.writer import ArtifactWriter
 
 Array = npt.NDArray[Any]
@@ -39,6 +39,8 @@ class PackSpec:
     matrices that have fewer bytes."""
     guess: PublishedHead | None = None
     """A head that drafts tokens, to be stored beside the model."""
+    mixed: bool = False
+    """Whether the FFNs of dense layers are stored as matrices, the others by neuron."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +80,15 @@ def pack(
     """
     _check_profile(profile, checkpoint)
     text, formats = checkpoint.text_files, part_formats(checkpoint, spec)
+    layers, layout = _layers(checkpoint.decoder, predictor_set), checkpoint.layout
+    if spec.mixed:
+        layout, layouts = MIXED, layer_layouts(MIXED, (layer.rung for layer in layers))
+        checkpoint, formats = replace(checkpoint, layout=layouts), _by_layout(formats, layouts)
     manifest = Manifest(
         decoder=checkpoint.decoder,
         formats=formats,
-        layers=_layers(checkpoint.decoder, predictor_set),
-        ffn_layout=checkpoint.layout,
+        layers=layers,
+        ffn_layout=layout,
         profiled_tokens=0 if profile is None else profile.tokens,
         plans=tuple(plans),
         row_plans=tuple(row_plans),
@@ -125,6 +131,15 @@ def part_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
     """Number format of every part of the artifact (see `resolve_formats`), and of matrices that have another one."""
     parts = resolve_formats(checkpoint.formats(), spec.formats, tied_head=checkpoint.decoder.tied_head)
     return parts | {name: fmt for name, fmt in spec.formats.items() if name not in PARTS}
+
+
+def _by_layout(formats: Mapping[str, str], layouts: Sequence[str]) -> dict[str, str]:
+    """The formats with the names of the matrices that each layer has: `up` and `down` have that of `rest`."""
+    found = dict(formats)
+    for n, layout in enumerate(layouts):
+        rest = found.pop(f"layers/{n}/ffn/rest", None) if layout == WHOLE else None
+        found |= {} if rest is None else {f"layers/{n}/ffn/{name}": rest for name in ("up", "down")}
+    return found
 
 
 def _written(
@@ -212,7 +227,8 @@ class _ArrayValues:
         if self.profile is None or not name.startswith("layers/"):
             return None
         layer, _, local = name.removeprefix("layers/").partition("/")
-        return self.profile.order[int(layer)] if local in NEURON_ARRAYS else None
+        by_neuron = local in NEURON_ARRAYS and f"layers/{layer}/ffn/order" in self.specs
+        return self.profile.order[int(layer)] if by_neuron else None
 
     def blocks(self, name: str, spec: ArraySpec) -> Iterable[Array]:
         if name.startswith(PREFIX) and self.guess is not None:

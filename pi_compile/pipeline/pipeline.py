@@ -30,7 +30,7 @@ from pi_compile.pipeline.packed import PackRecord, divide_settings
 from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
 from pi_compile.pipeline.rounding_check import RoundingCheck
 from pi_compile.pipeline.store import WORKERS, Store, code_digest, key_of, token_digest
-from pi_compile.pipeline.summary import pack_report
+from pi_compile.pipeline.summary import forecast_line, pack_report
 from pi_compile.placement import SECONDS, Placement
 from pi_compile.planning import profile_of_dense
 from pi_compile.recipe import OWN_HEAD, Recipe, read_recipe
@@ -297,6 +297,11 @@ class Pipeline:
         """The placements as an artifact stores them."""
         return tuple(placement.plan for placement in self.placements)
 
+    @property
+    def mixed(self) -> bool:
+        """Whether the FFNs of dense layers can be matrices: on a machine whose memory holds all, without a GPU."""
+        return not self.placements and self.quantised is None and self.checkpoint.decoder.n_experts == 1
+
     def pack(self, output: Path) -> dict[str, Any]:
         """Write the artifact, unless the file is up to date, and report on it."""
         profile, trained = (None, None) if self.only_dense else (self.profile, self.trained)
@@ -309,6 +314,7 @@ class Pipeline:
             guess=guess and guess.digest,
             plans=[asdict(p) for p in self.plans],
             formats=dict(self.formats),
+            mixed=self.mixed,
             recipe=recipe,
             output=str(output.resolve()),
             code=code_digest("pi_compile.packing"),
@@ -330,6 +336,7 @@ class Pipeline:
                     guess=guess,
                     placements=self.placements,
                     formats=self.formats,
+                    mixed=self.mixed,
                     recipe=recipe,
                     progress=progress,
                 )
@@ -339,6 +346,14 @@ class Pipeline:
 
         self.ran.append("pack")
         return record.made_by(write, self.worker)
+
+
+def forecast(pipeline: Pipeline, artifact: Path) -> str:
+    """What a token takes by the recipe's machine, in a line; empty where placements say it."""
+    if pipeline.placements:
+        return ""
+    profile = profile_of_dense(pipeline.checkpoint.decoder) if pipeline.only_dense else pipeline.refined
+    return forecast_line(artifact, profile, pipeline.recipe.place.context, pipeline.machine)
 
 
 def train_settings(recipe: Recipe) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import default_of
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.artifact.sizes import BY_NEURON, PARTS
+from pi_runtime.artifact.sizes import BY_NEURON, MIXED, PARTS
 
 
 def _differs(d: Decoder, name: str, default: Any) -> bool:
@@ -42,6 +42,7 @@ _OF_DECODER: dict[str, Callable[[Decoder], bool]] = {
 FEATURES: dict[str, Callable[[Manifest], bool]] = {
     **{name: partial(_of_decoder, uses=uses) for name, uses in _OF_DECODER.items()},
     "ffn_layout": lambda m: m.ffn_layout != BY_NEURON,
+    "ffn_layout.mixed": lambda m: m.ffn_layout == MIXED,
     "formats.matrices": lambda m: len(m.formats) > len(PARTS),
     **{f"formats.{name}": partial(_has_format, name=name) for name in WEIGHT_FORMATS},
     "guess_head": lambda m: m.guess is not None or m.guess_layers > 0,

@@ -88,8 +88,7 @@ def add_batch(f: Ffn, e: Batch, given: bool, threads: bool | None, tally_T3: Int
     elif few_at_a_time(e):
         for first in range(0, e.token_N.shape[0], FEW_TOKENS):
             some = some_tokens(e, first, e.low, e.high)
-            list_chunks(f, some, 0, CHUNKS)
-            sum_chunks(f, some, 0, CHUNKS)
+            _run_chunks(f, some)
             merge(f, some, y_TD)
     else:
         factor_chunks(f, e, 0, CHUNKS)
@@ -167,17 +166,17 @@ def _list_chunk(f: Ffn, e: Batch, chunk: int) -> None:
     own.size_2[1] = 0
     while begin < list_K.shape[0]:
         own.block_B[block], end = begin, block_end(neurons, list_K, begin)
-        list_firing(f, e, named, chunk, block, end)
+        list_firing(f, e, named, chunk, block, end, False)
         begin, block = end, block + 1
     own.block_B[block], own.size_2[0] = begin, block
 
 
 @loop_body
-def _sum_chunk(f: Ffn, e: Batch, chunk: int) -> None:
-    """Compute the sums of one chunk for a few tokens, of what is listed."""
+def _sum_chunk(f: Ffn, e: Batch, chunk: int, listed: bool) -> None:
+    """Compute the sums of one chunk for a few tokens, of what is listed. `listed`: that of the next chunk is, too."""
     own = lists_of(f, chunk)
     known = own.size_2[1]
-    if chunk + 1 < CHUNKS:  # what this thread reads next is fetched with the last rows of this chunk
+    if listed and chunk + 1 < CHUNKS:  # what this thread reads next is fetched with the last rows of this chunk
         after = lists_of(f, chunk + 1)
         for k in range(min(after.size_2[1], SUM_NEURONS)):
             own.list_K[known + k] = after.list_K[k]
@@ -185,7 +184,7 @@ def _sum_chunk(f: Ffn, e: Batch, chunk: int) -> None:
     sums_NP = sums_of(f, chunk, e.token_N.shape[0])
     sums_NP[:] = np.float32(0)
     for block in range(own.size_2[0]):
-        add_block(f, e, chunk, block, known, sums_NP)
+        add_block(f, e, chunk, block, known, sums_NP, False)
 
 
 @loop_body
@@ -195,11 +194,16 @@ def _factor_chunk(f: Ffn, e: Batch, chunk: int) -> None:
     begin, none_0P = 0, sums_of(f, chunk, 0)
     while begin < list_K.shape[0]:
         end = block_end(neurons, list_K, begin)
+        dense = not named and weights_of(e).dense != 0
+        if not named:  # rows are read, and with AMX packed, once for all tokens
+            first_products(f, e, list_K, begin, end, factors_of(f, chunk, e.token_N.shape[0]))
+        if dense and f.gated:
+            up_products(f, e, list_K, begin, end, ups_of(f, chunk, e.token_N.shape[0]))
         for first in range(0, e.token_N.shape[0], FEW_TOKENS):
             some = some_tokens(e, first, 0, 0)
             own.size_2[1], own.block_B[0], own.block_B[1] = 0, begin, end
-            list_firing(f, some, named, chunk, 0, end)
-            add_block(f, some, chunk, 0, own.size_2[1], none_0P)
+            list_firing(f, some, named, chunk, 0, end, not named)
+            add_block(f, some, chunk, 0, own.size_2[1], none_0P, dense)
         begin = end
 
 
@@ -282,7 +286,15 @@ def _list_chunks(f: Ffn, e: Batch, begin: int, end: int) -> None:
 def _sum_chunks(f: Ffn, e: Batch, begin: int, end: int) -> None:
     """Compute the sums of the chunks [begin, end), of what is listed for a few tokens."""
     for chunk in prange(begin, end):
-        _sum_chunk(f, e, chunk)
+        _sum_chunk(f, e, chunk, True)
+
+
+@parallel(_list_chunk, _sum_chunk)
+def _run_chunks(f: Ffn, e: Batch) -> None:
+    """Both for all chunks in one parallel region: threads wait for each other once less."""
+    for chunk in prange(CHUNKS):
+        _list_chunk(f, e, chunk)
+        _sum_chunk(f, e, chunk, False)
 
 
 @parallel(_factor_chunk)
