@@ -1,8 +1,15 @@
 """Pack: write a checkpoint as one artifact, array by array, with one block in memory."""
 
+import hashlib
+import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +20,21 @@ from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, part_of
 from pi_compile.checkpoint.eagle3 import PublishedHead
 from pi_compile.checkpoint.part_formats import KEEP, resolve_formats
-from pi_compile.errors import ProfileError
-from pi_compile.files import file_digest
+from pi_compile.checkpoint.stored_blocks import StoredBlock, check_underflow, rounded, stored_blocks
 from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights, Stored
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS, Format
+from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.guess_head import PREFIX
 from pi_runtime.artifact.layout import manifest_specs, place_arrays
 from pi_runtime.artifact.quantisation import RoundingError, dequantise
 from pi_runtime.artifact.rungs import exact_rung
-from pi_runtime.artifact.schema import ArrayEntry, Layer, Manifest, Plan, RowPlan
+from pi_runtime.artifact.schema import Layer, Manifest, Plan, RowPlan
 from pi_runtime.artifact.sizes import MIXED, PARTS, WHOLE, ArraySpec, array_specs, is_scales, layer_layouts
 from pi_runtime.artifact.writer import ArtifactWriter
 
 Array = npt.NDArray[Any]
 Progress = Callable[[int, int], None]
+ALL_KEPT = "nothing is rounded: every tensor is kept bit for bit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,17 +85,16 @@ def pack(
     holds one block, one layer's matrix where neurons are reordered, and the scales of one quantised matrix. Raises
     CheckpointError for values that are not finite or that a format cannot hold, and what `ArtifactWriter` raises.
     """
-    _check_profile(profile, checkpoint)
+    if profile is not None:
+        profile.check_model(checkpoint.decoder)
     text, formats = checkpoint.text_files, part_formats(checkpoint, spec)
-    layers, layout = _layers(checkpoint.decoder, predictor_set), checkpoint.layout
-    if spec.mixed:
-        layout, layouts = MIXED, layer_layouts(MIXED, (layer.rung for layer in layers))
-        checkpoint, formats = replace(checkpoint, layout=layouts), _by_layout(formats, layouts)
+    layers = _layers(checkpoint.decoder, predictor_set)
+    checkpoint, formats = _mixed(checkpoint, formats, layers) if spec.mixed else (checkpoint, formats)
     manifest = Manifest(
         decoder=checkpoint.decoder,
         formats=formats,
         layers=layers,
-        ffn_layout=layout,
+        ffn_layout=MIXED if spec.mixed else str(checkpoint.layout),
         profiled_tokens=0 if profile is None else profile.tokens,
         plans=tuple(plans),
         row_plans=tuple(row_plans),
@@ -104,82 +110,74 @@ def pack(
     specs = manifest_specs(manifest)
     expected = place_arrays(specs)[1] + sum(map(len, text.files.values()))
     with ArtifactWriter(output, expected_nbytes=expected) as writer:
-        values = _ArrayValues(checkpoint, profile, predictor_set, quantised, specs, spec.guess)
+        arrays = _Arrays(checkpoint, profile, predictor_set, quantised, spec.guess)
         plain = {n: s for n, s in specs.items() if not is_scales(n)}  # scales are written with the array they belong to
         meter = _ProgressMeter(sum(s.nbytes_with_scales for s in plain.values()), progress)
         errors: dict[str, RoundingError] = {}
-        for name, array_spec in plain.items():
-            blocks = meter.watch(array_spec, values.blocks(name, array_spec))
-            error, part = _written(writer, name, array_spec, blocks, values), part_of(name)
-            if error is not None and part is not None:
+        made = _ahead((name, task) for name, s in plain.items() for task in arrays.blocks(name, s.format))
+        for name, blocks in groupby(made, key=itemgetter(0)):
+            error, part = _write(writer, checkpoint, name, plain[name], meter.watch(plain[name], blocks)), part_of(name)
+            if part is not None and plain[name].scales is not None:
                 errors[part] = errors.get(part, RoundingError()) + error
         for name, data in text.files.items():
             writer.add_file(name, data)
         manifest = writer.finish(manifest)
-    digest, nbytes = file_digest(output), output.stat().st_size
+    with output.open("rb") as file:
+        digest, nbytes = hashlib.file_digest(file, "sha256").hexdigest(), output.stat().st_size
     return PackResult(path=output, sha256=digest, nbytes=nbytes, manifest=manifest, errors=errors, notices=text.notices)
-
-
-def _check_profile(profile: ActivationProfile | None, checkpoint: Checkpoint) -> None:
-    if profile is not None and profile.decoder != checkpoint.decoder:
-        raise ProfileError(
-            "the activation profile is of another model", expected=checkpoint.decoder, found=profile.decoder
-        )
 
 
 def part_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
     """Number format of every part of the artifact (see `resolve_formats`), and of matrices that have another one."""
     parts = resolve_formats(checkpoint.formats(), spec.formats, tied_head=checkpoint.decoder.tied_head)
+    own = checkpoint.matrix_formats()
+    parts |= {name: fmt for name, fmt in own.items() if spec.formats[str(part_of(name))] == KEEP}
     return parts | {name: fmt for name, fmt in spec.formats.items() if name not in PARTS}
 
 
-def _by_layout(formats: Mapping[str, str], layouts: Sequence[str]) -> dict[str, str]:
-    """The formats with the names of the matrices that each layer has: `up` and `down` have that of `rest`."""
-    found = dict(formats)
+def _mixed(
+    checkpoint: Checkpoint, formats: Mapping[str, str], layers: Sequence[Layer]
+) -> tuple[Checkpoint, dict[str, str]]:
+    """Both with matrices where a layer is dense: `up` and `down` have the format of `rest`."""
+    layouts, found = layer_layouts(MIXED, (layer.rung for layer in layers)), dict(formats)
     for n, layout in enumerate(layouts):
         rest = found.pop(f"layers/{n}/ffn/rest", None) if layout == WHOLE else None
         found |= {} if rest is None else {f"layers/{n}/ffn/{name}": rest for name in ("up", "down")}
-    return found
+    return replace(checkpoint, layout=layouts), found
 
 
-def _written(
-    writer: ArtifactWriter, name: str, spec: ArraySpec, blocks: Iterable[Array], values: "_ArrayValues"
-) -> RoundingError | None:
-    """Write one array, from blocks of its values or as it is stored already; returns what rounding cost."""
-    stored, on_grid = values.rounded(name), values.on_grid(name)
-    if on_grid is not None:
-        return _written_on_grid(writer, name, spec, blocks, on_grid)
-    if stored is None:
-        return writer.add_array(name, spec, blocks, powers=values.checkpoint.source.powers)
-    error = _rounding_error(FORMATS[spec.format], stored, blocks)
-    writer.add_stored(name, spec, *stored)
-    return error
-
-
-def _written_on_grid(
-    writer: ArtifactWriter, name: str, spec: ArraySpec, blocks: Iterable[Array], stored: Iterable[Stored]
+def _write(
+    writer: ArtifactWriter, checkpoint: Checkpoint, name: str, spec: ArraySpec, blocks: Iterable[StoredBlock]
 ) -> RoundingError:
-    """Write one array of which tensors are taken bit for bit; returns what rounding the others cost."""
-    error, fmt = RoundingError(), FORMATS[spec.format]
+    """Write one array from its blocks; returns what rounding them cost."""
+    error, lost, of = RoundingError(), 0.0, 0.0
 
-    def checked() -> Iterator[Stored]:
-        nonlocal error
-        for block, (integers, scales) in zip(blocks, stored, strict=True):
-            error += RoundingError.between(block, dequantise(fmt, integers, scales, block.shape[-1]))
-            yield integers, scales
+    def summed() -> Iterator[tuple[Array, Array | None]]:
+        nonlocal error, lost, of
+        for block in blocks:
+            error, lost, of = error + (block.error or RoundingError()), lost + block.lost, of + block.of
+            yield block.stored, block.scales
 
-    writer.add_stored_blocks(name, spec, checked())
+    writer.add_stored_blocks(name, spec, summed())
+    check_underflow(checkpoint, name, spec.format, lost, of)
     return error
 
 
-def _rounding_error(fmt: Format, stored: Stored, blocks: Iterable[Array]) -> RoundingError:
-    """The error of a matrix that is rounded already; `blocks` are its values, checked as they are read."""
-    error, row = RoundingError(), 0
-    for block in blocks:
-        integers, scales = (array[row : row + len(block)] for array in stored)
-        error += RoundingError.between(block, dequantise(fmt, integers, scales, block.shape[-1]))
-        row += len(block)
-    return error
+def _ahead(tasks: Iterable[tuple[str, Callable[[], StoredBlock]]]) -> Iterator[tuple[str, StoredBlock]]:
+    """What the tasks make, in their order; while one is written, threads make the next ones."""
+    threads = min(4, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads, thread_name_prefix="pi-pack") as pool:
+        waiting: deque[tuple[str, Future[StoredBlock]]] = deque()
+        try:
+            for name, task in tasks:
+                waiting.append((name, pool.submit(task)))
+                if len(waiting) > threads:
+                    first, made = waiting.popleft()
+                    yield first, made.result()
+            for name, made in waiting:
+                yield name, made.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 class _ProgressMeter:
@@ -188,59 +186,53 @@ class _ProgressMeter:
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._total, self._progress, self._done = total, progress, 0
 
-    def watch(self, spec: ArraySpec, blocks: Iterable[Array]) -> Iterator[Array]:
+    def watch(self, spec: ArraySpec, blocks: Iterable[tuple[str, StoredBlock]]) -> Iterator[StoredBlock]:
         row = spec.nbytes_with_scales // spec.shape[0]
-        for block in blocks:
+        for _, block in blocks:
             yield block
-            self._done += row * len(block)
+            self._done += row * len(block.stored)
             if self._progress is not None:
                 self._progress(self._done, self._total)
 
 
 @dataclass(frozen=True)
-class _ArrayValues:
-    """The values of each array, from the checkpoint, the profile or the predictors."""
+class _Arrays:
+    """What makes each array, from the checkpoint, the profile or the predictors."""
 
     checkpoint: Checkpoint
     profile: ActivationProfile | None
     predictor_set: PredictorSet | None
     quantised: QuantisedWeights | None
-    specs: Mapping[str, ArraySpec] | Mapping[str, ArrayEntry]
     guess: PublishedHead | None
 
-    def rounded(self, name: str) -> Stored | None:
-        """The stored form of a matrix that is rounded already, in the order of the artifact's rows."""
-        if self.quantised is None or name not in self.quantised:
-            return None
-        order = self._order(name)
-        integers, scales = self.quantised[name]
-        return (integers, scales) if order is None else (integers[order], scales[order])
-
-    def on_grid(self, name: str) -> Iterator[Stored] | None:
-        """The stored form of a matrix of which some tensors lie on its format's grid already, block by block."""
-        if name not in self.checkpoint.array_shapes or self.rounded(name) is not None:
-            return None
-        return self.checkpoint.stored_blocks(name, FORMATS[self.specs[name].format], self._order(name))
-
-    def _order(self, name: str) -> Array | None:
-        """The order of an array's neurons in the artifact; None where it stays, or there are none."""
-        if self.profile is None or not name.startswith("layers/"):
-            return None
+    def blocks(self, name: str, fmt: str) -> Iterator[Callable[[], StoredBlock]]:
+        """What makes each block of an array, on any thread."""
         layer, _, local = name.removeprefix("layers/").partition("/")
-        by_neuron = local in NEURON_ARRAYS and f"layers/{layer}/ffn/order" in self.specs
-        return self.profile.order[int(layer)] if by_neuron else None
-
-    def blocks(self, name: str, spec: ArraySpec) -> Iterable[Array]:
+        by_neuron = local in NEURON_ARRAYS and f"layers/{layer}/ffn/rest" in self.checkpoint.array_shapes
+        order = None if self.profile is None or not by_neuron else self.profile.order[int(layer)]
         if name.startswith(PREFIX) and self.guess is not None:
-            return [self.guess.arrays[name.removeprefix(PREFIX)]]
-        layer, _, local = name.removeprefix("layers/").partition("/")
-        if local.startswith("predictor/"):
-            return [self._predictor(int(layer), local.removeprefix("predictor/"))]
-        if self.profile is not None and local == "ffn/order":
-            return [self.profile.order[int(layer)].astype(np.uint32)]
-        if self.profile is not None and local == "ffn/counts":
-            return [self.profile.ordered_counts()[int(layer)].astype(np.uint64)]
-        return self.checkpoint.fitting(name, spec.format, self.checkpoint.blocks(name, self._order(name)))
+            yield self._whole(name, fmt, self.guess.arrays[name.removeprefix(PREFIX)])
+        elif local.startswith("predictor/"):
+            yield self._whole(name, fmt, self._predictor(int(layer), local.removeprefix("predictor/")))
+        elif self.profile is not None and local == "ffn/order":
+            yield self._whole(name, fmt, self.profile.order[int(layer)].astype(np.uint32))
+        elif self.profile is not None and local == "ffn/counts":
+            yield self._whole(name, fmt, self.profile.ordered_counts()[int(layer)].astype(np.uint64))
+        elif self.quantised is not None and name in self.quantised:
+            yield from self._rounded(name, fmt, self.quantised[name], order)
+        else:
+            yield from stored_blocks(self.checkpoint, name, fmt, order)
+
+    def _whole(self, name: str, fmt: str, values: Array) -> Callable[[], StoredBlock]:
+        return partial(rounded, self.checkpoint, name, fmt, values, own=not FORMATS[fmt].quantised)
+
+    def _rounded(self, name: str, fmt: str, found: Stored, order: Array | None) -> Iterator[Callable[[], StoredBlock]]:
+        """The blocks of a matrix that is rounded already, in the order of the artifact's rows."""
+        row = 0
+        for values in self.checkpoint.blocks(name, order):
+            rows = slice(row, row + len(values)) if order is None else order[row : row + len(values)]
+            yield partial(_compared, fmt, found[0][rows], found[1][rows], values)
+            row += len(values)
 
     def _predictor(self, layer: int, part: str) -> Array:
         assert self.predictor_set is not None
@@ -249,6 +241,12 @@ class _ArrayValues:
         values = predictor[("down", "up", "bias").index(part)]
         # `down` has one row a rank, the others have one row a neuron.
         return values if part == "down" or self.profile is None else values[self.profile.order[layer]]
+
+
+def _compared(name: str, stored: Array, scales: Array, values: Array) -> StoredBlock:
+    """Rows that are rounded already, with the error of that."""
+    error = RoundingError.between(values, dequantise(FORMATS[name], stored, scales, values.shape[-1]))
+    return StoredBlock(stored=stored, scales=scales, error=error)
 
 
 def _layers(decoder: Decoder, predictor_set: PredictorSet | None) -> tuple[Layer, ...]:

@@ -224,15 +224,6 @@ def progress(title: str, unit: str = "bytes") -> Iterator[Progress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def size(nbytes: float) -> str:
-    """A number of bytes with its unit: 8589934592 → `8.0 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
-
-
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _MOST_GIB = 256
 """A number without a unit is most likely meant as GiB below this, and as MiB from this on."""

@@ -5,7 +5,7 @@ Shape letters: D model width, F neurons. `ffn/rest` has one row for each neuron 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,10 +21,9 @@ from pi_compile.checkpoint.resolution import ResolvedCheckpoint, resolve_checkpo
 from pi_compile.checkpoint.tensors import Array, Index, RowReader, StoredRows, TensorSource, Values
 from pi_compile.errors import CheckpointError
 from pi_compile.files import file_digest, json_digest
-from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS, Format
+from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.guess_head import guess_layer_arrays
-from pi_runtime.artifact.quantisation import as_stored, dequantise, pack_rows, quantise
-from pi_runtime.artifact.sizes import BY_NEURON, MIXED, PARTS, WHOLE, array_specs
+from pi_runtime.artifact.sizes import BY_NEURON, MIXED, PARTS, WHOLE, ArraySpec, array_specs
 from pi_runtime.errors import Setting, UsageError
 
 if TYPE_CHECKING:
@@ -32,12 +31,13 @@ if TYPE_CHECKING:
 
 Order = npt.NDArray[np.integer[Any]] | Sequence[int]
 
-BLOCK_BYTES = 16 << 20
+BLOCK_BYTES = 4 << 20
 NEURON_ARRAYS = ("ffn/first", "ffn/first_bias", "ffn/up_bias", "ffn/rest", "ffn/inner_norm")
 """Arrays of a layer that have one row for each neuron."""
 _EMBEDDING_ARRAYS = ("embedding", "embedding_in", "embedding_out", "positions")
-NOTABLE = 1e-3
-"""Share of Σ w² of an array that may underflow: as much as rounding to q5 loses."""
+
+Piece = tuple[SourceTensor, RowReader, Index]
+"""Some rows of a tensor: the tensor, how it is read, and which rows."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,15 +87,43 @@ class Checkpoint(ResolvedCheckpoint):
     def format(self, part: str) -> str:
         """The number format that keeps the values of a part (embedding, attention, ffn, head).
 
-        It is f32 where floats of several formats are mixed. Where nothing smaller keeps the values, it is the names of
+        It is f32 where floats of several formats are mixed, and the one with most bytes where matrices of a layer have
+        block formats of their own (see `matrix_formats`). Where nothing smaller keeps the values, it is the names of
         their block types, which no number format has. Routers and biases do not count: they are f32 in every artifact.
         """
-        found = sorted({self.source.dtype(tensor) for tensor in self._matrices(part)})
+        found = {self._array_formats[array] for array in self._matrix_arrays(part)}
         if len(found) == 1:
-            kept = (name for name in WEIGHT_FORMATS if all(self.keeps(a, name) for a in self._matrix_arrays(part)))
-            return found[0] if found[0] in FORMATS else next(kept, found[0])
-        floats = all(name in FORMATS and not FORMATS[name].quantised for name in found)
-        return "f32" if floats else " and ".join(found)
+            return found.pop()
+        if part in ("attention", "ffn") and found <= FORMATS.keys() and any(FORMATS[name].quantised for name in found):
+            return max(found, key=lambda name: ArraySpec(name, (1, 8192)).nbytes_with_scales)
+        return self._format_of(self._matrix_arrays(part))
+
+    def matrix_formats(self) -> dict[str, str]:
+        """The formats of matrices of the layers that have another one than their part."""
+        return {
+            array: name
+            for part in ("attention", "ffn")
+            for array in self._matrix_arrays(part)
+            if (name := self._array_formats[array]) != self.format(part) and self.format(part) in FORMATS
+        }
+
+    @cached_property
+    def _array_formats(self) -> dict[str, str]:
+        """What `format` says of each matrix alone."""
+        return {array: self._format_of([array]) for part in PARTS for array in self._matrix_arrays(part)}
+
+    def _format_of(self, arrays: Sequence[str]) -> str:
+        """The format of fewest bytes that keeps all of some matrices; else the names of their tensors' types."""
+        found = sorted({self.source.dtype(tensor) for array in arrays for tensor in self.tensor_names(array)})
+        if all(name in FORMATS and not FORMATS[name].quantised for name in found):
+            return found[0] if len(found) == 1 else "f32"
+        kept = [
+            name
+            for name in WEIGHT_FORMATS
+            if FORMATS[name].quantised and all(self.keeps(array, name) for array in arrays)
+        ]
+        least = min(kept, key=lambda name: ArraySpec(name, (1, 8192)).nbytes_with_scales, default="")
+        return least or " and ".join(found)
 
     def formats(self) -> dict[str, str]:
         """Number format of each part as it is stored (see `format`); the head's where it is not the embedding."""
@@ -114,10 +142,10 @@ class Checkpoint(ResolvedCheckpoint):
     def kept_rows(self, array: str, name: str) -> Array:
         """Which rows (R,), or (R, k), of an array a block format holds bit for bit."""
 
-        def kept(tensor: SourceTensor, matrix: RowReader, rows: Index) -> tuple[Array]:
-            return (np.full(len(np.arange(len(matrix))[rows]), self._is_kept(tensor, name)),)
+        def kept(tensor: SourceTensor, matrix: RowReader, rows: Index) -> Array:
+            return np.full(len(np.arange(len(matrix))[rows]), self._is_kept(tensor, name))
 
-        return np.concatenate([rows for (rows,) in self._joined(array, None, kept)])
+        return np.concatenate([joined(array, [kept(*piece) for piece in block]) for block in self.pieces(array)])
 
     def _is_kept(self, tensor: SourceTensor, name: str) -> bool:
         return not tensor.addend and name in getattr(_stored_rows(self.source, tensor), "grids", ())
@@ -180,70 +208,7 @@ class Checkpoint(ResolvedCheckpoint):
         """
         if not self._source_tensors(array):
             return iter([np.ones(self.array_shapes[array], np.float32)])
-        return (values for (values,) in self._joined(array, order, lambda *rows: (self._read(*rows),)))
-
-    def stored_blocks(
-        self, array: str, fmt: Format, order: Order | None = None
-    ) -> Iterator[tuple[Array, Array]] | None:
-        """The same blocks in a block format, with their scales, where some tensor lies on its grid already.
-
-        Such tensors are taken bit for bit, the others are quantised. None where no tensor does.
-        """
-        tensors = [t for t in self._source_tensors(array) if not t.addend] if fmt.quantised else []
-        if all(
-            self._matrix(tensor).on_grid(fmt, slice(0, 1)) is None
-            for tensor in tensors
-            if _stored_rows(self.source, tensor)
-        ):
-            return None
-        found = self._joined(array, order, lambda *rows: self._stored(fmt, *rows))
-        return ((stored, scales) for stored, scales in found)
-
-    def as_stored(self, array: str, name: str, order: Order | None = None) -> Iterator[Values]:
-        """The same blocks of values as a weight format holds them; bit for bit where they lie on its grid."""
-        found = self.stored_blocks(array, FORMATS[name], order)
-        if found is None:
-            blocks = self._in_range(array, FORMATS[name], self.blocks(array, order))
-            return (as_stored(name, block, powers=self.source.powers) for block in blocks)
-        return (dequantise(FORMATS[name], *stored, self.array_shapes[array][-1]) for stored in found)
-
-    def fitting(self, array: str, name: str, blocks: Iterable[Values]) -> Iterator[Values]:
-        """Blocks of an array's values, checked to fit a weight format; the source's own needs no check.
-
-        Raises CheckpointError for values that are too large, and where too much of the array underflows.
-        """
-        tensors, target = self.tensor_names(array), FORMATS[name]
-        if all(self.source.dtype(tensor) == name for tensor in tensors):
-            yield from blocks
-            return
-        lost = of = 0.0
-        for block in self._in_range(array, target, blocks):
-            lost += target.underflow(block)
-            of += float(np.square(block, dtype=np.float64).sum()) if target.underflows_below else 0.0
-            yield block
-        if lost > NOTABLE * of:
-            raise CheckpointError(
-                f"{self.folder}: values of {', '.join(tensors)} are too small for {name}",
-                expected=f"values that {name} can hold, or so few others that they do not count",
-                found=f"{lost / of:.3%} of Σ w² in values that it stores as 0, or with less than three bits",
-                remedy=_wider(array, target),
-            )
-
-    def _in_range(self, array: str, target: Format, blocks: Iterable[Values]) -> Iterator[Values]:
-        for block in blocks:
-            if target.overflows(block):
-                raise self._too_large(array, target)
-            yield block
-
-    def _too_large(self, array: str, target: Format) -> CheckpointError:
-        largest = {tensor: self.largest(tensor) for tensor in self.tensor_names(array)}
-        wrong = {tensor: value for tensor, value in largest.items() if target.overflows(np.array(value))}
-        return CheckpointError(
-            f"{self.folder}: values of {', '.join(wrong)} are too large for {target.name}",
-            expected=f"values that {target.name} can hold",
-            found=f"{max(wrong.values()):.6g}",
-            remedy=_wider(array, target),
-        )
+        return (joined(array, [self.read(*piece) for piece in block]) for block in self.pieces(array, order))
 
     def check_values(self) -> None:
         """Read all weights once, so that no long stage fails late at a damaged one.
@@ -252,9 +217,9 @@ class Checkpoint(ResolvedCheckpoint):
         """
         for name in dict.fromkeys(name for array in self.array_shapes for name in self.tensor_names(array)):
             for block in _row_blocks(self.source.rows(name)):
-                self._check_finite(name, block)
+                self.check_finite(name, block)
 
-    def _check_finite(self, name: str, values: Values) -> None:
+    def check_finite(self, name: str, values: Values) -> None:
         if not (np.isfinite(values.min()) and np.isfinite(values.max())):
             raise CheckpointError(
                 f"{self.source.path(name)}: tensor {name} holds NaN or infinity",
@@ -262,17 +227,25 @@ class Checkpoint(ResolvedCheckpoint):
                 remedy="the checkpoint is damaged, or its training diverged: use another",
             )
 
+    @cached_property
+    def _sources(self) -> dict[str, tuple[SourceTensor, ...]]:
+        """What arrays are made of, as far as it was asked."""
+        return {}
+
     def _source_tensors(self, array: str) -> tuple[SourceTensor, ...]:
+        if array not in self._sources:
+            self._sources[array] = self._found_tensors(array)
+        return self._sources[array]
+
+    def _found_tensors(self, array: str) -> tuple[SourceTensor, ...]:
         layer, _, local = array.rpartition("/ffn/")
         if local not in ("up", "down"):
-            return self.adapter.source_tensors(array, self.prefix, self.decoder)
+            return tuple(self.adapter.source_tensors(array, self.prefix, self.decoder))
         *up, down = self.adapter.source_tensors(f"{layer}/ffn/rest", self.prefix, self.decoder)
         return tuple(up) if local == "up" else (replace(down, transposed=not down.transposed),)
 
-    def _joined(
-        self, array: str, order: Order | None, read: Callable[[SourceTensor, RowReader, Index], tuple[Array, ...]]
-    ) -> Iterator[tuple[Array, ...]]:
-        """What is read of blocks of an array's tensors, one tensor after the other.
+    def pieces(self, array: str, order: Order | None = None) -> Iterator[list[Piece]]:
+        """What each block of an array is read from, one tensor after the other.
 
         In `ffn/rest` as many tensors [F, D] as a neuron has rows together make blocks [rows, rows of a neuron, D].
         """
@@ -295,11 +268,7 @@ class Checkpoint(ResolvedCheckpoint):
             for row in range(0, n_rows, step):
                 rows = slice(row, row + step)
                 own = rows if own_index is None else own_index[rows]
-                found = [read(tensor, matrix, own) for tensor, matrix in zip(group, matrices, strict=True)]
-                if rows_per_neuron is None:
-                    yield from found
-                else:
-                    yield tuple(np.stack(each, axis=1) for each in zip(*found, strict=True))
+                yield [(tensor, matrix, own) for tensor, matrix in zip(group, matrices, strict=True)]
 
     def _matrix(self, tensor: SourceTensor) -> RowReader:
         """The mapped tensor; where it is transposed or only some rows are wanted, a copy.
@@ -321,14 +290,9 @@ class Checkpoint(ResolvedCheckpoint):
             values = values.reshape(-1, *values.shape[2:])
         return StoredRows(tensor.taken(values))
 
-    def _stored(self, fmt: Format, tensor: SourceTensor, matrix: RowReader, rows: Index) -> tuple[Array, Array]:
-        """Rows in a block format: as they are where they lie on its grid, else quantised."""
-        found = None if tensor.addend else matrix.on_grid(fmt, rows)
-        return quantise(fmt, self._read(tensor, matrix, rows)) if found is None else pack_rows(fmt, *found)
-
-    def _read(self, tensor: SourceTensor, matrix: RowReader, rows: Index) -> Values:
+    def read(self, tensor: SourceTensor, matrix: RowReader, rows: Index) -> Values:
         values = matrix[rows]
-        self._check_finite(tensor.name, values)
+        self.check_finite(tensor.name, values)
         return values + np.float32(tensor.addend) if tensor.addend else values
 
 
@@ -371,6 +335,11 @@ def _stored_rows(source: TensorSource, tensor: SourceTensor) -> RowReader | None
     return getattr(rows, "turned", None) if tensor.transposed else rows
 
 
+def joined(array: str, parts: Sequence[Array]) -> Array:
+    """What was made of each piece of a block, as rows of the array."""
+    return np.stack(parts, axis=1) if array.endswith("ffn/rest") else parts[0]
+
+
 def _row_blocks(rows: RowReader) -> Iterator[Values]:
     step = _rows_per_block(rows.shape[1:])
     return (rows[start : start + step] for start in range(0, len(rows), step))
@@ -381,8 +350,3 @@ def _rows_per_block(row_shape: Sequence[int]) -> int:
     for n in row_shape:
         row *= n
     return max(1, BLOCK_BYTES // row)
-
-
-def _wider(array: str, target: Format) -> str:
-    """The remedy for values that a format does not hold."""
-    return f'in the recipe: [pack] {part_of(array)} = "{"f32" if target.number == "bfloat16" else "bf16"}"'

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from pi_compile.checkpoint.config import is_gguf
 from pi_compile.errors import CheckpointError
-from pi_runtime.console import size
+from pi_runtime.errors import size
 
 CLIENT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 """What the hub's HTTP client raises where it reaches nobody; which client that is depends on the hub's version."""

@@ -23,7 +23,7 @@ from pi_compile.cli.options import (
 )
 from pi_compile.cli.rendering import artifact_text, emit, eval_line, eval_report, print_report, task_reports
 from pi_runtime import console
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import UsageError, size
 
 if TYPE_CHECKING:
     from pi_compile.evaluation import LoadOptions, Task
@@ -126,7 +126,7 @@ def verify(artifact: ArtifactPath, as_json: Json = False, debug: Debug = False) 
         found = check(artifact, progress)
     fields = asdict(found)
     report = {"artifact": str(fields.pop("path")), "bytes": fields.pop("nbytes"), **fields}
-    held = f"{console.size(found.nbytes)} in {found.arrays + found.files} parts"
+    held = f"{size(found.nbytes)} in {found.arrays + found.files} parts"
     emit(report, as_json, lambda _: f"{artifact}: every byte is as it was written ({held})")
 
 

@@ -12,7 +12,8 @@ import typer
 from pi_compile.cli.options import Debug, Json, PlanOptions
 from pi_compile.cli.rendering import emit
 from pi_runtime import console
-from pi_runtime.console import facts, size, table, text_of
+from pi_runtime.console import facts, table, text_of
+from pi_runtime.errors import size
 
 
 @console.takes(PlanOptions)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from pi_runtime import console
-from pi_runtime.console import facts, shown, size, table, text_of
+from pi_runtime.console import facts, shown, table, text_of
+from pi_runtime.errors import size
 
 if TYPE_CHECKING:
     from pi_compile.machine.doctor import Finding

@@ -20,7 +20,7 @@ from pi_compile.corpus.held_out import HeldOut
 from pi_compile.corpus.sources import PASSAGE, Notice, check_disjoint, sampled, units
 from pi_compile.errors import CorpusError
 from pi_compile.files import read_arrays, write_arrays
-from pi_runtime.console import size
+from pi_runtime.errors import size
 from pi_runtime.files import CHARACTERS
 
 Stream = npt.NDArray[np.int32]

@@ -25,8 +25,7 @@ from pi_runtime import Model, load
 from pi_runtime.artifact.inspection import other_bytes
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.console import size
-from pi_runtime.errors import Setting, read_error
+from pi_runtime.errors import Setting, read_error, size
 from pi_runtime.files import CHARACTERS, TEXT, shown_files
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from pi_compile.files import bundled_folder
-from pi_runtime.console import size
+from pi_runtime.errors import size
 from pi_runtime.execution.devices import available_memory, gpu_driver
 
 EXTRAS = {

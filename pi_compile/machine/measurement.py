@@ -16,11 +16,10 @@ import numpy as np
 
 from pi_compile.machine.doctor import installed_ram, usable_cores
 from pi_compile.machine.profile import Cpu, Disk, Gpu, Link, Machine, Rates
-from pi_runtime import console
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.rows import WORKERS
 from pi_runtime.disk.reader import Reader, page_aligned
-from pi_runtime.errors import DoesNotFitError, Setting, UsageError
+from pi_runtime.errors import DoesNotFitError, Setting, UsageError, size
 from pi_runtime.execution.devices import processor_name
 from pi_runtime.kernels.benchmarks import (
     RANK,
@@ -131,15 +130,15 @@ def _products(size: int, threads: int) -> tuple[dict[str, Rates], float]:
 def _disk(folder: Path) -> tuple[Disk | None, str]:
     """Rates of a disk, and how they were measured; or None, and why they were not."""
     free = shutil.disk_usage(folder).free
-    size = min(DISK_BYTES, free // 4)
+    probed = min(DISK_BYTES, free // 4)
     if not hasattr(os, "O_DIRECT"):
         return None, "this system has no reads past the page cache (O_DIRECT)"
-    if size < LEAST_DISK_BYTES:
-        return None, f"{console.size(free)} free; {console.size(4 * LEAST_DISK_BYTES)} are needed"
-    disk = probe_disk(folder, size)
+    if probed < LEAST_DISK_BYTES:
+        return None, f"{size(free)} free; {size(4 * LEAST_DISK_BYTES)} are needed"
+    disk = probe_disk(folder, probed)
     if disk is None:
         return None, "its file system refuses reads past the page cache (O_DIRECT)"
-    return disk, f" Disk: pread with O_DIRECT at random places of a file of {size / 2**30:.3g} GiB."
+    return disk, f" Disk: pread with O_DIRECT at random places of a file of {probed / 2**30:.3g} GiB."
 
 
 def _gpu() -> tuple[Gpu | None, Link | None, str]:

@@ -22,20 +22,20 @@ from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.checkpoint import part_of
 from pi_compile.checkpoint.part_formats import KEEP
 from pi_compile.packing import PackSpec, part_formats
-from pi_compile.placement.solvers.multiple_choice_knapsack import ItemClass, solve
+from pi_compile.placement.solvers.constrained_path import most_value
 from pi_compile.results import Division
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.layout import ALIGN, ALIGN_LARGE, LARGE_FROM
 from pi_runtime.artifact.sizes import ALL_MATRICES, BY_NEURON, PARTS, ArraySpec, array_specs, is_scales
-from pi_runtime.console import size
-from pi_runtime.errors import NotMetError
+from pi_runtime.errors import NotMetError, size
 
 Tokens = npt.NDArray[np.integer]
+Ints = npt.NDArray[np.int64]
 _HEADER = 256
 """At most the bytes of what stands before an array in the file."""
 _MANIFEST = 512
 """The same of what the manifest and the directories say about an array."""
-_UNITS = 1e12
+_UNITS = 1e11
 """Divergences are whole numbers of so many parts of a nat."""
 
 
@@ -161,7 +161,7 @@ def _least_divergence(options: Mapping[str, list[Option]], capacity: int) -> dic
         _class([o.nbytes - found[0].nbytes for o in found], [found[0].cost - o.cost for o in found])
         for found in options.values()
     ]
-    taken = solve(classes, capacity - least).items
+    taken = most_value(classes, capacity - least)
     return {key: found[item] for (key, found), item in zip(options.items(), taken, strict=True)}
 
 
@@ -179,12 +179,12 @@ def _fewest_bytes(options: Mapping[str, list[Option]], limit: int) -> dict[str, 
         _class([o.cost - found[0].cost for o in found], [found[0].nbytes - o.nbytes for o in found])
         for found in falling.values()
     ]
-    taken = solve(classes, limit - best).items
+    taken = most_value(classes, limit - best)
     return {key: found[item] for (key, found), item in zip(falling.items(), taken, strict=True)}
 
 
-def _class(weights: list[int], values: list[int]) -> ItemClass:
-    return ItemClass(np.array(weights, np.int64), np.array(values, np.int64))
+def _class(weights: list[int], values: list[int]) -> tuple[Ints, Ints]:
+    return np.array(weights, np.int64), np.array(values, np.int64)
 
 
 def _named(formats: Mapping[str, str], chosen: Mapping[str, str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.files import file_digest, write_text
-from pi_compile.packing import PackSpec, pack, part_formats, rounded_parts
+from pi_compile.packing import ALL_KEPT, PackSpec, pack, part_formats, rounded_parts
 from pi_compile.pipeline.recipe_checkpoint import proposed_recipe, recipe_checkpoint, with_own_head
 from pi_compile.pipeline.store import Store
 from pi_compile.pipeline.summary import pack_report
@@ -113,6 +113,8 @@ class PlainPacking:
     def _rounding_loss(self, checkpoint: Checkpoint, spec: PackSpec) -> dict[str, Any]:
         """What rounding costs. The extra `pack` alone does without, where no part goes below 8 bits."""
         parts = rounded_parts(checkpoint, part_formats(checkpoint, spec))
+        if not parts:
+            self.notice(ALL_KEPT)
         if not parts or self.recipe.quality.rounding_increase == 0:
             return {}
         names = sorted({name for names in parts.values() for name in names})

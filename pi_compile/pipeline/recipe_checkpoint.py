@@ -16,8 +16,7 @@ from pi_compile.recipe import OWN_HEAD, AnyRecipe, GuessSection, Recipe, default
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.layout import place_arrays
 from pi_runtime.artifact.sizes import PARTS, array_specs
-from pi_runtime.console import size
-from pi_runtime.errors import Setting, UsageError
+from pi_runtime.errors import Setting, UsageError, size
 
 
 def create_recipe(

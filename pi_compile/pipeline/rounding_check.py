@@ -4,7 +4,7 @@ Measured is every recipe with a part that is not kept bit for bit. In 8 bits and
 where values of very different size share a block, or lie below what binary16 has: a few windows tell.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -17,21 +17,25 @@ from pi_compile.calibration import quantising
 from pi_compile.calibration.quantising import RoundingLoss, coarse
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.errors import CheckpointError
-from pi_compile.packing import PackSpec, part_formats, rounded_parts, specs_of
+from pi_compile.packing import ALL_KEPT, PackSpec, part_formats, rounded_parts, specs_of
 from pi_compile.pipeline.division import divide
 from pi_compile.recipe import Recipe
 from pi_compile.results import QuantisedWeights
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.layout import place_arrays
 from pi_runtime.artifact.sizes import PARTS
-from pi_runtime.console import Progress, size
-from pi_runtime.errors import NotMetError
+from pi_runtime.console import Progress
+from pi_runtime.errors import NotMetError, size
 
 Tokens = npt.NDArray[np.integer]
 DIVIDED_BY = 2048
 """Tokens that say what an error costs, where a division is proposed."""
 FINE_TOKENS = 1024
 """Tokens that are enough where no part goes to a coarse format: what they are to find is large."""
+FEW_TOKENS = 64
+"""Tokens of a window, of which four are tried first there."""
+SURE = 3
+"""Standard errors that a loss is below the limit where no more tokens are needed."""
 LEAVE_OUT = "[quality] rounding_increase = 0"
 
 
@@ -67,6 +71,8 @@ class RoundingCheck:
 
     def report(self, text: Callable[[], Tokens], quantised: QuantisedWeights | None) -> dict[str, Any]:
         """What rounding costs on held-out `text`, as a report names it; nothing where it is not measured."""
+        if not self.parts:
+            self.notice(ALL_KEPT)
         if self.limit == 0 or not self.parts:
             return {}
         loss = self._run(text(), quantised)
@@ -78,37 +84,50 @@ class RoundingCheck:
 
         Raises NotMetError beyond the recipe's limit, with what would keep it and what that takes.
         """
-        d = self.checkpoint.decoder
-        window = self.recipe.profile.window
-        if not self.is_coarse:
-            tokens = tokens[: max(FINE_TOKENS, 2 * window)]
-        ids_NT = quantising.text_windows(d, tokens, window)
-        seconds = 2 * quantising.seconds_of_a_pass(d, *ids_NT.shape)
-        names = self._named(self.formats)
+        d, names = self.checkpoint.decoder, self._named(self.formats)
+        some = self._amounts(tokens)
+        ids = [quantising.text_windows(d, *amount) for amount in some]
+        seconds = 2 * quantising.seconds_of_a_pass(d, *ids[0].shape)
         self.notice(
-            f"measuring what {names} costs, on {ids_NT.numel():,} tokens: about {seconds:,.0f} s; "
+            f"measuring what {names} costs, on {ids[0].numel():,} tokens: about {seconds:,.0f} s; "
             f"{LEAVE_OUT} leaves it out"
         )
-        source_N = self._losses("the source", ids_NT, quantising.source_values)
+        packed = quantising.packed_values(self.checkpoint, self.formats, quantised)
+        for number, ids_NT in enumerate(ids, 1):
+            source_N, packed_N = self._losses(names, ids_NT, [quantising.source_values, packed])
+            found = RoundingLoss.between(packed_N, source_N, ids_NT.numel())
+            if found.error is not None and found.increase + SURE * found.error <= self.limit:
+                break
+            if number < len(ids):
+                self.notice(f"{_percent(found)} on {found.tokens:,} tokens is too close: measuring on more")
 
-        def loss(formats: Mapping[str, str], rounded: QuantisedWeights | None) -> RoundingLoss:
-            values = quantising.packed_values(self.checkpoint, formats, rounded)
-            packed_N = self._losses(self._named(formats), ids_NT, values)
-            return RoundingLoss.between(packed_N, source_N, ids_NT.numel())
+        def loss(formats: Mapping[str, str]) -> RoundingLoss:
+            values = quantising.packed_values(self.checkpoint, formats)
+            (tried_N,) = self._losses(self._named(formats), ids_NT, [values])
+            return RoundingLoss.between(tried_N, source_N, ids_NT.numel())
 
-        found = loss(self.formats, quantised)
         if found.increase > self.limit:
-            raise self._refusal(found, lambda formats: loss(formats, None), tokens)
+            raise self._refusal(found, loss, some[-1][0])
         self.notice(f"rounding costs {_percent(found)} of perplexity; at most {self.limit:.2%} may be lost")
         return found
+
+    def _amounts(self, tokens: Tokens) -> list[tuple[Tokens, int]]:
+        """Tokens and their windows: a few that are enough where the figure is far below the limit, and all."""
+        window = self.recipe.profile.window
+        few = window if self.is_coarse else min(window, FEW_TOKENS)
+        if not self.is_coarse:
+            tokens = tokens[: max(FINE_TOKENS, 2 * window)]
+        return [(tokens[: 4 * few], few), (tokens, window)][2 * 4 * few > len(tokens) :]
 
     def _named(self, formats: Mapping[str, str]) -> str:
         found = rounded_parts(self.checkpoint, formats)
         return ", ".join(f"{part} in {' and '.join(names)}" for part, names in found.items()) or "formats that keep all"
 
-    def _losses(self, what: str, ids_NT: torch.Tensor, values: quantising.Values) -> npt.NDArray[np.float64]:
+    def _losses(
+        self, what: str, ids_NT: torch.Tensor, ways: Sequence[quantising.Values]
+    ) -> list[npt.NDArray[np.float64]]:
         with self.progress(f"measuring {what}", "layers") as progress:
-            return quantising.text_losses(self.checkpoint, ids_NT, values, progress)
+            return quantising.text_losses(self.checkpoint, ids_NT, ways, progress)
 
     def _refusal(
         self, found: RoundingLoss, loss: Callable[[Mapping[str, str]], RoundingLoss], tokens: Tokens

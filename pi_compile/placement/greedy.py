@@ -24,7 +24,7 @@ import numpy as np
 from pi_compile.cost_model import CPU, GPU, PICO, Ints
 from pi_compile.machine import Machine, to_units
 from pi_compile.placement.formulation import Assignment, Problem, all_cpu
-from pi_compile.placement.solvers.multiple_choice_knapsack import ItemClass, solve
+from pi_compile.placement.solvers.constrained_path import most_value
 
 _NEARLY = 0.98
 
@@ -175,8 +175,8 @@ def least_neurons(machine: Machine, nbytes: int) -> int | None:
 
 
 def solve_exactly(allowed: Ints, masses: list[Ints], neuron: int, free: int) -> Sequence[int]:
-    """The knapsack, solved exactly and with ties by rule; see `multiple_choice_knapsack`."""
-    return solve([ItemClass(allowed * neuron, mass) for mass in masses], free).items
+    """The knapsack, solved exactly and with ties by rule; see `most_value`."""
+    return most_value([(allowed * neuron, mass) for mass in masses], free)
 
 
 def hot_mass(problem: Problem, vram: int, knapsack: Knapsack = solve_exactly) -> Assignment:

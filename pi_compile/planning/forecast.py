@@ -30,7 +30,7 @@ from pi_compile.planning.baselines import Baselines
 from pi_compile.planning.model_config import PlannedModel
 from pi_compile.results import ActivationProfile, Counts
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.features import lacking_on_gpu
+from pi_runtime.artifact.features import lacking
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.rows import PROCESS_NBYTES
 from pi_runtime.artifact.rungs import RUNGS
@@ -68,7 +68,7 @@ class PlanSpec:
     @property
     def without_gpu(self) -> list[str]:
         """What the model does that the GPU tier does not compute: the machine's GPU is left out then."""
-        return lacking_on_gpu(self.model.decoder) if self.machine.gpu is not None else []
+        return lacking(self.model.decoder, "gpu") if self.machine.gpu is not None else []
 
 
 def plan(spec: PlanSpec) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
 from matplotlib.ticker import MaxNLocator
 
-from pi_runtime.console import size
+from pi_runtime.errors import size
 
 COLOURS = {
     "paper": ("#ffffff", "#14171a"),

@@ -19,7 +19,6 @@ from pi_compile.planning import (
     problem_of,
     ram_budgets,
 )
-from pi_compile.results import ActivationProfile
 from pi_runtime.errors import DoesNotFitError
 
 Floats = npt.NDArray[np.float64]
@@ -47,8 +46,13 @@ class Explanation:
     """One placement, its inputs, and the budgets around it."""
 
     spec: PlanSpec
-    activation: ActivationProfile
     work: Workload
+    source: str
+    """Where the counts come from, in words."""
+    trained: bool
+    """Whether rungs and ranks were trained; else they are by rule."""
+    curves: Floats
+    """(layers, 101) share of a layer's activations that fall on the hottest 0, 1, … 100 % of its neurons."""
     placement: Placement
     budgets: tuple[Budget, ...]
     """By rising GPU memory, or RAM on a machine without a GPU."""
@@ -60,11 +64,6 @@ class Explanation:
     @property
     def asked(self) -> Budget:
         return next(budget for budget in self.budgets if budget.asked)
-
-    @cached_property
-    def curves(self) -> Floats:
-        """(layers, 101) share of a layer's activations that fall on the hottest 0, 1, … 100 % of its neurons."""
-        return self.activation.cumulative_curve()
 
     @cached_property
     def densities(self) -> Floats:
@@ -98,8 +97,10 @@ def explain(spec: PlanSpec, progress: Callable[[int, int], None] | None = None) 
             progress(done + 1, len(pairs))
     return Explanation(
         spec=spec,
-        activation=activation,
         work=work,
+        source=activation.source,
+        trained=bool(activation.layers),
+        curves=activation.cumulative_curve(),
         placement=placement,
         budgets=tuple(budgets),
         all_on_gpu=all_on_gpu,

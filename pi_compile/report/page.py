@@ -126,7 +126,7 @@ def _rank_sentence(e: Explanation) -> str:
     ranks = {how.rank for how in e.work.layers}
     if len(ranks) > 1 or None in ranks:
         return ""
-    how = "as trained" if e.activation.layers else "by rule, because none is trained"
+    how = "as trained" if e.trained else "by rule, because none is trained"
     shown = span(percent(e.densities.min()), percent(e.densities.max()))
     return f"Predictors are of rank {ranks.pop()} in every layer, {how}, at a density of {shown}."
 
@@ -136,5 +136,5 @@ def _rungs(e: Explanation) -> str:
     counts = Counter(how.rung for how in e.work.layers)
     ranks = [how.rank for how in e.work.layers if how.rank is not None]
     text = ", ".join(f"{counts[rung]} layers {rung}" for rung in RUNGS if counts[rung])
-    how = "as trained" if e.activation.layers else "by rule"
+    how = "as trained" if e.trained else "by rule"
     return f"{text}; predictors of rank {span(str(min(ranks)), str(max(ranks)))}, {how}" if ranks else text

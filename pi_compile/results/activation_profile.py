@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from pi_compile.errors import ProfileError
 from pi_compile.files import read_arrays, write_arrays
-from pi_runtime.artifact.checks import decoder_problems
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import attributes, decode, parse_json
 from pi_runtime.artifact.rungs import RUNGS
@@ -85,6 +84,11 @@ class ActivationProfile:
     """Digest of what it was made from: checkpoint, text and settings."""
     source: str = ""
     """Where the counts come from, in words."""
+
+    def check_model(self, decoder: Decoder) -> None:
+        """Raise ProfileError for a model that it is not of."""
+        if self.decoder != decoder:
+            raise ProfileError("the activation profile is of another model", expected=decoder, found=self.decoder)
 
     def ordered_counts(self) -> Counts:
         """(layers, F) counts in stored order."""
@@ -155,7 +159,7 @@ class ActivationProfile:
             meta = decode(_Meta, parse_json(str(text).encode()), "meta", problems)
             if not problems and meta.version != VERSION:
                 problems.append(f"meta.version: expected {VERSION}, found {meta.version}")
-            problems = problems or list(decoder_problems(meta.decoder))
+            problems = problems or [f"decoder.{problem}" for problem in meta.decoder.problems()]
             if problems:
                 raise ValueError("; ".join(problems))
             d = meta.decoder

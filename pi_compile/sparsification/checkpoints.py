@@ -24,8 +24,7 @@ from accelerate.utils.constants import RNG_STATE_NAME
 from pi_compile.errors import TrainingError
 from pi_compile.files import library_writes, write_text
 from pi_compile.sparsification.recipe import SparsifyRecipe
-from pi_runtime.console import size
-from pi_runtime.errors import InputError, UsageError
+from pi_runtime.errors import InputError, UsageError, size
 
 STATE = "state.json"
 _NAME = re.compile(r"step-(\d+)")

@@ -15,8 +15,7 @@ from pi_compile.sparsification.checkpoints import KEPT
 from pi_compile.sparsification.recipe import SparsifyRecipe
 from pi_compile.torch_model import flops_per_s, layer_parameters
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.console import size
-from pi_runtime.errors import DoesNotFitError, Setting
+from pi_runtime.errors import DoesNotFitError, Setting, size
 
 WEIGHT, STATE = 4, 16
 """Bytes of a weight; of a weight with its gradient and the optimiser's two moments."""

@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812  its usual name
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.errors import CorpusError
 from pi_runtime.artifact.decoder import CLAMP, LATENT_EPS, SWIGLU_SLOPE, Decoder
+from pi_runtime.artifact.features import refuse_lacking
 from pi_runtime.artifact.guess_head import PREFIX
 
 Tensor = torch.Tensor
@@ -80,6 +81,7 @@ def layers(
     They are the model's layers from number `first` on. `on_ffn` sees what goes through each FFN, and may change it;
     `on_input` sees what goes into attention's matrices.
     """
+    refuse_lacking(d, "torch")
     states = list(states)
     for layer, w in enumerate(map(_by_neuron, weights), first):
         for batch, x_BTD in enumerate(states):

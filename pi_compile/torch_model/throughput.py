@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.console import size
+from pi_runtime.errors import size
 
 PROCESS_BYTES = 450 << 20
 """Memory of a process beside weights and activations.

@@ -3,19 +3,9 @@
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from math import inf
 from typing import Any
 
-from pi_runtime.artifact.decoder import (
-    ACTIVATIONS,
-    BLOCKS,
-    FFNS,
-    GATED_ACTIVATIONS,
-    NORMS,
-    POSITIONS,
-    ROUTER_SCORES,
-    Decoder,
-)
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.features import feature_problems
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.guess_head import guess_layer_problems
@@ -24,12 +14,6 @@ from pi_runtime.artifact.rungs import DENSE, RUNGS, Rung
 from pi_runtime.artifact.schema import OBJECTIVES, SIDES, Layer, Manifest, Plan, RowPlan
 from pi_runtime.artifact.sizes import LAYOUTS, MATRICES, MIXED, PARTS, WHOLE, ArraySpec
 
-_CHOICES = {"norm": NORMS, "positions": POSITIONS, "block": BLOCKS, "ffn": FFNS, "activation": ACTIVATIONS}
-_CHOICES["router_score"] = ROUTER_SCORES
-_SIZES = (
-    *("vocab_size", "d_model", "d_embedding", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff"),
-    *("n_experts", "experts_per_token", "context_length"),
-)
 REQUIRED_FILE = "tokenizer.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.[A-Za-z0-9._-]{1,64}")
 _RESERVED = ("manifest.json", "zarr.json")
@@ -56,116 +40,7 @@ def contradictions(m: Manifest) -> Iterator[str]:
 
 
 def _decoder(m: Manifest) -> Iterator[str]:
-    yield from decoder_problems(m.decoder)
-
-
-def decoder_problems(d: Decoder) -> Iterator[str]:
-    """Yield the problems of a decoder: values that no model has, or that contradict each other."""
-    for name, allowed in _CHOICES.items():
-        if getattr(d, name) not in allowed:
-            yield f"decoder.{name}: {getattr(d, name)!r} is none of {', '.join(allowed)}"
-    for name in _SIZES:
-        if not 1 <= getattr(d, name) < 2**31:
-            yield f"decoder.{name}: {getattr(d, name)} is not a size"
-    if d.n_kv_heads > 0 and d.n_heads % d.n_kv_heads:
-        yield f"decoder.n_kv_heads: {d.n_kv_heads} does not divide n_heads {d.n_heads}"
-    if d.experts_per_token > d.n_experts:
-        yield f"decoder.experts_per_token: {d.experts_per_token} of {d.n_experts} experts"
-    if not d.norm_eps > 0:
-        yield f"decoder.norm_eps: {d.norm_eps} is not above 0"
-    if d.shared_norm and d.block != "parallel":
-        yield f"decoder.shared_norm: true in a {d.block} block"
-    if d.activation in GATED_ACTIVATIONS and d.ffn != "gated":
-        yield f"decoder.activation: {d.activation} with a {d.ffn} FFN"
-    if not (d.threshold >= 0 and (d.sparse or d.threshold == 0)):
-        yield f"decoder.threshold: {d.threshold} with activation {d.activation}"
-    yield from _position_problems(d)
-    yield from _later_problems(d)
-
-
-def _position_problems(d: Decoder) -> Iterator[str]:
-    rope = d.positions == "rope"
-    if rope != (d.rotary_dim > 0) or d.rotary_dim > d.head_dim:
-        yield f"decoder.rotary_frequencies: {d.rotary_dim // 2} with positions {d.positions}, head_dim {d.head_dim}"
-    if not (all(f > 0 for f in d.rotary_frequencies) or all(f < 0 for f in d.rotary_frequencies)):
-        yield "decoder.rotary_frequencies: not all are above 0, nor all below"
-    if not d.rotary_scale > 0 or (not rope and d.rotary_scale != 1):
-        yield f"decoder.rotary_scale: {d.rotary_scale} with positions {d.positions}"
-    if not 0 <= d.position_offset < 2**31 or (rope and d.position_offset):
-        yield f"decoder.position_offset: {d.position_offset} with positions {d.positions}"
-
-
-def _later_problems(d: Decoder) -> Iterator[str]:
-    """Problems of the facts that few decoders have."""
-    if d.joint_qk_norm and not d.qk_norm:
-        yield "decoder.joint_qk_norm: true without qk_norm"
-    if d.inner_norms and (d.norm != "rms" or d.n_experts > 1 or not d.sparse):
-        yield "decoder.inner_norms: with experts, another norm, or an FFN that is not sparse"
-    if not d.router_normalised and d.n_experts == 1:
-        yield "decoder.router_normalised: false without experts"
-    if d.n_experts == 1 and (d.router_early or d.router_score != "softmax"):
-        yield "decoder.router_early, router_score: given without experts"
-    yield from _expert_problems(d)
-    yield from _latent_problems(d)
-    if not (0 < d.embedding_scale < inf and 0 < d.logit_scale < inf):
-        yield f"decoder.embedding_scale, logit_scale: {d.embedding_scale}, {d.logit_scale} are not above 0"
-    if not d.logit_softcap >= 0:
-        yield f"decoder.logit_softcap: {d.logit_softcap} is below 0"
-    if not _are_layers(d.unrotated_layers, d) or (d.unrotated_layers and d.positions != "rope"):
-        yield f"decoder.unrotated_layers: {d.unrotated_layers} of {d.n_layers} layers with positions {d.positions}"
-    if not (0 <= d.window < 2**31 and _are_layers(d.windowed_layers, d)) or bool(d.window) != bool(d.windowed_layers):
-        yield f"decoder.window: {d.window} in layers {d.windowed_layers} of {d.n_layers}"
-    if d.windowed_frequencies and not (
-        d.windowed_layers
-        and len(d.windowed_frequencies) == len(d.rotary_frequencies)
-        and all(f > 0 for f in d.windowed_frequencies)
-    ):
-        yield f"decoder.windowed_frequencies: {len(d.windowed_frequencies)} beside {d.rotary_dim // 2}, or not above 0"
-
-
-def _expert_problems(d: Decoder) -> Iterator[str]:
-    taken, groups = d.experts_per_token - d.experts_shared, d.router_groups
-    if d.experts_shared and not (0 < d.experts_shared < d.n_experts and taken > 0 and not d.router_early):
-        yield f"decoder.experts_shared: {d.experts_shared} of {d.experts_per_token}, or with router_early"
-        return
-    if not _are_layers(d.dense_layers, d) or bool(d.dense_layers) != bool(d.dense_ff) or d.dense_ff < 0:
-        yield f"decoder.dense_layers: {d.dense_layers} of {d.n_layers}, with dense_ff {d.dense_ff}"
-    elif d.dense_layers and (d.dense_experts > d.n_experts or d.n_experts == 1 or d.router_early or d.ffn_bias):
-        yield f"decoder.dense_ff: {d.dense_ff} neurons as {d.n_experts} experts of {d.d_ff}"
-    if d.router_bias and d.n_experts == 1:
-        yield "decoder.router_bias: true without experts"
-    if d.expert_bias and (d.n_experts == 1 or not d.ffn_bias or d.block in ("reordered", "sandwich")):
-        yield f"decoder.expert_bias: true without experts or ffn_bias, or in a {d.block} block"
-    if not 0 < d.router_scale < inf:
-        yield f"decoder.router_scale: {d.router_scale} is not above 0"
-    if d.router_choice_bias and (d.router_score != "sigmoid" or d.router_early):
-        yield "decoder.router_choice_bias: true without sigmoid, or with router_early"
-    if d.router_group_top != 2 and (d.router_group_top != 1 or d.router_choice_bias or groups == 1):
-        yield f"decoder.router_group_top: {d.router_group_top} with router_choice_bias {d.router_choice_bias}"
-    if groups == d.router_groups_taken == 1:
-        return
-    size = d.experts_routed // max(groups, 1)
-    fits = 1 <= d.router_groups_taken <= groups and groups * size == d.experts_routed and size >= d.router_group_top
-    has_way = d.router_choice_bias or d.router_group_top == 1
-    if not (fits and has_way and not d.router_early and taken <= d.router_groups_taken * size):
-        yield f"decoder.router_groups: {d.router_groups_taken} of {groups} groups of {d.experts_routed} experts"
-
-
-def _latent_problems(d: Decoder) -> Iterator[str]:
-    sizes = d.latent_rank, d.query_rank, d.value_dim
-    if not all(0 <= size < 2**31 for size in sizes) or (not d.latent_rank and (any(sizes) or d.score_scale != 1)):
-        yield f"decoder.latent_rank: {d.latent_rank} with query_rank {d.query_rank}, value_dim {d.value_dim}"
-    elif d.latent_rank and not (
-        d.n_kv_heads == 1 and d.positions == "rope" and d.rotary_dim < d.head_dim
-        and not (d.qk_norm or d.windowed_layers or d.unrotated_layers or d.attention_sinks)
-    ):  # fmt: skip
-        yield "decoder.latent_rank: with heads of keys, norms of queries, windows, sinks, or without rotation"
-    elif not 0 < d.score_scale < inf:
-        yield f"decoder.score_scale: {d.score_scale} is not above 0"
-
-
-def _are_layers(layers: tuple[int, ...], d: Decoder) -> bool:
-    return list(layers) == sorted({n for n in layers if 0 <= n < d.n_layers})
+    yield from (f"decoder.{problem}" for problem in m.decoder.problems())
 
 
 def _layout(m: Manifest) -> Iterator[str]:

@@ -18,20 +18,23 @@ these values over those experts, or over all; or  p_e = s(router_e · x), with s
 their sum. The router reads what the FFN reads, or x as it enters the block. Experts that every token takes, p_e = 1,
 stand behind those of the router; a dense layer is made of such experts alone.
 
-A file says only what differs from the defaults here, and each such fact is a feature (`features`).
+Each field is a fact, one record: its meaning, the values it may have, its default, what else must hold where it has
+another one, and who computes it. From the records follow the keys of a manifest, its validation, its features, what a
+body refuses, and the table in the format's reference. A file says only what differs from the defaults.
 """
 
-from dataclasses import dataclass, replace
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import partial
+from math import inf
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-NORMS = ("rms", "layer")
-POSITIONS = ("rope", "learned")
 BLOCKS = ("sequential", "parallel", "post-norm", "reordered", "sandwich")
-FFNS = ("plain", "gated")
-ROUTER_SCORES = ("softmax", "sigmoid")
 SPARSE_ACTIVATIONS = ("relu", "relu2", "drelu")
 GATED_ACTIVATIONS = ("drelu", "clamped_swiglu")
 """Activations of gated FFNs only: they change up · x + c too."""
@@ -43,120 +46,242 @@ FFN's up · x + c, within −7 … 7, one more (gpt-oss)."""
 CLAMP, SWIGLU_SLOPE = 7.0, 1.702
 LATENT_EPS = 1e-6
 """Epsilon of the `rms` norms of latents, whatever that of the others is."""
+BODIES = {"numpy": "the definition", "torch": "torch's layers", "cpu": "the CPU's kernels", "gpu": "the GPU tier"}
+"""What computes a decoder, each by itself: its name, and how it is spoken of."""
+ALL = tuple(BODIES)
+WITHOUT_GPU = ALL[:-1]
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values that a fact may have by itself."""
+
+    text: str
+    holds: Callable[[Any, "Decoder"], bool]
+    default: Any
+    """The one that most facts of this kind have unless given."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What must hold of a decoder where a fact has another value than its default."""
+
+    text: str
+    holds: Callable[["Decoder"], bool]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What there is to say of one field of a decoder."""
+
+    meaning: str
+    values: Values
+    default: Any
+    """`MISSING` where every manifest has it."""
+    rules: tuple[Rule, ...]
+    of: str
+    """The fact without which this one is not given; "" for none."""
+    bodies: tuple[str, ...]
+    """Who computes another value than the default; the others refuse such a model by the fact's name."""
+    later: Mapping[str, tuple[str, ...]]
+    """Values that came later, which are features of their own, with their bodies."""
+
+
+def fact(
+    meaning: str,
+    values: Values,
+    *rules: Rule,
+    of: str = "",
+    bodies: tuple[str, ...] = ALL,
+    later: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    default: Any = None,
+) -> Any:
+    """A field of `Decoder` with its record; see `Fact`."""
+    default = values.default if default is None else default
+    return field(default=default, metadata={"fact": Fact(meaning, values, default, rules, of, bodies, later)})
+
+
+given = partial(fact, default=MISSING)
+
+
+def facts() -> dict[str, Fact]:
+    """Each fact of a decoder by its name."""
+    return {f.name: f.metadata["fact"] for f in fields(Decoder)}
+
+
+def one_of(*names: str) -> Values:
+    """A name among these; the first one is the usual."""
+    return Values(f"one of {', '.join(f'`{name}`' for name in names)}", lambda value, _: value in names, names[0])
+
+
+TEXT = Values("string", lambda *_: True, "")
+FLAG = Values("boolean", lambda *_: True, False)
+SIZE = Values("integer in 1…2³¹−1", lambda value, _: 1 <= value < 2**31, 1)
+COUNT = Values("integer in 0…2³¹−1", lambda value, _: 0 <= value < 2**31, 0)
+ABOVE_0 = Values("float > 0", lambda value, _: 0 < value < inf, 1.0)
+FROM_0 = Values("float ≥ 0", lambda value, _: 0 <= value < inf, 0.0)
+LAYERS = Values("list of layers, rising", lambda v, d: [*v] == sorted(n for n in {*v} if 0 <= n < d.n_layers), ())
+ANGLES = Values("list of float32 numbers, all > 0", lambda value, _: all(f > 0 for f in value), ())
+TURNS = Values("list of float32 numbers, all > 0 or all < 0", lambda v, _: all(f > 0 for f in v) or max(v) < 0, ())
+WITH_ROPE = Rule("with rope", lambda d: d.positions == "rope")
+NOT_EARLY = Rule("without `router_early`", lambda d: not d.router_early)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
     """Shape and function of a decoder-only transformer."""
 
-    family: str
-    """Name of the adapter that read it; it is displayed, and nothing depends on it."""
-    vocab_size: int
-    d_model: int
-    d_embedding: int
-    """Width of the embedding. Where it is not `d_model`, one matrix converts it, and another converts back."""
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    """Heads of keys and values; a divisor of `n_heads` (grouped-query attention)."""
-    head_dim: int
-    d_ff: int
-    """Neurons of one FFN; with experts, of one expert."""
-    n_experts: int = 1
-    experts_per_token: int = 1
-    """Experts that the router takes for a token. A single expert has no router."""
-    router_normalised: bool = True
-    """Whether the weights of a token's experts are a softmax over these; else over all experts."""
-    router_score: str = "softmax"
-    """What makes a router's values the weights of a token's experts."""
-    router_scale: float = 1.0
-    """Factor of the weights of the experts that the router takes."""
-    router_bias: bool = False
-    """Whether the router's values have a bias."""
-    router_choice_bias: bool = False
-    """Whether experts are chosen by their sigmoid plus a bias of each expert, which does not change the weights."""
-    router_groups: int = 1
-    """Groups of equally many experts; a group's value is the sum of its largest ones."""
-    router_group_top: int = 2
-    """How many of its largest values make a group's, 2 with `router_choice_bias`, or 1."""
-    router_groups_taken: int = 1
-    """Groups, those with the largest values, from which a token's experts are taken."""
-    router_early: bool = False
-    """Whether the router reads x as it enters the block, without a norm, and not what the FFN reads."""
-    experts_shared: int = 0
-    """So many experts, the last ones, are taken by every token and not by the router; they count in both numbers."""
-    dense_layers: tuple[int, ...] = ()
-    """Layers, in order, whose FFN is dense. It is cut into experts, the last ones, which every token takes; what is
-    left of these, and all experts before them, are zeros."""
-    dense_ff: int = 0
-    """Neurons of a dense layer's FFN."""
-    context_length: int
-    """Positions the model was made for."""
-    embedding_scale: float = 1.0
-    """Factor of the embedding, before learned positions are added."""
-    embedding_norm: bool = False
-    """Whether the first block reads a norm of the embedding."""
-    block: str = "sequential"
-    shared_norm: bool = False
-    """Whether attention and FFN of a parallel block read the same norm's output."""
-    norm: str
-    """`rms`: x / √(mean x² + eps) · w;  `layer`: (x − mean) / √(var + eps) · w + b."""
-    norm_eps: float
-    final_norm: bool = True
-    qk_norm: bool = False
-    """Whether each head of queries and keys goes through an `rms` norm before its rotation."""
-    joint_qk_norm: bool = False
-    """Whether this norm is taken over all heads of a token's queries together, and over all of its keys."""
-    inner_norms: bool = False
-    """Whether what attention's last matrix reads, and the h of a sparse FFN, go through an `rms` norm before it. Its
-    mean is over all of them: those that a rung leaves out count as 0."""
-    positions: str
-    """`rope`: the first 2J numbers of each head are two halves, rotated by angles pos · frequency_j;
-    `learned`: a table is added."""
-    rotary_frequencies: tuple[float, ...] = ()
-    """J angles for one position, float32 numbers that include the model's scaling; () where positions are learned. They
-    are above 0, or all below where the model turns the other way."""
-    rotary_scale: float = 1.0
-    """Factor of cosine and sine (YaRN's attention factor)."""
-    unrotated_layers: tuple[int, ...] = ()
-    """Layers, in order, whose queries and keys are not rotated (NoPE); with rope."""
-    window: int = 0
-    """Positions that a token sees in the layers with a window, its own included; 0 where no layer has one."""
-    windowed_layers: tuple[int, ...] = ()
-    """Layers, in order, that have this window; in the others a token sees all positions up to its own."""
-    windowed_frequencies: tuple[float, ...] = ()
-    """The angles of layers with a window, where they have others: as many as `rotary_frequencies`."""
-    position_offset: int = 0
-    """Row of position 0 in the learned table; 0 with rope."""
-    ffn: str
-    activation: str
-    threshold: float = 0.0
-    """A sparse activation's value a(z) counts as 0 unless it is above this (FATReLU, ProSparse)."""
-    tied_head: bool
-    """Whether the output head is the embedding table."""
-    head_bias: bool = False
-    logit_scale: float = 1.0
-    """Factor of the logits."""
-    logit_softcap: float = 0.0
-    """c, by which a logit z, scaled, becomes c tanh(z / c); 0 for none."""
-    qkv_bias: bool
-    out_bias: bool
-    ffn_bias: bool
-    expert_bias: bool = False
-    """Whether the FFN's last bias is one of each expert, weighed as its result is; with `ffn_bias`."""
-    attention_sinks: bool = False
-    """Whether each head has a number whose exponential is added to the sum that a softmax of scores divides by."""
-
-    latent_rank: int = 0
-    """R, where keys and values of all heads are products with one latent of R numbers (MLA); 0 for none. A head of
-    queries then has `head_dim` numbers, of which the last 2J are rotated, as are 2J more that all heads share as the
-    rest of their keys."""
-    query_rank: int = 0
-    """Numbers of a latent from which the queries are made; 0 where they are made of x. With `latent_rank`."""
-    value_dim: int = 0
-    """Numbers of a head's values, with `latent_rank`; 0 for `head_dim`."""
-    score_scale: float = 1.0
-    """Factor of scores beside 1 / √head_dim (YaRN's mscale, squared), with `latent_rank`."""
+    # fmt: off
+    family: str = given("name of the adapter that read it, for display; no behaviour depends on it", TEXT)
+    vocab_size: int = given("V", SIZE)
+    d_model: int = given("D", SIZE)
+    d_embedding: int = given("W; where it is not D, one matrix converts embeddings, and another converts back", SIZE)
+    n_layers: int = given("layers", SIZE)
+    n_heads: int = given("H", SIZE)
+    n_kv_heads: int = given(
+        "G, heads of keys and values", SIZE, Rule("as a divisor of `n_heads`", lambda d: d.n_heads % d.n_kv_heads == 0)
+    )
+    head_dim: int = given("E", SIZE)
+    d_ff: int = given("F, neurons of one FFN; with experts, of one expert", SIZE)
+    n_experts: int = fact("X, experts; a single one has no router", SIZE)
+    experts_per_token: int = fact(
+        "experts that a token goes to", SIZE, Rule("up to `n_experts`", lambda d: d.experts_per_token <= d.n_experts)
+    )
+    router_normalised: bool = fact(
+        "weights of a token's experts are a softmax over these, else over all", FLAG, of="n_experts", default=True
+    )
+    router_score: str = fact(
+        "how a router's values become weights", one_of("softmax", "sigmoid"), of="n_experts", bodies=WITHOUT_GPU
+    )
+    router_scale: float = fact("factor of the weights of experts that the router takes", ABOVE_0, bodies=WITHOUT_GPU)
+    router_bias: bool = fact("the router's values have a bias", FLAG, of="n_experts", bodies=WITHOUT_GPU)
+    router_choice_bias: bool = fact(
+        "experts are taken by their sigmoid plus a bias of each expert, which does not change the weights",
+        FLAG, Rule("with `router_score` sigmoid", lambda d: d.router_score == "sigmoid"), NOT_EARLY,
+    )
+    router_groups: int = fact(
+        "groups of equally many experts; a group's value is the sum of its largest ones",
+        SIZE, NOT_EARLY, Rule("where they divide the routed experts, and have enough", lambda d: d.has_even_groups),
+        Rule("with `router_choice_bias` or by the largest", lambda d: d.router_choice_bias or d.router_group_top == 1),
+        bodies=WITHOUT_GPU,
+    )
+    router_group_top: int = fact(
+        "how many of its largest values make a group's", Values("1 or 2", lambda value, _: value in (1, 2), 2),
+        Rule("without `router_choice_bias`", lambda d: not d.router_choice_bias), of="router_groups",
+    )
+    router_groups_taken: int = fact(
+        "groups, those with the largest values, from which a token's experts are taken",
+        SIZE, Rule("up to `router_groups`", lambda d: d.router_groups_taken <= d.router_groups),
+    )
+    router_early: bool = fact(
+        "the router reads x as it enters the block, without a norm", FLAG, of="n_experts", bodies=WITHOUT_GPU
+    )
+    experts_shared: int = fact(
+        "so many experts, the last ones, are taken by every token and not by the router; they count in both numbers",
+        COUNT, NOT_EARLY, Rule("below `experts_per_token`", lambda d: d.experts_shared < d.experts_per_token),
+        bodies=WITHOUT_GPU,
+    )
+    dense_layers: tuple[int, ...] = fact(
+        "layers whose FFN is dense. It is cut into experts, the last ones, which every token takes; what is left of "
+        "these, and all experts before them, are zeros",
+        LAYERS, Rule("without `ffn_bias`", lambda d: not d.ffn_bias), NOT_EARLY, of="dense_ff", bodies=WITHOUT_GPU,
+    )
+    dense_ff: int = fact(
+        "neurons of a dense layer's FFN", COUNT,
+        Rule("up to X · F, with several experts", lambda d: d.dense_experts <= d.n_experts > 1), of="dense_layers",
+    )
+    context_length: int = given("positions that the model was made for", SIZE)
+    embedding_scale: float = fact("factor of the embedding at D numbers, before learned positions are added", ABOVE_0)
+    embedding_norm: bool = fact("the first block reads a norm of that sum", FLAG)
+    block: str = fact(
+        "how attention, FFN and norms follow each other, below", one_of(*BLOCKS),
+        later={"reordered": ALL, "sandwich": WITHOUT_GPU},
+    )
+    shared_norm: bool = fact(
+        "attention and FFN read the same norm", FLAG, Rule("in a parallel block", lambda d: d.block == "parallel")
+    )
+    norm: str = given(
+        "`rms`: x / √(mean x² + eps) · w; `layer`: (x − mean) / √(var + eps) · w + b", one_of("rms", "layer")
+    )
+    norm_eps: float = given("eps", ABOVE_0)
+    final_norm: bool = fact("there is a norm before the head", FLAG, default=True)
+    qk_norm: bool = fact("each head of queries and keys goes through an `rms` norm before its rotation", FLAG)
+    joint_qk_norm: bool = fact(
+        "this norm is over all heads of a token's queries, and over all keys", FLAG, of="qk_norm"
+    )
+    inner_norms: bool = fact(
+        "what attention's last matrix reads, and the h of the FFN, go through an `rms` norm before it, below", FLAG,
+        Rule("with `rms` norms, a sparse activation and a single expert",
+             lambda d: d.norm == "rms" and d.sparse and d.n_experts == 1),
+        bodies=WITHOUT_GPU,
+    )
+    positions: str = given(
+        "`rope`: the first 2J numbers of each head are two halves, rotated by angles position · frequency_j; "
+        "`learned`: row `position + position_offset` of a table is added to the embedding", one_of("rope", "learned"),
+        Rule("rope where there are `rotary_frequencies`", lambda d: (d.positions == "rope") == (d.rotary_dim > 0)),
+    )
+    rotary_frequencies: tuple[float, ...] = fact(
+        "J angles for one position, which include the model's scaling; below 0 where the model turns the other way",
+        TURNS, Rule("up to J = E/2", lambda d: d.rotary_dim <= d.head_dim), later={"negative": ALL},
+    )
+    rotary_scale: float = fact("factor of cosine and sine (YaRN's attention factor)", ABOVE_0, WITH_ROPE)
+    unrotated_layers: tuple[int, ...] = fact("layers whose queries and keys are not rotated", LAYERS, WITH_ROPE)
+    window: int = fact(
+        "positions that a token sees in some layers, its own included", COUNT, of="windowed_layers", bodies=WITHOUT_GPU
+    )
+    windowed_layers: tuple[int, ...] = fact(
+        "layers with this window; in the others a token sees all positions up to its own", LAYERS, of="window"
+    )
+    windowed_frequencies: tuple[float, ...] = fact(
+        "the angles of layers with a window, where they have others", ANGLES,
+        Rule("as many as `rotary_frequencies`", lambda d: len(d.windowed_frequencies) == len(d.rotary_frequencies)),
+        of="windowed_layers",
+    )
+    position_offset: int = fact(
+        "row of position 0 in the table", COUNT, Rule("with learned positions", lambda d: d.positions == "learned")
+    )
+    ffn: str = given("the FFN's form (section 4)", one_of("plain", "gated"))
+    activation: str = given(
+        "of the FFN (section 4)", one_of(*ACTIVATIONS),
+        Rule("in a gated FFN: `drelu` and `clamped_swiglu`",
+             lambda d: d.activation not in GATED_ACTIVATIONS or d.ffn == "gated"),
+        later={"clamped_swiglu": WITHOUT_GPU},
+    )
+    threshold: float = fact(
+        "the activation's value a(z) counts as 0 unless it is above this (FATReLU, ProSparse)",
+        FROM_0, Rule("with relu, relu2 or drelu", lambda d: d.sparse),
+    )
+    tied_head: bool = given("the output head is the embedding", FLAG)
+    head_bias: bool = fact("the head has a bias", FLAG)
+    logit_scale: float = fact("factor of the logits, bias included", ABOVE_0)
+    logit_softcap: float = fact("c: a logit z, scaled, becomes c tanh(z / c); 0.0 for none", FROM_0)
+    qkv_bias: bool = given("queries, keys and values have a bias", FLAG)
+    out_bias: bool = given("attention's last matrix has a bias", FLAG)
+    ffn_bias: bool = given("the FFN's matrices have biases", FLAG)
+    expert_bias: bool = fact(
+        "the FFN's last bias is one of each expert, weighed as its result is", FLAG,
+        Rule("with `ffn_bias`, not in a reordered or sandwich block",
+             lambda d: d.ffn_bias and d.block not in ("reordered", "sandwich")),
+        of="n_experts", bodies=WITHOUT_GPU,
+    )
+    attention_sinks: bool = fact(
+        "each head has a sink: e^sink is added to the sum that divides a softmax of scores", FLAG, bodies=WITHOUT_GPU
+    )
+    latent_rank: int = fact(
+        "L, where keys and values of all heads are products with one latent of L numbers (MLA). A head of queries then "
+        "has E numbers, of which the last 2J are rotated, as are 2J more that all heads share as the rest of their key",
+        COUNT, Rule("with rope, a G of 1 and 2J < E",
+             lambda d: d.positions == "rope" and d.n_kv_heads == 1 and d.rotary_dim < d.head_dim),
+        Rule("without norms of queries, windows, layers without rotation and sinks",
+             lambda d: not (d.qk_norm or d.windowed_layers or d.unrotated_layers or d.attention_sinks)),
+        bodies=WITHOUT_GPU,
+    )
+    query_rank: int = fact(
+        "numbers of a latent from which the queries are made; 0 where they are made of x", COUNT, of="latent_rank"
+    )
+    value_dim: int = fact("numbers of a head's values; 0 for E", COUNT, of="latent_rank")
+    score_scale: float = fact("factor of scores beside 1 / √E (YaRN's mscale, squared)", ABOVE_0, of="latent_rank")
+    # fmt: on
 
     def of_layer(self, layer: int) -> Self:
         """The decoder as one layer computes it: without angles, a window, or a router, where the layer has none."""
@@ -168,6 +293,26 @@ class Decoder:
         if layer in self.dense_layers:
             differences |= dict.fromkeys(("experts_per_token", "experts_shared"), self.dense_experts)
         return replace(self, **differences)
+
+    def problems(self) -> Iterator[str]:
+        """Yield values that no model has; where all are possible, those that contradict others. Names stand first."""
+        value, every = vars(self), facts().items()
+        wrong = [(n, f"expected {own.values.text}") for n, own in every if not own.values.holds(value[n], self)]
+        given = {} if wrong else {name: own for name, own in every if value[name] != own.default}
+        for name, own in given.items():
+            if own.of and own.of not in given:
+                wrong.append((name, f"allowed only with {own.of}"))
+            wrong += [(name, f"allowed only {rule.text}") for rule in own.rules if not rule.holds(self)]
+        yield from (f"{name}: {reprlib.repr(value[name])}, {told.replace('`', '')}" for name, told in wrong)
+
+    def without(self, *names: str) -> Self:
+        """The decoder with the defaults of these facts, and of all that are not given without them."""
+        usual: dict[str, Any] = {n: own.default for n, own in facts().items() if {n, own.of} & {*names}}
+        return replace(self, **usual)
+
+    def without_exceptions(self) -> Self:
+        """The decoder as a layer computes it that is in none of its lists of layers."""
+        return self.without(*(name for name, own in facts().items() if own.values is LAYERS))
 
     def within_context(self, window: int) -> int:
         """The length of a window of text, at most the context."""
@@ -208,6 +353,13 @@ class Decoder:
     def experts_routed(self) -> int:
         """Experts of a layer that the router chooses among."""
         return self.n_experts - self.experts_shared
+
+    @property
+    def has_even_groups(self) -> bool:
+        """Whether the routed experts are equally many a group, and those of the groups taken are enough."""
+        groups, size = self.router_groups, self.experts_routed // self.router_groups
+        enough = self.experts_per_token - self.experts_shared <= self.router_groups_taken * size
+        return groups * size == self.experts_routed and size >= self.router_group_top and enough
 
     @property
     def dense_experts(self) -> int:

@@ -5,42 +5,36 @@ guess head is one more entry here.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, fields
+from dataclasses import MISSING
 from functools import partial
-from typing import Any
 
-from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.decoding import default_of
+from pi_runtime.artifact.decoder import BODIES, Decoder, facts
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.artifact.sizes import BY_NEURON, MIXED, PARTS
+from pi_runtime.errors import DoesNotFitError, Text
+
+COMPUTED_BY = {
+    **{f"decoder.{name}": own.bodies for name, own in facts().items() if own.default is not MISSING},
+    **{f"decoder.{name}.{v}": bodies for name, own in facts().items() for v, bodies in own.later.items()},
+}
+"""Each fact that a decoder may have or not, and each value that is a feature of its own → who computes it."""
 
 
-def _differs(d: Decoder, name: str, default: Any) -> bool:
-    return bool(getattr(d, name) != default)
-
-
-def _of_decoder(m: Manifest, uses: Callable[[Decoder], bool]) -> bool:
-    return uses(m.decoder)
+def _has_fact(of: Manifest | Decoder, feature: str) -> bool:
+    _, name, *value = feature.split(".")
+    found = getattr(of.decoder if isinstance(of, Manifest) else of, name)
+    if value == ["negative"]:
+        return min(found, default=0) < 0
+    return bool(found == value[0] if value else found != facts()[name].default)
 
 
 def _has_format(m: Manifest, name: str) -> bool:
     return name in m.formats.values() or (m.guess is not None and m.guess.format == name)
 
 
-_OF_DECODER: dict[str, Callable[[Decoder], bool]] = {
-    **{
-        f"decoder.{f.name}": partial(_differs, name=f.name, default=f.default)
-        for f in fields(Decoder)
-        if default_of(f) is not MISSING
-    },
-    "decoder.block.reordered": lambda d: d.block == "reordered",
-    "decoder.activation.clamped_swiglu": lambda d: d.activation == "clamped_swiglu",
-    "decoder.block.sandwich": lambda d: d.block == "sandwich",
-    "decoder.rotary_frequencies.negative": lambda d: min(d.rotary_frequencies, default=0) < 0,
-}
 FEATURES: dict[str, Callable[[Manifest], bool]] = {
-    **{name: partial(_of_decoder, uses=uses) for name, uses in _OF_DECODER.items()},
+    **{name: partial(_has_fact, feature=name) for name in COMPUTED_BY},
     "ffn_layout": lambda m: m.ffn_layout != BY_NEURON,
     "ffn_layout.mixed": lambda m: m.ffn_layout == MIXED,
     "formats.matrices": lambda m: len(m.formats) > len(PARTS),
@@ -49,18 +43,19 @@ FEATURES: dict[str, Callable[[Manifest], bool]] = {
     "plans.rows": lambda m: any(plan.rows is not None for plan in m.plans),
 }
 """Name of each feature that is read → whether a manifest uses it."""
-LACKING_ON_GPU = (
-    "decoder.activation.clamped_swiglu", "decoder.attention_sinks", "decoder.expert_bias", "decoder.router_bias",
-    "decoder.block.sandwich", "decoder.dense_layers", "decoder.experts_shared", "decoder.router_early",
-    "decoder.latent_rank", "decoder.router_groups", "decoder.router_score", "decoder.router_scale", "decoder.window",
-    "decoder.inner_norms",
-)  # fmt: skip
-"""Features that the GPU tier does not compute; a plan is for the CPU alone then."""
 
 
-def lacking_on_gpu(d: Decoder) -> list[str]:
-    """What a model does that the GPU tier does not compute, by name."""
-    return sorted(name for name in LACKING_ON_GPU if _OF_DECODER[name](d))
+def lacking(d: Decoder, body: str) -> list[str]:
+    """What a model does that a body (`decoder.BODIES`) does not compute, by name."""
+    return sorted(name for name, bodies in COMPUTED_BY.items() if body not in bodies and _has_fact(d, name))
+
+
+def refuse_lacking(d: Decoder, body: str, remedy: Text | None = None) -> None:
+    """Raise DoesNotFitError for a model that does what a body does not compute, by name."""
+    if found := lacking(d, body):
+        raise DoesNotFitError(
+            f"{BODIES[body]} does not compute what this model does", found=", ".join(found), remedy=remedy
+        )
 
 
 def used(m: Manifest) -> tuple[str, ...]:

@@ -29,8 +29,7 @@ Arrays, with W the embedding's width:
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 from pi_runtime.artifact.buffers import kv_page
 from pi_runtime.artifact.decoder import Decoder
@@ -64,22 +63,16 @@ class GuessHead:
     def layer_of(self, d: Decoder) -> Decoder:
         """Its layer as a decoder of one layer, beside a model, without what the model has besides: windows, latents."""
         return replace(
-            d,
+            d.without_exceptions().without("latent_rank"),
             n_layers=1,
             n_heads=self.n_heads,
             n_kv_heads=self.n_kv_heads,
             head_dim=self.head_dim,
             d_ff=self.d_ff,
+            norm_eps=self.norm_eps,
+            positions="rope",
             rotary_frequencies=self.rotary_frequencies,
             rotary_scale=self.rotary_scale,
-            window=0,
-            windowed_layers=(),
-            windowed_frequencies=(),
-            unrotated_layers=(),
-            latent_rank=0,
-            query_rank=0,
-            value_dim=0,
-            score_scale=1.0,
         )
 
     def arrays(self, d: Decoder) -> Iterator[tuple[str, ArraySpec]]:
@@ -109,18 +102,13 @@ class GuessHead:
             yield f"guess.states: {self.states} are not layers of {d.n_layers} in order"
         if self.format not in WEIGHT_FORMATS:
             yield f"guess.format: {self.format!r} is none of {', '.join(WEIGHT_FORMATS)}"
-        for name in ("n_heads", "n_kv_heads", "head_dim", "d_ff"):
-            if not 1 <= getattr(self, name) < 2**31:
-                yield f"guess.{name}: {getattr(self, name)} is not a size"
-        if self.n_kv_heads > 0 and self.n_heads % self.n_kv_heads:
-            yield f"guess.n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}"
+        own_facts = {f.name for f in fields(self)}
+        yield from (f"guess.{said}" for said in self.layer_of(d).problems() if said.partition(":")[0] in own_facts)
         page, own = kv_page(self.layer_of(d), "f32", 1).shape, (1, 2, self.n_kv_heads, POSITIONS, self.head_dim)
         if page != own:
             yield f"guess: a page of its cache holds {page} numbers, and its keys and values take {own}"
         if not 1 <= self.shortlist <= d.vocab_size:
             yield f"guess.shortlist: {self.shortlist} tokens of {d.vocab_size}"
-        if not (self.norm_eps > 0 and self.rotary_scale > 0):
-            yield f"guess.norm_eps, rotary_scale: {self.norm_eps}, {self.rotary_scale} are not above 0"
         if not 0 < 2 * len(self.rotary_frequencies) <= self.head_dim or min(self.rotary_frequencies) <= 0:
             found = len(self.rotary_frequencies)
             yield f"guess.rotary_frequencies: {found} with head_dim {self.head_dim}, or not above 0"
@@ -128,9 +116,7 @@ class GuessHead:
 
 def block_of(d: Decoder) -> Decoder:
     """Its block as a decoder of one layer, beside a model."""
-    names = "dense_layers", "unrotated_layers", "windowed_layers", "windowed_frequencies"
-    lists: dict[str, Any] = dict.fromkeys(names, ())
-    return replace(d.of_layer(d.n_layers), n_layers=1, dense_ff=0, window=0, **lists)
+    return replace(d.without_exceptions(), n_layers=1)
 
 
 def guess_layer_arrays(d: Decoder, formats: Mapping[str, str], layout: str) -> Iterator[tuple[str, ArraySpec]]:

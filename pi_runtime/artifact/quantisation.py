@@ -155,12 +155,11 @@ def bounds(fmt: Format) -> tuple[int, int]:
 def pack_blocks(fmt: Format, q: Array, scale: Array, columns: int) -> tuple[Array, Array]:
     """Signed integers (BLOCK, N) and scales (N,) of whole rows as stored arrays, as `quantise` returns them."""
     blocks = -(-columns // BLOCK)
-    packed = _pack(fmt, q, blocks)
-    stored, scales = empty_stored(fmt, (len(packed), columns))
-    stored[:, : packed.shape[-1]] = packed
+    rows = q.astype(np.int8).T.reshape(-1, blocks * BLOCK)
+    if fmt.bits < 8:
+        rows = (rows + np.int8(fmt.zero)).view(np.uint8)
     by_row = scale.reshape(2, -1, blocks).swapaxes(0, 1) if fmt.offset else scale.reshape(-1, blocks)
-    scales[..., :blocks] = by_row
-    return stored, scales
+    return _padded(fmt, _packed(fmt, rows), by_row, columns)
 
 
 def pack_rows(fmt: Format, q: Array, beside: Array) -> tuple[Array, Array]:
@@ -168,8 +167,17 @@ def pack_rows(fmt: Format, q: Array, beside: Array) -> tuple[Array, Array]:
 
     `beside` are their scales (R, B), or scales and minima or zeros (R, 2, B), in binary16.
     """
-    scale = beside.swapaxes(0, 1).reshape(2, -1) if fmt.offset else beside.reshape(-1)
-    return pack_blocks(fmt, as_blocks(q), scale, q.shape[1])
+    q = q.astype(np.int8, copy=False)
+    packed = _packed(fmt, (q + np.int8(fmt.zero)).view(np.uint8) if fmt.bits < 8 else q)
+    return _padded(fmt, packed, beside, q.shape[1])
+
+
+def _padded(fmt: Format, packed: Array, beside: Array, columns: int) -> tuple[Array, Array]:
+    """Rows without padding, and what stands beside them, as stored arrays."""
+    stored, scales = empty_stored(fmt, (len(packed), columns))
+    stored[:, : packed.shape[-1]] = packed
+    scales[..., : beside.shape[-1]] = beside
+    return stored, scales
 
 
 def _mirrored(fmt: Format, w: Array) -> tuple[Array, Array]:
@@ -290,14 +298,11 @@ def _sum(x: Array) -> Array:
     return total
 
 
-def _pack(fmt: Format, q: Array, blocks: int) -> Array:
-    """Pack integers (BLOCK, N) into stored rows without padding."""
-    rows = q.astype(np.int8).T.reshape(-1, blocks * BLOCK)
-    if fmt.bits < 8:
-        rows = (rows + np.int8(fmt.zero)).view(np.uint8)
-    grouped = blocks // GROUP * GROUP * BLOCK
-    fours = rows[:, :grouped].reshape(len(rows), -1, GROUP, BLOCK // FOUR, FOUR).swapaxes(2, 3)
-    head, rest = fours.reshape(len(rows), -1), rows[:, grouped:]
+def _packed(fmt: Format, rows: Array) -> Array:
+    """Rows of stored integers, of whole blocks, as they are stored, without padding."""
+    grouped = rows.shape[1] // (GROUP * BLOCK) * GROUP * BLOCK
+    fours = np.ascontiguousarray(rows[:, :grouped]).view(np.uint32).reshape(len(rows), -1, GROUP, BLOCK // FOUR)
+    head, rest = fours.swapaxes(2, 3).reshape(len(rows), -1).view(rows.dtype), rows[:, grouped:]
     if fmt.bits < 8:
         head, rest = _join(head, GROUP * BLOCK, fmt.bits), _join(rest, RUN, fmt.bits)
     return np.concatenate([head, rest], axis=1)

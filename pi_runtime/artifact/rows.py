@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pi_runtime.artifact.buffers import cpu_workspace, rotary_tables, table_bytes
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import BLOCK_TOKENS, FEW_TOKENS, chunk_places, padded_width
+from pi_runtime.artifact.schema import Manifest
 from pi_runtime.artifact.sizes import ArraySpec, scales_name
 
 ROW_ARRAYS = ("first", "rest")
@@ -82,6 +83,13 @@ def least_row_buffers(d: Decoder, both: int) -> int:
 def all_rows(d: Decoder, both: int) -> int:
     """Bytes of slots for all rows of the model; `both` are those of a slot of either array."""
     return d.n_layers * d.neurons * both
+
+
+def useful_budgets(manifest: Manifest, fixed: int) -> tuple[int, int]:
+    """The smallest budget with which a model runs, and the one from which on nothing is read any more."""
+    d, both = manifest.decoder, sum(slot_nbytes(manifest.decoder, manifest.formats["ffn"]).values())
+    least = fixed + least_row_buffers(d, both)
+    return least, least + all_rows(d, both) + embedding_on_disk_nbytes(d, manifest.formats["embedding"])
 
 
 def row_buffers(d: Decoder, both: int, room: int) -> RowBuffers:

@@ -102,18 +102,20 @@ class ArtifactWriter:
         if spec.scales is not None and scales is not None:
             self._add_stored(scales_name(name), spec.scales, [scales])
 
-    def add_stored_blocks(self, name: str, spec: ArraySpec, blocks: Iterable[tuple[Array, Array]]) -> None:
-        """`add_stored` for a block format, from consecutive blocks of rows."""
-        assert spec.scales is not None, name
+    def add_stored_blocks(self, name: str, spec: ArraySpec, blocks: Iterable[tuple[Array, Array | None]]) -> None:
+        """`add_stored` from consecutive blocks of rows."""
         kept: list[Array] = []
 
         def integers() -> Iterator[Array]:
             for stored, scales in blocks:
-                kept.append(scales)
+                assert (scales is None) == (spec.scales is None), name
+                if scales is not None:
+                    kept.append(scales)
                 yield stored
 
         self._add_stored(name, spec, integers())
-        self._add_stored(scales_name(name), spec.scales, kept)
+        if spec.scales is not None:
+            self._add_stored(scales_name(name), spec.scales, kept)
 
     def _add_stored(self, name: str, spec: ArraySpec, pieces: Iterable[Array]) -> None:
         assert name not in self._arrays, name

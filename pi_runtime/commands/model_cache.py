@@ -27,7 +27,7 @@ import typer
 
 from pi_runtime import console
 from pi_runtime.commands.options import KV_DISK
-from pi_runtime.errors import PiError, UsageError
+from pi_runtime.errors import PiError, UsageError, size
 from pi_runtime.errors.exit_codes import INTERRUPTED
 from pi_runtime.files import hold, locked, remove_unfinished, unused
 
@@ -183,7 +183,7 @@ def _pack(model: Path, target: Path) -> None:
         raise typer.Exit(code)
     entry = Entry.read(target)
     seconds = time.perf_counter() - began
-    console.say(f"{model}: packed in {seconds:.1f} s, {console.size(entry.nbytes)} in {entry.formats}: {target}")
+    console.say(f"{model}: packed in {seconds:.1f} s, {size(entry.nbytes)} in {entry.formats}: {target}")
 
 
 @contextmanager
@@ -271,7 +271,7 @@ def _keep_within(limit: int | None, used: Path) -> None:
                 continue
             _remove(entry.path)
             total -= entry.nbytes
-            console.say(f"--cache-limit {console.size(limit)}: {entry.path.name} ({entry.model}) was removed")
+            console.say(f"--cache-limit {size(limit)}: {entry.path.name} ({entry.model}) was removed")
 
 
 @app.command("list")
@@ -290,12 +290,12 @@ def show(
     if as_json:
         console.print_json(found)
         return
-    tables = [[{**row, "bytes": console.size(row["bytes"])} for row in rows] for rows in (models, stored) if rows]
+    tables = [[{**row, "bytes": size(row["bytes"])} for row in rows] for rows in (models, stored) if rows]
     if tables:
         typer.echo(console.text_of(*(console.table(rows, left=("model", "formats", "mode")) for rows in tables)))
-    console.say(f"{len(models)} packed models, {console.size(found['bytes'])}, in {_folder()}")
+    console.say(f"{len(models)} packed models, {size(found['bytes'])}, in {_folder()}")
     if kv_disk is not None:
-        console.say(f"keys and values of {len(stored)} runs, {console.size(found['kv_disk']['bytes'])}, in {kv_disk}")
+        console.say(f"keys and values of {len(stored)} runs, {size(found['kv_disk']['bytes'])}, in {kv_disk}")
 
 
 def _row(entry: Entry) -> dict[str, Any]:
@@ -342,4 +342,4 @@ def remove(
             for path in run.paths:
                 path.unlink(missing_ok=True)
         nbytes = sum(entry.nbytes for entry in found) + sum(run.nbytes for run in stored)
-        console.say(f"{found[0].path.stem if found else name}: removed, {console.size(nbytes)}")
+        console.say(f"{found[0].path.stem if found else name}: removed, {size(nbytes)}")

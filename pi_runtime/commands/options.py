@@ -12,6 +12,7 @@ import typer
 
 from pi_runtime.console import parse_size
 from pi_runtime.engine.options import EngineOptions, ModelOptions
+from pi_runtime.errors import Setting, read_error
 
 
 def _size(name: str) -> Callable[[str], int]:
@@ -26,6 +27,14 @@ def _size(name: str) -> Callable[[str], int]:
 def _drafts(text: str) -> str | int:
     """Parse the value of `--speculate`: a number of tokens to draft, or a word such as auto."""
     return int(text) if text.isdecimal() else text
+
+
+def read_file(name: str, path: Path | None, kind: str) -> str | None:
+    """The text of the file that a setting names, if it does. Raises InputError where it cannot be read."""
+    try:
+        return None if path is None else path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise read_error(Setting(name, path), error, f"name a text file with {kind}") from None
 
 
 def _budget(name: str, help_text: str, **more: Any) -> Any:
@@ -102,6 +111,9 @@ class SourceOptions:
     ]
     cache_limit: Annotated[
         int | None, _budget("cache_limit", "Most that packed models take, like 50GiB; older ones go.", **_OTHER)
+    ] = None
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A file with the chat template to use.", show_default=False, **_OTHER)
     ] = None
     verify: Annotated[bool, typer.Option("--verify", help="First check every byte against its digest.", **_OTHER)] = (
         False

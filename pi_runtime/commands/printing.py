@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pi_runtime import console
+from pi_runtime.errors import size
 
 if TYPE_CHECKING:
     from pi_runtime.engine.generation import Generation
@@ -50,8 +51,8 @@ def _placement_line(device: str, taken: "Allocation") -> str:
     where, plan = "no GPU in use: the CPU stands in for one" if device == "stand-in" else device, taken.plan
     solved = "" if taken.context == plan.context else f" with a context of {taken.context} (solved for {plan.context})"
     return (
-        f"{where}. Placement: {plan.objective} for {console.size(plan.vram_bytes)}, "
-        f"{console.size(taken.total)} used{solved}; to solve another budget: [place] vram_gib, then pi-compile build"
+        f"{where}. Placement: {plan.objective} for {size(plan.vram_bytes)}, "
+        f"{size(taken.total)} used{solved}; to solve another budget: [place] vram_gib, then pi-compile build"
     )
 
 

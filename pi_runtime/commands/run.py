@@ -22,9 +22,10 @@ from pi_runtime.commands.options import (
     BenchOptions,
     SamplingOptions,
     TaskOptions,
+    read_file,
 )
 from pi_runtime.engine.options import EngineOptions, ModelOptions
-from pi_runtime.errors import InputError, Setting, UsageError, read_error
+from pi_runtime.errors import InputError, Setting, UsageError
 
 if TYPE_CHECKING:
     from pi_runtime.commands.prompts import PromptFile
@@ -41,6 +42,10 @@ def main() -> None:
         from pi_runtime.commands.model_cache import app as cache
 
         raise SystemExit(console.run(cache))
+    if sys.argv[1:2] == ["flood"]:
+        from pi_runtime.commands.flood import app as flood
+
+        raise SystemExit(console.run(flood, sys.argv[2:]))
     raise SystemExit(console.run(app))
 
 
@@ -64,14 +69,15 @@ def run(
     version: Annotated[bool, console.VERSION] = False,
 ) -> None:
     """Continue a prompt, answer a file of prompts, chat, or measure, with a packed model. Text goes to stdout as it
-    comes. `pi-run list` shows models that were packed on the way, `pi-run rm NAME` removes one."""
+    comes. `pi-run list` shows models that were packed on the way, `pi-run rm NAME` removes one; `pi-run flood URL` asks
+    a server whether it says the same in any company."""
     _check_task(task, bench, as_json)
     _check_output(task, answer, as_json)
     _check_flags_of_tasks(task, invocation)
     from pi_runtime.commands.chat import read_text
 
     text = read_text(sys.stdin.read) if task.prompt == "-" else task.prompt
-    grammar = _grammar(answer)
+    grammar, template = _grammar(answer), read_file("chat_template", task.chat_template, "a chat template")
     from pi_runtime.commands.model_cache import checked_artifact
 
     task = replace(task, artifact=checked_artifact(task))
@@ -80,6 +86,8 @@ def run(
         return
     began = time.perf_counter()
     with _opened(task.artifact, model_options) as model:
+        if template is not None:
+            model.use_template(template)
         report = _reporter(model, time.perf_counter() - began)
         drawn = _drawn(sampling)
         settings = _settings(model, answer, drawn, grammar)
@@ -155,7 +163,7 @@ def _check_flags_of_tasks(task: TaskOptions, invocation: typer.Context) -> None:
 
 def _grammar(answer: AnswerOptions) -> dict[str, Any]:
     """The grammars that are given, by the names of settings."""
-    schema = _read_file("json_schema", answer.json_schema, "a JSON schema")
+    schema = read_file("json_schema", answer.json_schema, "a JSON schema")
     if schema is not None:
         import json
 
@@ -165,16 +173,8 @@ def _grammar(answer: AnswerOptions) -> dict[str, Any]:
             asked = Setting("json_schema", answer.json_schema)
             raise InputError((asked, ": not JSON"), found=error, remedy="correct the file") from None
     fixed = {"fixed_separators": True} if answer.fixed_separators else {}
-    lark = _read_file("lark", answer.lark, "a Lark grammar")
+    lark = read_file("lark", answer.lark, "a Lark grammar")
     return {"json_schema": schema, "regex": answer.regex, "lark": lark, **fixed}
-
-
-def _read_file(name: str, path: Path | None, kind: str) -> str | None:
-    """The text of the file that a setting names, if it does."""
-    try:
-        return None if path is None else path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise read_error(Setting(name, path), error, f"name a text file with {kind}") from None
 
 
 def _drawn(sampling: SamplingOptions) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import typer
 
 from pi_runtime import console
 from pi_runtime.commands import access
-from pi_runtime.commands.options import ENGINE_FLAGS, MODEL_FLAGS, TITLES, SourceOptions
+from pi_runtime.commands.options import ENGINE_FLAGS, MODEL_FLAGS, TITLES, SourceOptions, read_file
 from pi_runtime.engine.options import EngineOptions, ModelOptions
 from pi_runtime.errors import PiError, TemplateError, UsageError
 from pi_runtime.errors.exit_codes import code_and_message, flag, missing_extra
@@ -48,6 +48,7 @@ class ListenOptions(SourceOptions):
         ),
     ] = None
     name: Annotated[str | None, typer.Option(help="What the model is called; else the file's name.")] = None
+    alias: Annotated[list[str] | None, typer.Option(help="A further name of the model; may be given again.")] = None
     queue: Annotated[int, typer.Option(help="Answers that may wait when all slots are taken.", min=0)] = 64
     numa: Annotated[
         str | None, typer.Option(envvar="PI_NUMA", help="NUMA node to run on, with memory of its own: its number.")
@@ -130,7 +131,8 @@ def serve(
     listen = replace(listen, artifact=checked_artifact(listen))
     tls = access.checked_tls(listen.ssl_certfile, listen.ssl_keyfile)
     say = console.say_now if listen.log_format == "text" else _say_json
-    built = build_app(settings, _opening(listen.artifact, model_options, engine_options, say), console.say_now)
+    opening = _opening(listen, model_options, engine_options, say)
+    built = build_app(settings, opening, console.say_now)
     service = built.state.service
     if listen.verify_meanwhile:
         threading.Thread(target=verify_meanwhile, args=(listen.artifact, service), daemon=True).start()
@@ -159,6 +161,7 @@ def _settings(listen: ListenOptions, defaults: DefaultOptions, slots: int) -> "S
         host=listen.host,
         port=listen.port,
         model_name=listen.name or name_of(listen.artifact),
+        aliases=tuple(listen.alias or ()),
         api_keys=keys,
         allowed_hosts=(*LOOPBACK, *(listen.allowed_host or ())),
         allowed_origins=tuple(listen.allowed_origin or ()),
@@ -182,11 +185,12 @@ def _say_json(said: str) -> None:
 
 
 def _opening(
-    artifact: Path, model_options: ModelOptions, engine_options: EngineOptions, say: Callable[[str], None]
+    listen: ListenOptions, model_options: ModelOptions, engine_options: EngineOptions, say: Callable[[str], None]
 ) -> "Callable[[], Engine]":
-    """What opens the engine. A file that is no artifact is refused now."""
+    """What opens the engine. A file that is no artifact is refused now, and a template that cannot be read."""
     from pi_runtime.artifact.reader import Artifact
 
+    artifact, template = listen.artifact, read_file("chat_template", listen.chat_template, "a chat template")
     Artifact.open(artifact).close()
 
     def opened() -> "Engine":
@@ -199,6 +203,8 @@ def _opening(
             if model.notice is not None:
                 say(model.notice)
             warm_up(model)
+            if template is not None:
+                model.use_template(template)
             with suppress(TemplateError):  # a model without template serves completions
                 _ = model.output  # the template is probed now, not by the first request
             engine = Engine(model, kv_budget=model_options.kv_budget, say=say, **asdict(engine_options))

@@ -13,12 +13,11 @@ import numba
 import numpy as np
 
 from pi_runtime.artifact.buffers import kv_cache
-from pi_runtime.artifact.features import lacking_on_gpu
+from pi_runtime.artifact.features import refuse_lacking
 from pi_runtime.artifact.gpu_buffers import host_bytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer, Manifest
-from pi_runtime.console import size
 from pi_runtime.cuda.decode.device_ops import DeviceOps
 from pi_runtime.cuda.decode.host_ops import HostOps
 from pi_runtime.cuda.decode.schedule import FfnInputs, build_schedule
@@ -29,7 +28,7 @@ from pi_runtime.cuda.memory.kv_residency import KVResidency
 from pi_runtime.cuda.memory.weights import STAGING_NBYTES, WeightStreamer
 from pi_runtime.cuda.memory.workspace import DeviceWorkspace
 from pi_runtime.cuda.prefill.prefill import Prefill, measured_crossover
-from pi_runtime.errors import DoesNotFitError, Setting
+from pi_runtime.errors import Setting, size
 from pi_runtime.execution.executor import DiskStats, Floats, Ints, Observer, SequenceResult, SequenceStep
 from pi_runtime.execution.host import CpuModel, token_blocks
 from pi_runtime.execution.kv_cache import KVCache
@@ -287,17 +286,6 @@ def _implied_rows(layer: Layer, cut: int) -> tuple[int, int]:
     return 0 if rung.picks else cut, cut if rung.dense else 0
 
 
-def check_features(manifest: Manifest) -> None:
-    """Raise DoesNotFitError for a model that does what the GPU tier lacks, by name."""
-    lacking = lacking_on_gpu(manifest.decoder)
-    if lacking:
-        raise DoesNotFitError(
-            "the GPU tier does not compute what this model does",
-            found=", ".join(lacking),
-            remedy=("run it on the CPU: ", Setting("device", "cpu"), ", without ", Setting("vram_budget")),
-        )
-
-
 def open_on_gpu(
     artifact: Artifact,
     mode: str,
@@ -315,7 +303,8 @@ def open_on_gpu(
     With a budget of RAM the CPU's part is kept within it, and rows come from disk (see `ram_budget`).
     Raises DoesNotFitError if no stored plan fits, or if the GPU tier lacks what the model does.
     """
-    check_features(artifact.manifest)
+    remedy = "run it on the CPU: ", Setting("device", "cpu"), ", without ", Setting("vram_budget")
+    refuse_lacking(artifact.manifest.decoder, GPU, remedy)
     start_threads(SPIN_BESIDE_GPU)
     device: Device = Cuda(index)
     free = device.free_bytes()

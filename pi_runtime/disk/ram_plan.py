@@ -19,7 +19,6 @@ from pi_runtime.artifact.rows import (
     PROCESS_NBYTES,
     PROMPT_TOKENS,
     ROW_ARRAYS,
-    all_rows,
     disk_workspace_bytes,
     embedding_on_disk_nbytes,
     embedding_rows,
@@ -29,8 +28,7 @@ from pi_runtime.artifact.rows import (
 )
 from pi_runtime.artifact.rungs import rung_in_mode
 from pi_runtime.artifact.schema import SIDES, Manifest, Plan, RowPlan
-from pi_runtime.console import size
-from pi_runtime.errors import DoesNotFitError, Setting
+from pi_runtime.errors import DoesNotFitError, Setting, size
 from pi_runtime.kernels.data.matrix_view import Ints
 
 _NOT_RESIDENT = (*(f"/ffn/{array}" for array in ROW_ARRAYS), "/ffn/order", "/ffn/counts")
@@ -133,13 +131,6 @@ def fixed_bytes(manifest: Manifest, context: int, cache: str, kv_nbytes: int) ->
     rank = max((layer.rank or 0 for layer in manifest.layers), default=0)
     workspace = disk_workspace_bytes(manifest.decoder, rank, BLOCK_TOKENS, context, cache)
     return PROCESS_NBYTES + sum(resident_nbytes(manifest, whole_embedding=False).values()) + workspace + kv_nbytes
-
-
-def useful_budgets(manifest: Manifest, fixed: int) -> tuple[int, int]:
-    """The smallest budget with which a model runs, and the one from which on nothing is read any more."""
-    d, both = manifest.decoder, sum(slot_nbytes(manifest.decoder, manifest.formats["ffn"]).values())
-    least = fixed + least_row_buffers(d, both)
-    return least, least + all_rows(d, both) + embedding_on_disk_nbytes(d, manifest.formats["embedding"])
 
 
 def plan_for(

@@ -97,6 +97,7 @@ class ChatModel:
     """The part of a model that talks, by its chat template. `Model` is the rest."""
 
     _artifact: Artifact
+    _template: str | None = None
     tokenizer: Tokenizer
     generate: Callable[..., Generation]
 
@@ -150,9 +151,15 @@ class ChatModel:
                 pass
         return found
 
+    def use_template(self, source: str) -> None:
+        """Take a chat template (Jinja) in place of the model's own, from the first chat on."""
+        self._template = source
+
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """The model's own template (Jinja). Raises TemplateError where it has none."""
+        """The model's own template (Jinja), or the one to use. Raises TemplateError where there is none."""
+        if self._template is not None:
+            return ChatTemplate(self._template)
         if "chat_template.jinja" not in self.manifest.files:
             raise TemplateError(
                 f"{self._artifact.path}: the model has no chat template",
@@ -166,7 +173,7 @@ class ChatModel:
     @cached_property
     def output(self) -> OutputFormat:
         """How the model writes calls and thoughts: as plain text where it has no chat template."""
-        has_template = "chat_template.jinja" in self.manifest.files
+        has_template = self._template is not None or "chat_template.jinja" in self.manifest.files
         return OutputFormat.of(self.chat_template if has_template else "", self.tokenizer)
 
     def chat_prompt(

@@ -66,6 +66,13 @@ class NothingShown(_Event):
 
 
 @dataclass(frozen=True)
+class PromptProgress(_Event):
+    """So many tokens of the prompt have been read, or were stored."""
+
+    read: int
+
+
+@dataclass(frozen=True)
 class PromptLogprobs(_Event):
     """The log-probabilities of the prompt's tokens but the first, before anything else of its answers."""
 
@@ -84,11 +91,13 @@ class End(_Event):
     """The log-probability of the token that ended the text and is no part of it, if these were asked for."""
     reasoning_tokens: int = 0
     """Tokens of the answer's thoughts."""
+    stop_string: str | None = None
+    """The stop string that ended it, where one did."""
 
 
 Delta = TextDelta | ReasoningDelta | CallBegan | CallArguments | CallBroken
 """What a parser finds in text."""
-Event = Delta | NothingShown | PromptLogprobs | End
+Event = Delta | NothingShown | PromptProgress | PromptLogprobs | End
 
 
 @dataclass

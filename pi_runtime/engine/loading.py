@@ -146,7 +146,17 @@ def _executor(
             remedy=f"for a budget of RAM {BY_NEURON_REMEDY}; for a GPU: build it for a machine with one",
         )
     if device not in ("cpu", "stand-in"):
-        return _on_gpu(artifact, options, context, threads, progress)
+        if held != "auto":
+            raise DeviceError(
+                (Setting("cache_format", held), " does not go with a GPU"),
+                remedy=(Setting("device", "cpu"), ", or leave the format out"),
+            )
+        from pi_runtime.cuda.executor import open_on_gpu  # noqa: PLC0415  needs torch
+
+        return open_on_gpu(
+            artifact, options.mode, context, threads, index=int(device.partition(":")[2]), progress=progress,
+            vram_budget=options.vram_budget, ram_budget=budget, kv_budget=kv,
+        )  # fmt: skip
     taken = _placement(artifact, context, options.vram_budget) if device == "stand-in" else None
     if budget is None and taken is None and (budget := ram_budget_for(artifact.nbytes)) is not None:
         notice = "the model is larger than the free memory: neurons come from disk"
@@ -170,27 +180,6 @@ def _placement(artifact: Artifact, context: int, vram_budget: int | None) -> All
     """The plan that a stand-in for the GPU follows."""
     check_divisible(artifact.manifest)
     return choose_plan(artifact, context, sys.maxsize if vram_budget is None else vram_budget)
-
-
-def _on_gpu(
-    artifact: Artifact,
-    options: ModelOptions,
-    context: int,
-    threads: int,
-    progress: Callable[[int, int], None] | None,
-) -> Executor:
-    if options.cache_format != "auto":
-        raise DeviceError(
-            (Setting("cache_format", options.cache_format), " does not go with a GPU"),
-            remedy=(Setting("device", "cpu"), ", or leave the format out"),
-        )
-    from pi_runtime.cuda.executor import open_on_gpu  # noqa: PLC0415  needs torch
-
-    index = int(options.device.partition(":")[2])
-    return open_on_gpu(
-        artifact, options.mode, context, threads, index=index, vram_budget=options.vram_budget,
-        ram_budget=options.ram_budget, kv_budget=options.kv_budget, progress=progress,
-    )  # fmt: skip
 
 
 def _check_mode(artifact: Artifact, mode: str) -> None:

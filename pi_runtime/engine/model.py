@@ -13,6 +13,7 @@ import numpy.typing as npt
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Plan
+from pi_runtime.artifact.sizes import parameters
 from pi_runtime.engine.chat import ChatModel
 from pi_runtime.engine.generation import Generation, run_alone
 from pi_runtime.errors import PromptError, Setting, UsageError
@@ -83,6 +84,11 @@ class Model(ChatModel):
     def name(self) -> str:
         """The name of the artifact's file."""
         return self._artifact.path.name
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers its weights are."""
+        return parameters(self.manifest.decoder)
 
     @property
     def nbytes(self) -> int:

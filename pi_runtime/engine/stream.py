@@ -43,6 +43,11 @@ class AnswerIterator(Iterator[str]):
         return self._sequence.ending
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text; None where something else did, or nothing yet."""
+        return self._sequence.stop_string
+
+    @property
     def seed(self) -> int | None:
         """The seed of its draws: with it the same text comes again. None where it is greedy."""
         return self._sequence.seed
@@ -81,6 +86,12 @@ class Stream(AnswerIterator):
         """
         self._sequence.notify = notify
         notify()
+
+    @property
+    def read_tokens(self) -> int | None:
+        """Tokens of the prompt that have been read or were stored; None while it waits for its turn."""
+        read = min(self._sequence.num_computed, len(self.prompt))
+        return read if read or self.is_running else None
 
     def expect_back(self) -> None:
         """Say that the answer calls a tool: its text goes on once the tool has worked, and memory waits for that."""

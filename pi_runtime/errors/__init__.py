@@ -168,3 +168,12 @@ def read_error(
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return kind((what, ": no such file"), remedy=remedy)
     return kind((what, ": cannot be read"), found=error.strerror, remedy=remedy)
+
+
+def size(nbytes: float) -> str:
+    """A number of bytes with its unit: 8589934592 → `8.0 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact.decoder import CLAMP, LATENT_EPS, SWIGLU_SLOPE, Decoder, rotary_table
+from pi_runtime.artifact.features import refuse_lacking
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import DENSE, RUNGS
@@ -73,8 +74,6 @@ UPS: Mapping[str, Callable[[F32], F32]] = {
     "clamped_swiglu": lambda up: np.clip(up, np.float32(-CLAMP), np.float32(CLAMP)) + np.float32(1),
 }
 """What an activation makes of up · x + c."""
-
-
 Bools = npt.NDArray[np.bool_]
 DENSE_LAYER = Layer(rung=DENSE)
 
@@ -86,6 +85,7 @@ def forward(artifact: Artifact, tokens: npt.ArrayLike, mode: str = DENSE) -> F32
     each layer on its stored rung (see `rungs`).
     """
     d, ends = artifact.manifest.decoder, ArtifactWeights(artifact, "")
+    refuse_lacking(d, "numpy")
     x_TD = embed(d, ends, artifact, np.asarray(tokens, np.int64))
     for n, layer in enumerate(artifact.manifest.layers):
         w = ArtifactWeights(artifact, f"layers/{n}/")

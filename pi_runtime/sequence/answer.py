@@ -113,6 +113,11 @@ class AnswerSequence(TokenSequence):
         return self._logprobs[count] if len(self._logprobs) > count else None
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it; None where something else did, or nothing yet."""
+        return self._stop.met if self.finish_reason == "stop" else None
+
+    @property
     def sampling(self) -> Sampling:
         """How its tokens are chosen, with the seed."""
         return self._sampler.sampling

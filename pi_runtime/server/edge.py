@@ -128,14 +128,14 @@ class Guard:
                 named = f"the Origin {origin[:SHOWN_CHARS]!r} is not allowed"
                 said = f"{named}; start the server with --allowed-origin to allow it"
                 raise ApiError(403, said, code="wrong_origin")
-        given = headers.getlist("authorization")
+        given = headers.getlist("authorization") or [f"Bearer {key}" for key in headers.getlist("x-api-key")]
         owner = self._owner(given) if self._keys else ""
         if owner is not None:
             return owner
         if scope["path"] in self._open_paths:
             return ""
         found = "the API key is wrong" if given else "there is no API key"
-        said = f"{found}; send one of the server's as Authorization: Bearer KEY"
+        said = f"{found}; send one of the server's as Authorization: Bearer KEY, or as X-Api-Key"
         raise ApiError(401, said, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     def _is_known(self, host: str, server: tuple[str, int | None] | None) -> bool:

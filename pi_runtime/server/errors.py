@@ -30,8 +30,10 @@ FIELDS = {
 """Fields of a request whose setting of the engine has another name."""
 
 
-OLLAMA = "/api/"
-"""Paths whose errors have Ollama's form."""
+OLLAMA, ANTHROPIC = "/api/", "/v1/messages"
+"""Beginnings of paths whose errors have Ollama's and Anthropic's form."""
+ANTHROPIC_TYPES = {408: "timeout_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+"""Anthropic's types of errors, where OpenAI has another."""
 
 
 def field(setting: Setting) -> str:
@@ -71,7 +73,15 @@ class ApiError(Exception):
 
     def body_at(self, path: str) -> dict[str, Any]:
         """The JSON of the answer to a request of this path."""
+        if path.startswith(ANTHROPIC):
+            return anthropic_body(self)
         return {"error": self.message} if path.startswith(OLLAMA) else self.body()
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """The JSON of an error in Anthropic's form."""
+    kind = ANTHROPIC_TYPES.get(error.status, TYPES.get(error.status, "invalid_request_error"))
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def _unicode(text: str) -> str:

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from pi_runtime.engine.events import End, PromptLogprobs
 from pi_runtime.server.admission import Client, Ticket
-from pi_runtime.server.api.answer import SSE, AnswerWriter, GatheredAnswer, Lazily, to_json
+from pi_runtime.server.api.answer import AnswerWriter, GatheredAnswer, Lazily, to_json
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.errors import ApiError, failed
 from pi_runtime.server.in_flight import InFlight
@@ -26,7 +26,6 @@ from pi_runtime.server.settings import Limits
 
 PIECE_BYTES = 64 << 10
 """What is sent of a whole answer at a time."""
-KEEP_ALIVE = b": keep-alive\n\n"
 STREAM_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
@@ -40,10 +39,10 @@ class ResponseSender:
     async def send(self, request: InFlight) -> None:
         """Send all answers to a request. Raises ApiError for what ends it before."""
         while not request.ended:
-            if await request.wait(self._keep_alive_s):
-                data = await self._written(request)
-            else:
-                data = KEEP_ALIVE if self._writer.media == SSE else b""
+            has_come = await request.wait(self._keep_alive_s)
+            data = await self._written(request)
+            if not has_come:
+                data = data or self._writer.alive
             if self._streams and data:
                 await self._say(data)
         if self._streams:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from pi_runtime.engine.engine import Engine
-from pi_runtime.engine.events import CallBegan, End, Event, PromptLogprobs
+from pi_runtime.engine.events import CallBegan, End, Event, PromptLogprobs, PromptProgress
 from pi_runtime.engine.model import Model
 from pi_runtime.engine.stream import Reading, Scores, Stream
 from pi_runtime.server.admission import Client
@@ -20,6 +20,9 @@ from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.errors import ApiError, failed
 from pi_runtime.server.metrics import Metrics
 from pi_runtime.server.settings import ServerSettings
+
+PROGRESS_S = 0.5
+"""Seconds between looks at how much of a prompt has been read."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -34,6 +37,8 @@ class _AnswerInFlight(GatheredAnswer):
     nothing of the kind to wait for."""
     num_tokens: int = 0
     num_chars: int = 0
+    told: int = -1
+    """The tokens of its prompt that were read when that was said last."""
     latest: float = 0.0
     """When the latest text or token of it came."""
     has_ended: bool = False
@@ -63,6 +68,7 @@ class InFlight:
     ) -> None:
         """Hand the texts to the engine. Raises what the engine says of those that cannot be run."""
         self._metrics, self._limits, self._arrived = metrics, settings.limits, arrived
+        self._shows_progress = prompt.shows_progress
         # Only requests of one key, and with the same `cache_salt`, share what is stored of prompts.
         salt = f"{'' if settings.share_prefixes else client.owner}:{prompt.cache_salt or ''}"
         self._answers: list[_AnswerInFlight] = []
@@ -116,9 +122,12 @@ class InFlight:
         self._news.set()
 
     async def wait(self, seconds: float) -> bool:
-        """Wait at most so long for something to come; returns whether something has."""
+        """Wait at most so long for something to come; returns whether something has.
+
+        While it is to be said how much of a prompt has been read, that is looked at in shorter times."""
+        is_read = not self._shows_progress or self._answers[0].num_tokens
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds if is_read else min(seconds, PROGRESS_S)):
                 await self._news.wait()
         except TimeoutError:
             return False
@@ -161,6 +170,12 @@ class InFlight:
 
     def _read_stream(self, answer: _AnswerInFlight, stream: Stream) -> Iterator[Event]:
         output = stream.read()
+        if self._shows_progress and answer.index == 0 and (read := stream.read_tokens) is not None:
+            stats = stream.stats
+            for known in (stats.cached_tokens, read):
+                if known > answer.told:
+                    answer.told = known
+                    yield PromptProgress(known, stats=stats)
         first, answer.num_tokens = answer.num_tokens, max(output.num_tokens, answer.num_tokens)
         answer.num_chars += len(output.text)
         if output.text or answer.num_tokens > first:
@@ -173,7 +188,7 @@ class InFlight:
             answer.has_ended = True
             assert stream.finish_reason is not None
             self._metrics.count(stream.stats)
-            yield from answer.reader.end(stream.finish_reason, stream.stats, stream.ending)
+            yield from answer.reader.end(stream.finish_reason, stream.stats, stream.ending, stream.stop_string)
 
     def _time(self, answer: _AnswerInFlight, tokens: int) -> None:
         """Count how long a part of so many tokens took to come."""

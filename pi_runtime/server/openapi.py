@@ -10,7 +10,7 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 
 from pi_runtime.server.api.answer import SSE
 from pi_runtime.server.api.ollama import LATEST
-from pi_runtime.server.errors import OLLAMA
+from pi_runtime.server.errors import ANTHROPIC, OLLAMA
 
 JSON, TEXT, HTML = "application/json", "text/plain", "text/html"
 REFERENCE = "#/components/schemas/{model}"
@@ -23,6 +23,7 @@ ERRORS = {
     413: "The body is too large.",
     429: "The queue is full; `Retry-After` says when to ask again.",
     500: "A fault of the server.",
+    501: "The model cannot do that.",
     503: "The model is loading, or the server is ending.",
 }
 
@@ -46,6 +47,13 @@ class OllamaErrorBody(TypedDict):
     """An error in Ollama's form."""
 
     error: str
+
+
+class AnthropicError(TypedDict):
+    """An error in Anthropic's form."""
+
+    type: Literal["error"]
+    error: dict[str, str]
 
 
 class Health(TypedDict):
@@ -92,13 +100,13 @@ class Route:
         return sorted({*common, *self.errors})
 
 
-def document(model_name: str, routes: Sequence[Route], *, refuses_unknown: bool = True) -> dict[str, Any]:
-    """The document of a server for a model of this name, which refuses fields that it does not know, or does not."""
+def document(names: Sequence[str], routes: Sequence[Route], *, refuses_unknown: bool = True) -> dict[str, Any]:
+    """The document of a server for a model of these names, which refuses fields that it does not know, or does not."""
     schemas, components = _schemas(routes)
     for component in components.values():
         if component.get("additionalProperties") is True:  # a request's
             component["additionalProperties"] = not refuses_unknown
-            _name_model(component, model_name)
+            _name_model(component, names)
     paths: dict[str, Any] = {}
     for route in routes:
         paths.setdefault(route.shown_path, {})[route.method.lower()] = _described(route, schemas)
@@ -124,18 +132,25 @@ def _schemas(routes: Sequence[Route]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _types(route: Route) -> Iterator[Any]:
     yield from (kind for kind in (route.body, route.answer, route.chunk) if kind is not None)
-    yield OllamaErrorBody if route.path.startswith(OLLAMA) else Error
+    yield _error(route)
+
+
+def _error(route: Route) -> Any:
+    """The type of a route's errors."""
+    forms = {ANTHROPIC: AnthropicError, OLLAMA: OllamaErrorBody}
+    return next((form for start, form in forms.items() if route.path.startswith(start)), Error)
 
 
 def _key(kind: Any) -> str:
     return str(getattr(kind, "__name__", kind))
 
 
-def _name_model(schema: dict[str, Any], name: str) -> None:
-    """Let the schema of a request allow the name of the one model only."""
-    model = schema.get("properties", {}).get("model")
-    if model is not None and model.get("type") == "string":
-        model["enum"] = [name, name + LATEST] if schema["title"].startswith("Ollama") else [name]
+def _name_model(schema: dict[str, Any], names: Sequence[str]) -> None:
+    """Let the schema of a request allow the names of the one model only."""
+    for model in schema.get("properties", {}).get("model", {}).get("anyOf", ()):
+        if model["type"] == "string":
+            more = [name + LATEST for name in names] if schema["title"].startswith("Ollama") else []
+            model["enum"] = [*names, *more]
 
 
 def _described(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +169,7 @@ def _described(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
         content[route.plain_media] = {}
     if route.chunk is not None:
         content[route.stream_media] = {"x-itemSchema": schemas[_key(route.chunk)]}
-    error = schemas[_key(OllamaErrorBody if route.path.startswith(OLLAMA) else Error)]
+    error = schemas[_key(_error(route))]
     found["responses"] = {
         str(status): {"description": ERRORS[status], "content": {JSON: {"schema": error}}} for status in route.statuses
     }

@@ -6,7 +6,7 @@ The application and its OpenAPI document are made of it.
 import base64
 import hashlib
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_type_hints
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pi_runtime.server.api import chat, completions, ollama, plain, responses
+from pi_runtime.server.api import anthropic, chat, completions, native, ollama, plain, responses
 from pi_runtime.server.api.answer import AnswerWriter, to_json
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.served import Served
@@ -157,9 +157,12 @@ async def props(service: Service, _: Request) -> Response:
     """Model, settings and defaults of the server."""
     served, settings = service.served, service.settings
     model = served.model
+    defaults = {**served.generation, **settings.sampling}
     return JSONResponse(
         {
             "model": served.name,
+            "model_alias": served.name,
+            "model_path": model.name,
             "context": model.context,
             "mode": model.mode,
             "rungs": model.manifest.rungs_in(model.mode),
@@ -168,7 +171,8 @@ async def props(service: Service, _: Request) -> Response:
             "total_slots": settings.slots,
             "queue": settings.queue,
             "system_fingerprint": served.fingerprint,
-            "generation_defaults": {**served.generation, **settings.sampling},
+            "generation_defaults": defaults,
+            "default_generation_settings": {"n_ctx": model.context, "params": defaults},
         }
     )
 
@@ -184,23 +188,23 @@ async def ollama_version(_service: Service, _: Request) -> Response:
 
 
 @cache
-def _document(model_name: str, *, refuses_unknown: bool) -> bytes:
+def _document(names: Sequence[str], *, refuses_unknown: bool) -> bytes:
     """The OpenAPI document, made once, for it takes some tenths of a second."""
-    return to_json(document(model_name, ROUTES, refuses_unknown=refuses_unknown))
+    return to_json(document(names, ROUTES, refuses_unknown=refuses_unknown))
 
 
 async def openapi(service: Service, _: Request) -> Response:
     """The OpenAPI document."""
     settings = service.settings
-    found = _document(settings.model_name, refuses_unknown=settings.unknown_fields == "refuse")
+    found = _document(settings.names, refuses_unknown=settings.unknown_fields == "refuse")
     return Response(found, media_type=JSON)
 
 
-def _generated(path: str, summary: str, to_prompt: Callable[..., Any], writer: Any) -> Route:
+def _generated(path: str, summary: str, to_prompt: Callable[..., Any], writer: Any, *errors: int) -> Route:
     """The route of a form of API: a function that makes a prompt of its body, and the class that writes answers."""
     types = {"body": get_type_hints(to_prompt)["body"], "answer": writer.answer_type, "chunk": writer.chunk_type}
     handler = Generated(to_prompt, writer)
-    return Route("POST", path, summary, handler, stream_media=writer.media, errors=(404,), **types)
+    return Route("POST", path, summary, handler, stream_media=writer.media, errors=(404, *errors), **types)
 
 
 def _computed(path: str, summary: str, compute: Callable[..., Any], *errors: int) -> Route:
@@ -233,6 +237,7 @@ OWN_ROUTES = (
         "Texts continued, and log-probabilities of texts.",
         completions.completion_request,
         completions.CompletionWriter,
+        501,
     ),
     _generated(
         "/v1/responses",
@@ -240,20 +245,36 @@ OWN_ROUTES = (
         responses.response_request,
         responses.ResponseWriter,
     ),
-    Route(
-        "POST",
-        "/v1/embeddings",
-        "Refused: the model writes text.",
-        Computed(plain.embeddings),
-        body=plain.EmbeddingsRequest,
-        is_refused=True,
+    _generated(
+        "/v1/messages",
+        "Anthropic's form: the assistant's next turn.",
+        anthropic.messages_request,
+        anthropic.MessagesWriter,
+    ),
+    _generated("/completion", "llama-server's completion.", native.native_request, native.NativeWriter, 501),
+    _generated("/infill", "Code filled in.", native.infill_request, native.NativeWriter, 501),
+    _computed("/v1/messages/count_tokens", "The tokens of a conversation.", plain.count_message_tokens, 404),
+    _computed("/v1/responses/input_tokens", "The tokens of a turn's input.", plain.count_response_tokens, 404),
+    _computed("/v1/chat/completions/input_tokens", "The tokens of a chat.", plain.count_chat_tokens, 404),
+    *(
+        Route(
+            *("POST", path, "Refused: the model writes text.", Computed(plain.refuse)),
+            body=plain.ComparisonRequest,
+            is_refused=True,
+            errors=(501,),
+        )
+        for path in ("/v1/embeddings", "/v1/rerank")
     ),
     _computed("/tokenize", "The tokens of a text.", plain.tokenize),
     _computed("/detokenize", "The text of tokens.", plain.detokenize),
     _computed("/apply-template", "The prompt of a chat.", plain.apply_template, 404),
     _generated("/api/chat", "Ollama's chat.", ollama.ollama_chat_request, ollama.OllamaChatWriter),
     _generated(
-        "/api/generate", "Ollama's answer to a prompt.", ollama.ollama_generate_request, ollama.OllamaGenerateWriter
+        "/api/generate",
+        "Ollama's answer to a prompt.",
+        ollama.ollama_generate_request,
+        ollama.OllamaGenerateWriter,
+        501,
     ),
     _described("/api/tags", "Ollama's list of models.", ollama.tags),
     _described("/api/ps", "Ollama's list of loaded models.", ollama.running),
@@ -263,8 +284,12 @@ OWN_ROUTES = (
 
 ALIASES = {
     "/v1/health": "/health",
+    "/models": "/v1/models",
     "/chat/completions": "/v1/chat/completions",
     "/completions": "/v1/completions",
+    "/responses": "/v1/responses",
+    "/embeddings": "/v1/embeddings",
+    "/rerank": "/v1/rerank",
 }
 """Further paths, as llama-server has them, of clients whose base URL has `/v1` where it should not, or lacks it."""
 ROUTES = (

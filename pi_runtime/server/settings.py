@@ -47,6 +47,8 @@ class ServerSettings:
     """0 takes a free one."""
     model_name: str = "model"
     """What `/v1/models` calls the model: the name of the artifact's file."""
+    aliases: tuple[str, ...] = ()
+    """Further names by which requests may ask for it."""
     api_keys: tuple[str, ...] = ()
     """Any of these opens every route; without one no key is asked for."""
     allowed_hosts: tuple[str, ...] = LOOPBACK
@@ -80,6 +82,11 @@ class ServerSettings:
     max_tokens: int | None = None
     """Most tokens of an answer where a request does not say; None leaves that to the form of API."""
     limits: Limits = field(default_factory=Limits)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model."""
+        return self.model_name, *self.aliases
 
     @property
     def most_connections(self) -> int:

@@ -160,6 +160,18 @@ class Grammar:
         """Text that follows from the rule `start` of a Lark grammar, as llguidance writes these."""
         return cls("lark", grammar)
 
+    @classmethod
+    def gbnf(cls, grammar: str) -> Self:
+        """Text that follows from the rule `root` of a grammar in llama.cpp's form. Raises UsageError for no such."""
+        try:
+            from llguidance.gbnf_to_lark import gbnf_to_lark  # noqa: PLC0415  optional
+
+            return cls.lark(gbnf_to_lark(grammar))
+        except ModuleNotFoundError as error:
+            raise (missing_extra(error.name or "") or error) from None
+        except Exception as error:
+            raise UsageError("no GBNF", setting=Setting("grammar"), found=str(error)[:200]) from None
+
 
 class GrammarCompiler:
     """Compiles grammars for one model's tokens. Building it takes up to a second for a large vocabulary.

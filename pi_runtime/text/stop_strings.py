@@ -28,23 +28,26 @@ class StopStrings:
             raise UsageError("an empty stop string", setting=Setting("stop"), expected="at least one character")
         found = [name for name in special if any(name in stop for stop in stops)]
         self._marks = dict(zip(sorted(found, key=len, reverse=True), map(chr, MARKS), strict=False))
-        self._stops = tuple(dict.fromkeys([*stops, *map(self._marked, stops)]))
+        self._stops = {form: stop for stop in reversed(stops) for form in (self._marked(stop), stop)}
+        """What ends a text, each with the stop string that it stands for."""
         self._longest = max(map(len, stops), default=0)
         self._held = ""
-        self._stopped = False
+        self.met: str | None = None
+        """The stop string that ended the text."""
 
     def push(self, part: str, special: str | None = None) -> tuple[str, bool]:
         """Take the next part, and the name of a special token after it, whose text is not shown.
 
         Returns the text that can be shown now, and whether the text has ended.
         """
-        if self._stopped:
+        if self.met is not None:
             return "", True
         text = self._held + part + self._marks.get(special or "", "")
-        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        matches = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if matches:
-            self._held, self._stopped = "", True
-            return self._shown(text[: min(matches)[1]]), True
+            _, start, stop = min(matches)
+            self._held, self.met = "", self._stops[stop]
+            return self._shown(text[:start]), True
         cut = len(text) - self._pending(text)
         self._held = text[cut:]
         return self._shown(text[:cut]), False

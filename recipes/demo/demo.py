@@ -20,6 +20,7 @@ from pi_compile.evaluation.fidelity import evaluate
 from pi_compile.pipeline.pipeline import Pipeline
 from pi_runtime import Sampling, console, load
 from pi_runtime.commands.warm_up import warm_up
+from pi_runtime.errors import size
 
 HERE = Path(__file__).parent
 PROMPT = "The with statement is used to"
@@ -53,7 +54,7 @@ def table(pipeline: Pipeline, packed: dict[str, Any], found: dict[str, Any]) -> 
     profile, modes = pipeline.profile, list(found["tokens_per_s"])
     shown = Table(title="What was done", show_header=False, title_justify="left")
     rows = {
-        "artifact": f"{console.size(packed['bytes'])}, sha256 {packed['sha256'][:16]}…",
+        "artifact": f"{size(packed['bytes'])}, sha256 {packed['sha256'][:16]}…",
         "neurons that fire": " ".join(f"{100 * d:.1f} %" for d in profile.density()) + " by layer",
         "hot share": f"{100 * np.mean(profile.cumulative_curve()[:, 20]):.0f} % of activations in the hottest fifth",
         "rungs": ", ".join(
@@ -62,7 +63,7 @@ def table(pipeline: Pipeline, packed: dict[str, Any], found: dict[str, Any]) -> 
         "perplexity": _by_mode(found["perplexity"], modes, "{:.4f}"),
         "FFN bytes / token": _by_mode(found["ffn_bytes_per_token"], modes, "{:,.0f}"),
         "same next token": _by_mode(found["agreement"], modes[1:], "{:.4f}") + " of dense",
-        "placements stored": ", ".join(console.size(plan.vram_bytes) for plan in pipeline.plans),
+        "placements stored": ", ".join(size(plan.vram_bytes) for plan in pipeline.plans),
     }
     for name, value in rows.items():
         shown.add_row(name, value)
@@ -71,11 +72,11 @@ def table(pipeline: Pipeline, packed: dict[str, Any], found: dict[str, Any]) -> 
 
 def show_gain(folder: Path) -> None:
     """Measure the made-up model in `folder`, if there is room for it, and say what one sees."""
-    size = console.size(gain.nbytes(gain.MODEL))
+    made_up = size(gain.nbytes(gain.MODEL))
     if short := gain.shortage(gain.MODEL, folder):
-        console.say(f"\nThe comparison on a made-up model of {size} is left out. It needs {short}.")
+        console.say(f"\nThe comparison on a made-up model of {made_up} is left out. It needs {short}.")
         return
-    console.say(f"\nMaking a model of {size}, to decode with it in all modes; its file is deleted afterwards.\n")
+    console.say(f"\nMaking a model of {made_up}, to decode with it in all modes; its file is deleted afterwards.\n")
     bandwidth, speeds = gain.measure(gain.MODEL, folder, (HERE / "tokenizer.json").read_bytes())
     Console().print(gain.table(gain.MODEL, bandwidth, speeds), "", gain.sentence(speeds), sep="\n")
 

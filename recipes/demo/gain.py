@@ -18,9 +18,10 @@ from rich.table import Table
 from sparse_model import Decoding, Spec, build, decode
 
 from pi_compile.machine.doctor import usable_cores
-from pi_runtime import console, load
+from pi_runtime import load
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.sizes import PARTS, array_specs
+from pi_runtime.errors import size
 from pi_runtime.execution.devices import available_memory
 from pi_runtime.kernels.benchmarks import most_threads, read_bandwidth
 
@@ -86,7 +87,7 @@ def shortage(spec: Spec, folder: Path) -> str | None:
     if memory is not None:
         needs["memory"] = (MEMORY_FACTOR * nbytes(spec), memory)
     short = {what: amounts for what, amounts in needs.items() if amounts[1] < amounts[0]}
-    told = (f"{console.size(need)} of {what}, {console.size(free)} free" for what, (need, free) in short.items())
+    told = (f"{size(need)} of {what}, {size(free)} free" for what, (need, free) in short.items())
     return " and ".join(told) or None
 
 

@@ -10,7 +10,7 @@ Matrices: each kind alone in 4 to 8 bits, all layers. Blocks of `down` lie along
 Neurons: all FFNs in 4 or 5 bits, against the hottest neurons of each layer in more bits and the rest in fewer, and
 against 3 to 6 bits for each neuron, by its heat. A neuron is as hot as what it adds to the state: its mean square times
 that of its row of `down`.
-Layers: attention and FFN of each layer in 3 to 8 bits, divided exactly (`multiple_choice_knapsack`) at the bytes of b
+Layers: attention and FFN of each layer in 3 to 8 bits, divided exactly (`most_value`) at the bytes of b
 bits for all, by the divergences that each costs alone.
 """
 
@@ -22,7 +22,7 @@ import torch
 from quality import MATRICES, Model, parsed
 
 from pi_compile.calibration.quantising.compensation import down, neuron_ranges, second_moments
-from pi_compile.placement.solvers.multiple_choice_knapsack import ItemClass, solve
+from pi_compile.placement.solvers.constrained_path import most_value
 from pi_compile.torch_model import decoder as td
 
 BLOCK = 32
@@ -173,11 +173,11 @@ def layer_rows(study: Study) -> Iterator[tuple[str, float, float]]:
     for size, cost in zip(sizes, costs, strict=True):
         falling = np.minimum.accumulate(cost)
         gains = [round(1e9 * (falling[0] - c)) for c in falling]
-        classes.append(ItemClass(np.array([size * (b - 3) for b in WIDTHS]), np.array(gains)))
+        classes.append((np.array([size * (b - 3) for b in WIDTHS]), np.array(gains)))
     names = {name: part for part, matrices in PARTS.items() for name in matrices}
     for b in (4, 5, 6):
-        taken = solve(classes, sum(sizes) * (b - 3))
-        chosen = {at: WIDTHS[item] for at, item in zip(places, taken.items, strict=True)}
+        taken = most_value(classes, sum(sizes) * (b - 3))
+        chosen = {at: WIDTHS[item] for at, item in zip(places, taken, strict=True)}
         divided = study.divergence(study.with_bits(lambda n, name, c=chosen: c[n, names[name]]))  # type: ignore[misc]
         alike = study.divergence(study.with_bits(lambda _n, _name, b=b: b))  # type: ignore[misc]
         yield f"attention and FFN of each layer, {b} bits", divided, alike

@@ -3,9 +3,11 @@
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
-from support.documents import DOCS, page
+import typer
+from support.documents import DOCS, blocks, commands, page
 from support.paths import ROOT
 
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
@@ -57,6 +59,29 @@ def test_exit_codes_are_those_of_the_errors() -> None:
     codes = {one.exit_code for one in vars(errors).values() if isinstance(one, type) and hasattr(one, "exit_code")}
     listed = {int(code) for code in re.findall(r"^\| (\d+) \|", page("reference/exit-codes.md"), re.M)}
     assert listed == codes | {0, 1, 5, exit_codes.INTERRUPTED}
+
+
+def test_flags_are_those_of_the_pages() -> None:
+    """A new flag is a decision: a page tells of it. And no command on a page has a flag that is not there."""
+    for name in ("torch", "transformers", "starlette"):
+        pytest.importorskip(name)
+    from pi_compile.cli.main import app as pi_compile
+    from pi_runtime.commands import run, serve
+
+    told = "\n".join(path.read_text(encoding="utf-8") for path in [*DOCS.rglob("*.md"), ROOT / "README.md"])
+    programs: dict[str, Any] = {"pi-compile": pi_compile, "pi-run": run.app, "pi-serve": serve.app}
+    for program, app in programs.items():
+        command = typer.main.get_command(app)
+        options = [p for one in (command, *getattr(command, "commands", {}).values()) for p in one.params]
+        options = [one for one in options if one.param_type_name == "option" and "completion" not in one.opts[0]]
+        untold = [one.opts for one in options if not any(re.search(rf"{flag}\b(?!-)", told) for flag in one.opts)]
+        assert untold == []
+        named = {one.envvar: max(one.opts, key=len) for one in options if one.envvar}
+        assert named == {f"PI_{flag[2:].upper().replace('-', '_')}": flag for flag in named.values()}
+        flags = {flag for one in options for flag in one.opts} | {"--help", "--install-completion"}
+        lines = [line for block in blocks(told) for line in commands(block.text) if line.startswith(program + " ")]
+        named = {flag for line in lines for flag in re.findall(r" (--[a-z][a-z-]*)", line.partition(" -- ")[0])}
+        assert named - flags == set()
 
 
 def test_the_readme_is_short() -> None:

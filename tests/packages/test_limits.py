@@ -11,15 +11,15 @@ from support.paths import ROOT
 
 PACKAGES = ("pi_compile", "pi_runtime")
 FILE_LINES, CLASS_LINES, FUNCTION_LINES, PARAMETERS = 700, 300, 60, 10
-ROOMS = {"pi_compile": (22, 85), "pi_runtime": (16, 50)}
+ROOMS = {"pi_compile": (22, 82), "pi_runtime": (16, 47)}
 """Most rooms of each package, and most arrows between them."""
 ROOM_LINES = {
-    ("pi_runtime/server",): 5950,
-    ("pi_runtime/engine",): 5750,
+    ("pi_runtime/server",): 6850,
+    ("pi_runtime/engine",): 5800,
     ("pi_runtime/execution", "pi_runtime/disk"): 5000,
     ("pi_runtime/kernels",): 8250,
     ("pi_runtime/cuda",): 4300,
-    ("pi_compile/checkpoint",): 6450,
+    ("pi_compile/checkpoint",): 6600,
     ("pi_compile/sparsification",): 2650,
 }
 """Most lines of rooms: what they had when this was written, rounded up to 50."""

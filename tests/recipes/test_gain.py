@@ -11,6 +11,7 @@ from sparse_model import Spec
 
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.sizes import ArraySpec
+from pi_runtime.errors import size
 
 TOKENIZER = (Path(gain.__file__).parent / "tokenizer.json").read_bytes()
 
@@ -71,9 +72,6 @@ def test_what_is_short_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr(gain, "available_memory", lambda: 1 << 40)
     assert gain.shortage(gain.MODEL, tmp_path) is None
     monkeypatch.setattr(gain, "available_memory", lambda: 1 << 30)
-    assert (
-        gain.shortage(gain.MODEL, tmp_path)
-        == f"{gain.console.size(4 * gain.nbytes(gain.MODEL))} of memory, 1.0 GiB free"
-    )
+    assert gain.shortage(gain.MODEL, tmp_path) == f"{size(4 * gain.nbytes(gain.MODEL))} of memory, 1.0 GiB free"
     monkeypatch.setattr(gain.shutil, "disk_usage", lambda _: gain.shutil._ntuple_diskusage(0, 0, 1 << 20))
     assert "of disk space, 1.0 MiB free and" in (gain.shortage(gain.MODEL, tmp_path) or "")

@@ -8,8 +8,8 @@ from typing import Any
 
 from pi_runtime import Model
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.rows import read_nbytes
-from pi_runtime.disk.ram_plan import batch_rows, plan_for, sequence_kv_bytes, useful_budgets
+from pi_runtime.artifact.rows import read_nbytes, useful_budgets
+from pi_runtime.disk.ram_plan import batch_rows, plan_for, sequence_kv_bytes
 from pi_runtime.disk.reader import Reader
 from pi_runtime.execution.disk_rows import DiskRows
 from pi_runtime.execution.host_executor import HostExecutor

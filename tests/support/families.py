@@ -159,6 +159,20 @@ class Case:
     """Saves a random model, and returns its definition, where transformers has no class."""
     predictors: str = ""
     """Name of the modules that have a predictor beside them."""
+    not_in_gguf: str = ""
+    """The reason why llama.cpp's converter makes no file of it that is held against transformers."""
+
+    @property
+    def model_type(self) -> str:
+        """Name of its family."""
+        of_class = getattr(tf, f"{self.model}Config", None)
+        return str(self.own.get("model_type") or (of_class.model_type if of_class else self.model.lower()))
+
+    @property
+    def neurons(self) -> str:
+        """The key that says how many neurons an FFN has, or an expert's."""
+        keys = "moe_intermediate_size", "moe_ffn_hidden_size", "n_inner", "ffn_dim", "ffn_hidden_size"
+        return next((key for key in keys if key in self.fields), "intermediate_size")
 
 
 OWN = {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}}
@@ -167,7 +181,11 @@ CASES: dict[str, Case] = {
     "llama-gelu-tied": Case("Llama", LLAMA | {"hidden_act": "gelu", "tie_word_embeddings": True}),
     **{f"llama-{kind}": Case("Llama", LLAMA | {"rope_parameters": fields}) for kind, fields in SCALED.items()},
     "mistral": Case("Mistral", LLAMA | {"sliding_window": None}),
-    "mistral-window": Case("Mistral", LLAMA | {"sliding_window": 19, "hidden_act": "relu"}),
+    "mistral-window": Case(
+        "Mistral",
+        LLAMA | {"sliding_window": 19, "hidden_act": "relu"},
+        not_in_gguf="the converter leaves out the window",
+    ),
     "qwen2": Case(
         "Qwen2",
         {k: v for k, v in LLAMA.items() if k != "head_dim"} | {"num_attention_heads": 3, "num_key_value_heads": 1},
@@ -178,25 +196,35 @@ CASES: dict[str, Case] = {
         LLAMA | {"moe_intermediate_size": 53, "num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True},
     ),
     "qwen3-moe-unnormalised": Case(
-        "Qwen3Moe", LLAMA | {"moe_intermediate_size": 53, "num_experts": 5, "num_experts_per_tok": 2}
+        "Qwen3Moe",
+        LLAMA | {"moe_intermediate_size": 53, "num_experts": 5, "num_experts_per_tok": 2},
+        not_in_gguf="the converter leaves out that weights are not normalised",
     ),
     "olmoe": Case("Olmoe", OLMOE),
     "olmoe-normalised": Case(
-        "Olmoe", OLMOE | {"norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 6}
+        "Olmoe",
+        OLMOE | {"norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 6},
+        not_in_gguf="the converter leaves out that weights are normalised",
     ),
     "olmo2": Case("Olmo2", OLMO2),
     "olmo2-biases": Case("Olmo2", OLMO2 | {"attention_bias": True, "num_key_value_heads": 6, "hidden_act": "relu"}),
-    "granite": Case("Granite", LLAMA | GRANITE),
     "granite-biases": Case(
         "Granite", LLAMA | GRANITE | {"attention_bias": True, "mlp_bias": True, "hidden_act": "relu"}
     ),
+    "granite": Case("Granite", LLAMA | GRANITE),
     "granitemoe": Case("GraniteMoe", MIXTRAL | GRANITE),
-    "smollm3": Case("SmolLM3", OLMO2 | {"num_hidden_layers": 4}),
     "smollm3-listed": Case(
-        "SmolLM3", OLMO2 | {"no_rope_layers": [0, 1, 0, 1, 0], "attention_bias": True, "tie_word_embeddings": False}
+        "SmolLM3",
+        OLMO2 | {"no_rope_layers": [0, 1, 0, 1, 0], "attention_bias": True, "tie_word_embeddings": False},
+        not_in_gguf="llama.cpp leaves every fourth layer without rotation",
     ),
-    "nanochat": Case("NanoChat", OLMO2),
-    "nanochat-uncapped": Case("NanoChat", OLMO2 | {"final_logit_softcapping": None, "tie_word_embeddings": True}),
+    "smollm3": Case("SmolLM3", OLMO2 | {"num_hidden_layers": 4}),
+    "nanochat": Case("NanoChat", OLMO2, not_in_gguf="llama.cpp has no such architecture"),
+    "nanochat-uncapped": Case(
+        "NanoChat",
+        OLMO2 | {"final_logit_softcapping": None, "tie_word_embeddings": True},
+        not_in_gguf="llama.cpp has no such architecture",
+    ),
     "smallthinker": Case("SmallThinker", smallthinker.FIELDS, made=smallthinker.random_smallthinker),
     "smallthinker-softmax-tied": Case(
         "SmallThinker",
@@ -207,6 +235,7 @@ CASES: dict[str, Case] = {
     "gemma3-listed": Case(
         "Gemma3Text",
         GEMMA3 | {"layer_types": ["full_attention", "sliding_attention"], "final_logit_softcapping": 2.0},
+        not_in_gguf="llama.cpp has a window in five layers of six",
     ),
     "glm4-moe": Case("Glm4Moe", GLM),
     "glm4-moe-groups": Case(
@@ -216,7 +245,6 @@ CASES: dict[str, Case] = {
         | {"first_k_dense_replace": 0, "num_experts_per_tok": 3},
     ),
     "glm4-moe-unnormalised": Case("Glm4Moe", GLM | {"norm_topk_prob": False, "intermediate_size": 159}),
-    "deepseek-v2": Case("DeepseekV2", MLA | {"kv_lora_rank": 22, "q_lora_rank": None, "rope_parameters": MLA_YARN}),
     "deepseek-v2-groups": Case(
         "DeepseekV2",
         MLA
@@ -227,34 +255,48 @@ CASES: dict[str, Case] = {
             "topk_group": 2,
             "attention_bias": True,
         },
+        not_in_gguf="llama.cpp has no biases for DeepSeek",
     ),
+    "deepseek-v2": Case("DeepseekV2", MLA | {"kv_lora_rank": 22, "q_lora_rank": None, "rope_parameters": MLA_YARN}),
     "deepseek-v3": Case("DeepseekV3", MLA | {"n_group": 3, "topk_group": 2, "rope_parameters": MLA_YARN}),
     "glm4-moe-lite": Case("Glm4MoeLite", GLM_LITE, {"mlp_layer_types": None, "first_k_dense_replace": 1}),
     "glm4-moe-lite-listed": Case("Glm4MoeLite", GLM_LITE),
     "gpt-oss": Case("GptOss", GPT_OSS, {"layer_types": None}),
     "gpt-oss-listed": Case(
-        "GptOss", GPT_OSS | {"layer_types": ["full_attention", "sliding_attention"], "attention_bias": False}
+        "GptOss",
+        GPT_OSS | {"layer_types": ["full_attention", "sliding_attention"], "attention_bias": False},
+        not_in_gguf="llama.cpp has a window in every other layer",
     ),
-    "arcee": Case("Arcee", LLAMA),
-    "bitnet": Case("BitNet", OLMO2 | {"bos_token_id": 1}),
     "arcee-biases": Case("Arcee", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "arcee": Case("Arcee", LLAMA),
+    "bitnet": Case(
+        "BitNet",
+        OLMO2 | {"bos_token_id": 1},
+        not_in_gguf="the converter rounds its weights, and BitNet is not read from GGUF",
+    ),
     "phi3": Case("Phi3", PHI3),
     "phi3-window": Case("Phi3", PHI3 | {"sliding_window": 19, "num_key_value_heads": 6}),
-    "nemotron": Case("Nemotron", LLAMA | {"head_dim": 12, "partial_rotary_factor": 0.5}),
     "nemotron-biases": Case("Nemotron", LLAMA | {"head_dim": 12, "attention_bias": True, "mlp_bias": True}),
+    "nemotron": Case("Nemotron", LLAMA | {"head_dim": 12, "partial_rotary_factor": 0.5}),
     "phi": Case("Phi", LLAMA | {"hidden_size": 60, "num_key_value_heads": 6, "partial_rotary_factor": 0.4}),
     "gpt2": Case("GPT2", GPT2),
     "gpt2-relu-wide": Case("GPT2", GPT2 | {"n_inner": None, "activation_function": "relu"}),
-    "opt": Case("OPT", OPT),
     "opt-350m": Case("OPT", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 20}),
+    "opt": Case("OPT", OPT),
     "opt-no-final-norm": Case("OPT", OPT | {"_remove_final_layer_norm": True, "tie_word_embeddings": False}),
-    "falcon-7b": Case("Falcon", FALCON),
-    "falcon-7b-biases": Case("Falcon", FALCON | {"bias": True, "activation": "relu"}),
     "falcon-40b": Case("Falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 3}),
+    "falcon-7b": Case("Falcon", FALCON),
+    "falcon-7b-biases": Case(
+        "Falcon", FALCON | {"bias": True, "activation": "relu"}, not_in_gguf="llama.cpp has no biases for Falcon"
+    ),
     "falcon-11b": Case(
         "Falcon", FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}
     ),
-    "falcon-sequential": Case("Falcon", FALCON | {"parallel_attn": False, "multi_query": False, "bias": True}),
+    "falcon-sequential": Case(
+        "Falcon",
+        FALCON | {"parallel_attn": False, "multi_query": False, "bias": True},
+        not_in_gguf="the converter and llama.cpp have parallel blocks alone",
+    ),
     "mixtral": Case("Mixtral", MIXTRAL),
     # Keys as in profiles/models/PowerInfer/Bamboo-base-v0_1/config.json (its model card has the FFN).
     "bamboo": Case(
@@ -289,6 +331,9 @@ CASES: dict[str, Case] = {
         forced_threshold,
     ),
 }
+
+FAMILIES = dict(sorted({case.model_type: name for name, case in reversed(CASES.items())}.items()))
+"""The first case of each family."""
 
 
 def random_sizes(name: str, seed: int) -> dict[str, int]:

@@ -195,7 +195,7 @@ def write_parts(path: Path, folder: Path, tensors_a_part: int) -> list[Path]:
 _SCALES: dict[Type, dict[int, float]] = {
     **{t: {0: 1.0} for t in (Type.Q5_0, Type.IQ4_NL, Type.IQ4_XS, Type.IQ1_S, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S)},
     **{t: {0: 1.0} for t in (Type.IQ3_XXS, Type.IQ3_S)},
-    Type.Q4_0: {0: 1},
+    **{t: {0: 1.0} for t in (Type.Q4_0, Type.Q8_0)},
     Type.Q4_1: {0: 1.0, 2: -7.5},
     Type.Q5_1: {0: 1.0, 2: -15.5},
     Type.Q2_K: {80: 1.0, 82: 1.5},
@@ -212,6 +212,8 @@ def random_blocks(kind: Type, rows: int, columns: int, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     block, size = gguf.GGML_QUANT_SIZES[kind]
     data = rng.integers(0, 256, (rows, columns // block, size), np.uint8)
+    if kind == Type.Q8_0:  # quantisers write no −128
+        data[data == 128] = 129
     _set_scales(data, kind, np.ones(data.shape[:2]))
     deviation = gguf.dequantize(data.reshape(rows, -1), kind).std() * np.sqrt(columns)
     _set_scales(data, kind, rng.uniform(0.5, 1.5, data.shape[:2]) / deviation)

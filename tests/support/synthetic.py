@@ -85,8 +85,8 @@ FACTS: dict[str, dict[str, Any]] = {
     },
     "latents of keys and of queries, experts of groups by their largest": {
         "n_kv_heads": 1, "latent_rank": 19, "query_rank": 13, "value_dim": 6, "rotary_frequencies": (1.0, 0.2),
-        "score_scale": 1.2, "n_experts": 4, "experts_per_token": 2, "router_normalised": False, "router_groups": 2,
-        "router_group_top": 1,
+        "score_scale": 1.2, "n_experts": 4, "experts_per_token": 2, "router_normalised": False, "router_groups": 4,
+        "router_groups_taken": 2, "router_group_top": 1,
     },
     "norms of what the last matrices read": {"inner_norms": True, "activation": "relu2"},
     "experts weighed among all": {"n_experts": 3, "experts_per_token": 2, "router_normalised": False},

@@ -1,7 +1,7 @@
 """What rounding costs: how much less likely a text is by the weights as they are packed than as the source has them.
 
-Both go through the decoder in float32, layer by layer, with one layer in memory. Windows are paired, so that how hard a
-window is to predict cancels:
+Both go through the decoder in float32, layer by layer, with one layer of each in memory. Windows are paired, so that
+how hard a window is to predict cancels:
 
     increase  =  exp( mean over windows of  loss packed − loss of the source ) − 1
 
@@ -24,13 +24,14 @@ tokens; R rows of k vectors of D values.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812  its usual name
 
-from pi_compile.checkpoint import Checkpoint
+from pi_compile.checkpoint import Checkpoint, stored_blocks
 from pi_compile.results import QuantisedWeights
 from pi_compile.torch_model import computing_with, flops_per_s, layer_parameters
 from pi_compile.torch_model import decoder as td
@@ -72,7 +73,7 @@ def text_windows(d: Decoder, tokens: npt.NDArray[np.integer], window: int) -> to
 
 
 def seconds_of_a_pass(d: Decoder, windows: int, window: int) -> float:
-    """About how long `text_losses` takes with weights that are rounded, by a short measurement."""
+    """About how long `text_losses` takes with one way's values, which are rounded, by a short measurement."""
     products = flops_per_s(WINDOWS_AT_ONCE * window, d.d_model, min(d.d_ff, 4096), "cpu")
     read = d.n_layers * layer_parameters(d, d.experts_per_token) + d.vocab_size * d.d_model
     return (2 * windows * window * read + _ROUNDING * d.n_layers * layer_parameters(d, d.n_experts)) / products
@@ -89,7 +90,8 @@ def packed_values(
         fmt = specs[name].format
         if quantised is not None and name in quantised:
             return dequantise(FORMATS[fmt], *quantised[name], source.shape[-1])
-        return source if FORMATS[fmt].number == "float32" else np.concatenate(list(checkpoint.as_stored(name, fmt)))
+        kept = FORMATS[fmt].number == "float32" or (FORMATS[fmt].quantised and checkpoint.keeps(name, fmt))
+        return source if kept else np.concatenate(list(stored_blocks.as_stored(checkpoint, name, fmt)))
 
     return values
 
@@ -100,37 +102,66 @@ def source_values(_name: str, source: Array) -> Array:
 
 
 def text_losses(
-    checkpoint: Checkpoint, ids_NT: torch.Tensor, values: Values, progress: Callable[[int, int], None]
-) -> Losses:
-    """The mean −log p of the next token in each of N windows; `progress` counts layers, the head as one more."""
-    d = checkpoint.decoder
+    checkpoint: Checkpoint, ids_NT: torch.Tensor, ways: Sequence[Values], progress: Callable[[int, int], None]
+) -> list[Losses]:
+    """The mean −log p of the next token in each of N windows, with each way's values; see `text_states`."""
+    d, found = checkpoint.decoder, []
     with torch.inference_mode():
-        ends, states_NTD = text_states(checkpoint, ids_NT, values, progress)
-        losses = [
-            F.cross_entropy(td.logits(d, ends, x_TD[None])[0, :-1], ids[1:]).item()
-            for ids, x_TD in zip(ids_NT, states_NTD, strict=True)
-        ]
+        for ends, states_NTD in text_states(checkpoint, ids_NT, ways, progress):
+            losses = [
+                F.cross_entropy(td.logits(d, ends, x_TD[None])[0, :-1], ids[1:]).item()
+                for ids, x_TD in zip(ids_NT, states_NTD, strict=True)
+            ]
+            found.append(np.array(losses))
     progress(d.n_layers + 1, d.n_layers + 1)
-    return np.array(losses)
+    return found
 
 
 def text_states(
-    checkpoint: Checkpoint, ids_NT: torch.Tensor, values: Values, progress: Callable[[int, int], None]
-) -> tuple[td.NamedTensors, torch.Tensor]:
-    """The arrays outside the layers, and the states (N, T, D) after all layers."""
+    checkpoint: Checkpoint, ids_NT: torch.Tensor, ways: Sequence[Values], progress: Callable[[int, int], None]
+) -> list[tuple[td.NamedTensors, torch.Tensor]]:
+    """The arrays outside the layers, and the states (N, T, D) after all layers, with each way's values.
+
+    Each array is read once for all ways, and what goes through the same values is computed once. `progress` counts
+    layers, the head as one more.
+    """
     d = checkpoint.decoder
     names = [name for name in checkpoint.array_shapes if not name.startswith(("layers/", PREFIX))]
-
-    def layer(n: int) -> td.NamedTensors:
-        found = checkpoint.layer_values(n)
-        return {name: torch.from_numpy(values(f"layers/{n}/{name}", source)) for name, source in found.items()}
-
-    ends = {name: torch.from_numpy(values(name, checkpoint.values(name))) for name in names}
-    states: Sequence[torch.Tensor] = [td.embed(d, ends, ids) for ids in torch.split(ids_NT, WINDOWS_AT_ONCE)]
+    arrays = {name: checkpoint.values(name) for name in names}
+    ends = [{name: values(name, source) for name, source in arrays.items()} for values in ways]
+    first = [{name: w[name] for name in names if name.startswith(("embedding", "positions"))} for w in ends]
+    batches = list(torch.split(ids_NT, WINDOWS_AT_ONCE))
+    states = _once([((), w) for w in first], lambda _none, w: [td.embed(d, w, ids) for ids in batches])
     for n in range(d.n_layers):
-        (states,) = td.layers(d, [layer(n)], states, first=n)
+        source_w = checkpoint.layer_values(n)
+        layer = [{name: values(f"layers/{n}/{name}", w) for name, w in source_w.items()} for values in ways]
+        states = _once(list(zip(states, layer, strict=True)), partial(_through, d, n))
         progress(n + 1, d.n_layers + 1)
-    return ends, torch.cat(list(states))
+    return [(_tensors(w), torch.cat(list(x))) for w, x in zip(ends, states, strict=True)]
+
+
+_States = Sequence[torch.Tensor]
+
+
+def _once(
+    inputs: Sequence[tuple[_States, Mapping[str, Array]]], compute: Callable[[_States, td.NamedTensors], _States]
+) -> list[_States]:
+    """What is computed from states and arrays; once for those that are the same objects."""
+    found: dict[tuple[int, ...], _States] = {}
+    keys = [(id(states), *map(id, w.values())) for states, w in inputs]
+    for key, (states, w) in zip(keys, inputs, strict=True):
+        if key not in found:
+            found[key] = compute(states, _tensors(w))
+    return [found[key] for key in keys]
+
+
+def _through(d: Decoder, layer: int, states: _States, w: td.NamedTensors) -> _States:
+    (after,) = td.layers(d, [w], states, first=layer)
+    return after
+
+
+def _tensors(arrays: Mapping[str, Array]) -> td.NamedTensors:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 Weights = dict[str, torch.Tensor]

@@ -1,11 +1,14 @@
 """The registry of families: those of this project, and those of installed packages (entry points).
 
-A family is named like an entry point, `module:adapter`, and loaded when the first checkpoint is opened.
+They are loaded when the first checkpoint is opened.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from functools import cache
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from pkgutil import iter_modules
 
 from pi_compile.checkpoint.config import Config, check_keys, refuse_changes
 from pi_compile.checkpoint.families.adapter import Adapter
@@ -15,14 +18,6 @@ from pi_runtime.artifact.decoder import Decoder
 
 GROUP = "pi_compile.families"
 """Entry points of installed packages; each names an `Adapter`."""
-_BUILT_IN = """
-    bitnet:ADAPTER deepseek:DEEPSEEK_V2 deepseek:DEEPSEEK_V3 deepseek:GLM4_MOE_LITE falcon:ADAPTER gemma:ADAPTER
-    glm:ADAPTER gpt2:ADAPTER gpt_oss:ADAPTER granite:ADAPTER granite:GRANITEMOE llama:ADAPTER llama:ARCEE
-    llama:MINICPM llama:SMOLLM3 llama:SPARSELLAMA mistral:ADAPTER mistral:BAMBOO mixtral:ADAPTER mixtral:TURBOSPARSE
-    nanochat:ADAPTER nemotron:ADAPTER olmo:OLMO2 olmo:OLMOE opt:ADAPTER phi:ADAPTER phi:PHI3 qwen:QWEN2 qwen:QWEN3
-    qwen:QWEN3_MOE smallthinker:ADAPTER
-"""
-"""Module and name of each family of this project."""
 
 
 @cache
@@ -31,8 +26,8 @@ def adapters() -> dict[str, Adapter]:
 
     Raises CheckpointError for an installed family that cannot be loaded, or that claims a `model_type` of another.
     """
-    known: dict[str, Adapter] = {}
-    for point in [*_built_in(), *installed()]:
+    known = {name: adapter for adapter in _built_in() for name in (adapter.family, *adapter.aliases)}
+    for point in installed():
         adapter = _loaded(point)
         for name in (adapter.family, *adapter.aliases):
             if name in known:
@@ -41,9 +36,10 @@ def adapters() -> dict[str, Adapter]:
     return known
 
 
-def _built_in() -> Iterator[EntryPoint]:
-    for name in (f"{__package__}.{words}" for words in _BUILT_IN.split()):
-        yield EntryPoint(name, name, GROUP)
+def _built_in() -> list[Adapter]:
+    """The families of this project: every adapter that a module of this folder has."""
+    modules = (import_module(f"{__package__}.{found.name}") for found in iter_modules([str(Path(__file__).parent)]))
+    return [value for module in modules for value in vars(module).values() if isinstance(value, Adapter)]
 
 
 def installed() -> tuple[EntryPoint, ...]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import gguf
@@ -15,10 +16,10 @@ from pi_compile.checkpoint.gguf.file import BLOCK_TYPES, GgufFile
 from pi_compile.checkpoint.gguf.of_families import LONG_FACTORS
 from pi_compile.checkpoint.tensors import BF16, Array, Index, Values, as_float32
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import FORMATS, Format
+from pi_runtime.artifact.formats import BLOCK, FORMATS, Format
 
-_GRIDS = {Type[f.gguf]: f.name for f in FORMATS.values() if f.gguf and 0 < f.block_bits < 8}
-"""Tensor type → the block format in which its blocks can be stored as they are."""
+_GRIDS = {Type[f.gguf]: f for f in FORMATS.values() if f.gguf and f.quantised}
+"""Tensor type → the block format that has its integers and scales."""
 _EXPERTS = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))_exps(\.weight)")
 _FUSED = re.compile(r"(blk\.\d+\.attn_)qkv(\.(?:weight|bias))")
 _HEADS = re.compile(r"(blk\.\d+\.attn_[kv]_b)(\.weight)")
@@ -63,24 +64,45 @@ class _GgufRows:
         with np.errstate(over="ignore"):  # what is too large for a float32 becomes infinite, and is refused
             return gguf.dequantize(data, self.tensor_type)
 
-    @property
+    @cached_property
     def grids(self) -> tuple[str, ...]:
-        """The block format of the tensor's type, if there is one."""
-        return (_GRIDS[self.tensor_type],) if self.tensor_type in _GRIDS else ()
+        """The block format of the tensor's type, if there is one, and those that have more bits for the same."""
+        own = _GRIDS.get(self.tensor_type)
+        if own is None or (own.mirrored and _has_lowest(self._blocks(slice(None))[..., 2:])):
+            return ()
+        return tuple(f.name for f in FORMATS.values() if f.quantised and f.offset == own.offset and f.bits >= own.bits)
 
     def on_grid(self, fmt: Format, index: Index) -> tuple[Array, Array] | None:
-        """Blocks of 32 that a format holds: 2 bytes of scale, 2 of a minimum, 4 of fifth bits, 16 of nibbles."""
+        """Blocks of 32: 2 bytes of scale, 2 of a minimum, 4 of fifth bits, then nibbles; or a byte for each."""
         if fmt.name not in self.grids:
             return None
-        data = np.ascontiguousarray(self.data[index if self.order is None else self.order[index]])
-        head, upper = 4 if fmt.offset else 2, 4 * (fmt.bits - 4)
-        blocks = data.view(np.uint8).reshape(len(data), -1, head + upper + 16)
+        own, blocks = _GRIDS[self.tensor_type], self._blocks(index)
+        head = 4 if own.offset else 2
         beside = np.ascontiguousarray(blocks[..., :head]).view("<f2").swapaxes(1, 2)
-        nibbles = blocks[..., head + upper :]
-        q = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1)
-        if upper:
-            q |= np.unpackbits(blocks[..., head : head + upper], axis=-1, bitorder="little") << np.uint8(4)
-        return q.reshape(len(data), -1).astype(np.int8) - np.int8(fmt.zero), beside if fmt.offset else beside[:, 0]
+        return _integers(own, blocks[..., head:]).reshape(len(blocks), -1), beside if own.offset else beside[:, 0]
+
+    def _blocks(self, index: Index) -> Array:
+        """The bytes (R, B, …) of the blocks of some rows."""
+        data = np.ascontiguousarray(self.data[index if self.order is None else self.order[index]]).view(np.uint8)
+        return data.reshape(len(data), self.shape[-1] // BLOCK, -1)
+
+
+def _has_lowest(integers: Array) -> bool:
+    """Whether a byte is −128, which has no counterpart above 0."""
+    return any((integers[row : row + 4096] == 128).any() for row in range(0, len(integers), 4096))
+
+
+def _integers(fmt: Format, stored: Array) -> Array:
+    """The integers that multiply the scales, int8."""
+    if fmt.bits == 8:
+        return stored.view(np.int8)
+    upper = 4 * (fmt.bits - 4)
+    nibbles = stored[..., upper:]
+    q = np.concatenate([nibbles & np.uint8(15), nibbles >> np.uint8(4)], axis=-1)
+    if upper:
+        q |= np.unpackbits(stored[..., :upper], axis=-1, bitorder="little") << np.uint8(4)
+    found: Array = (q - np.uint8(fmt.zero)).view(np.int8)
+    return found
 
 
 class GgufTensors:
@@ -105,6 +127,7 @@ class GgufTensors:
         for name in (ROPE_DIVISORS, *LONG_FACTORS):
             self._stored.pop(name, None)
         self.names = frozenset(self._stored)
+        self._rows: dict[str, _GgufRows] = {}
 
     def _told_apart(self, name: str) -> Iterator[tuple[str, _StoredTensor]]:
         d = self._decoder
@@ -150,6 +173,11 @@ class GgufTensors:
 
     def rows(self, name: str) -> _GgufRows:
         """The rows of the tensor; only those that are read are dequantised."""
+        if name not in self._rows:
+            self._rows[name] = self._opened(name)
+        return self._rows[name]
+
+    def _opened(self, name: str) -> _GgufRows:
         stored, rotated = self._stored[name], _ROTATED.fullmatch(name) if self._permuted else None
         tensor = self._file.tensors[stored.name]
         whole = np.asarray(tensor.data if stored.item is None else tensor.data[stored.item])

@@ -77,6 +77,19 @@ def solve(graphs: Sequence[LayeredGraph]) -> ShortestPath | None:
     return None if path is None else replace(path, vram=path.vram * vram_unit, ram=path.ram * ram_unit)
 
 
+def most_value(classes: Sequence[tuple[Ints, Ints]], capacity: int) -> list[int]:
+    """The multiple-choice knapsack: one item of each class, so that the most value fits into the capacity.
+
+    It is a path through stages of one node. A class is (weights, values) of its items by strictly rising weight, the
+    first of which weighs nothing. Values sum to less than 2⁵⁰. Ties: greatest value, then least weight, then the
+    heaviest item of class 0, then of class 1, and so on.
+    """
+    stages = [[Node((v.max() - v)[::-1], vram=w[::-1], ram=np.zeros_like(w))] for w, v in classes]
+    path = solve([LayeredGraph(stages, [[[0]]] * (len(stages) - 1), capacity)])
+    assert path is not None
+    return [len(w) - 1 - option for (w, _), option in zip(classes, path.options, strict=True)]
+
+
 @dataclass(frozen=True)
 class _Stratum:
     """Paths of one graph that enter equally many large nodes; bounded and enumerated together."""

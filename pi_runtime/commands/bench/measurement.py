@@ -18,9 +18,9 @@ from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.commands.bench.beside import LlamaCpp
 from pi_runtime.commands.bench.sequences import LEAD, STEPS, Sequences
-from pi_runtime.console import Progress, size
+from pi_runtime.console import Progress
 from pi_runtime.engine.model import Model
-from pi_runtime.errors import Setting, UsageError
+from pi_runtime.errors import Setting, UsageError, size
 from pi_runtime.execution.devices import available_memory
 
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from pi_runtime import console
+from pi_runtime.artifact.rows import useful_budgets
 from pi_runtime.commands.bench.rendering import CURVE
 from pi_runtime.console import Progress
-from pi_runtime.disk.ram_plan import useful_budgets
 from pi_runtime.engine.model import Model
-from pi_runtime.errors import Setting, UsageError
+from pi_runtime.errors import Setting, UsageError, size
 from pi_runtime.execution.disk_rows import DiskRows
 from pi_runtime.execution.executor import DiskStats
 from pi_runtime.execution.host_executor import HostExecutor
@@ -109,12 +108,12 @@ def cells(rows: Sequence[BudgetRow]) -> list[dict[str, str]]:
     fastest = max((row.tokens_per_s for row in rows), default=0)
     return [
         {
-            "budget": console.size(row.budget),
+            "budget": size(row.budget),
             "tokens/s": f"{row.tokens_per_s:.2f}",
             "p50 ms": f"{1e3 * row.percentile_s(50):.1f}",
             "p99 ms": f"{1e3 * row.percentile_s(99):.1f}",
             "hits": _share(row.disk.hit_rate),
-            "read/token": console.size(row.disk.bytes_per_token or 0),
+            "read/token": size(row.disk.bytes_per_token or 0),
             "waiting": _share(row.disk.wait_share),
             CURVE: "█" * max(1, round(WIDTH * row.tokens_per_s / fastest)),
         }

@@ -8,6 +8,7 @@ from pi_runtime import console
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.commands.bench.beside import LlamaCpp
 from pi_runtime.commands.bench.measurement import Row
+from pi_runtime.errors import size
 from pi_runtime.execution.devices import processor_name
 from pi_runtime.kernels.codegen.isa import ISA
 
@@ -72,7 +73,7 @@ def markdown(found: Mapping[str, Any], cells: Sequence[Mapping[str, str]]) -> st
 
 def _facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
-        ("artifact", f"{Path(found['artifact']).name}, {console.size(found['bytes'])}, digest {found['digest'][:16]}"),
+        ("artifact", f"{Path(found['artifact']).name}, {size(found['bytes'])}, digest {found['digest'][:16]}"),
         ("processor", f"{found['processor']}, {found['isa']}, threads: {found['threads']}"),
         ("device", found["device"] if found["device"] != "cpu" else ""),
     ]

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, Decoder
+from pi_runtime.artifact.features import refuse_lacking
 from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.layer_classes import layer_classes
 from pi_runtime.artifact.rungs import RUNGS
@@ -192,9 +193,9 @@ class Ends(NamedTuple):
     head_scales: int
 
 
-def config_of(decoder: Decoder, formats: Mapping[str, str]) -> KernelConfig:
-    """The numbers of one model, whose parts have these formats."""
-    d = decoder
+def config_of(d: Decoder, formats: Mapping[str, str]) -> KernelConfig:
+    """The numbers of one model, whose parts have these formats. Raises DoesNotFitError for facts that kernels lack."""
+    refuse_lacking(d, "cpu")
     code = {part: FORMATS[name].code for part, name in formats.items()}
     same = {name: getattr(d, name) for name in KernelConfig._fields if hasattr(d, name)}
     same |= {name: int(value) for name, value in same.items() if isinstance(value, bool)}

@@ -16,6 +16,8 @@ from pi_runtime.server.errors import ApiError
 from pi_runtime.text.tokenizer import TextStream, Tokenizer
 
 SSE, NDJSON = "text/event-stream", "application/x-ndjson"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which says that a stream is alive."""
 DONE = b"data: [DONE]\n\n"
 """The mark of the end of a stream in OpenAI's forms."""
 FINISH_REASONS: dict[str, Literal["stop", "length"]] = {
@@ -118,10 +120,16 @@ class EventReader:
             *(replace(delta, stats=stats) for delta in more),
         ]
 
-    def end(self, finish_reason: str, stats: Stats, ending: TokenLogprobs | None = None) -> list[Event]:
+    def end(
+        self,
+        finish_reason: str,
+        stats: Stats,
+        ending: TokenLogprobs | None = None,
+        stop_string: str | None = None,
+    ) -> list[Event]:
         """The events of what was held back until the end, and the end."""
         held = self._parser.finish()
-        end = End(finish_reason, ending, self._parser.reasoning_tokens, stats=stats)
+        end = End(finish_reason, ending, self._parser.reasoning_tokens, stop_string, stats=stats)
         first, *more = [*held, end]
         return [replace(first, logprobs=self._shown.finish(finish_reason)), *more]
 
@@ -181,6 +189,10 @@ class AnswerWriter(Protocol):
     def media(self) -> str:
         """The type of its stream: `SSE` or `NDJSON`."""
 
+    @property
+    def alive(self) -> bytes:
+        """What says that a stream is alive while nothing comes."""
+
     def write(self, answer: GatheredAnswer, event: Event) -> bytes:
         """The bytes of an event, which is the latest of its answer."""
 
@@ -197,7 +209,7 @@ class AnswerWriter(Protocol):
 class SseWriter:
     """What writers of server-sent events share."""
 
-    media = SSE
+    media, alive = SSE, KEEP_ALIVE
 
     def failed(self, error: ApiError) -> bytes:
         """The event of an error."""

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Self, cast
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     StringConstraints,
@@ -63,6 +64,9 @@ TOKENS = AtMost(1 << 20)
 """Bound of lists of tokens. The model's context, which is known later, is a narrower bound."""
 MANY = AtMost(1 << 14)
 """Bound of lists and objects whose items are not tokens."""
+ModelName = Annotated[
+    str | None, Field(description="A name that `/v1/models` gives; another is a 404. Without one the model is meant.")
+]
 
 Metadata = Annotated[
     dict[
@@ -111,9 +115,9 @@ OTHER_SERVERS: Known = {
     **unsupported("use min_tokens", "ignore_eos", allowed=(False,)),
     **unsupported("use max_tokens", "t_max_predict_ms", allowed=(0, -1)),
     **unsupported("there are no adapters", "lora", allowed=([],)),
-    **unsupported("use response_format of /v1/chat/completions", "grammar", allowed=("",)),
+    **unsupported("use grammar of /v1/chat/completions", "grammar", "regex", "lark", allowed=("",)),
     **unsupported(
-        "use response_format of /v1/chat/completions",
+        "use json_schema, regex, lark or grammar of /v1/chat/completions",
         *("json_schema", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     ),
     **unsupported(

@@ -14,16 +14,17 @@ from pi_runtime.engine.events import (
     End,
     Event,
     NothingShown,
+    PromptProgress,
     ReasoningDelta,
     TextDelta,
 )
 from pi_runtime.sequence.sampling import TokenLogprobs
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.answer import GatheredAnswer, Lazily
-from pi_runtime.server.api.body import Body, Known, invalid, unsupported
-from pi_runtime.server.api.conversation import ConversationFields, Text, schema_of
+from pi_runtime.server.api.body import Body, Known, ModelName, invalid, unsupported
+from pi_runtime.server.api.conversation import ConversationFields, GrammarFields, Text, schema_of
 from pi_runtime.server.api.openai_forms import ChatLogprobs, ChoicesWriter, Chunk, Whole, chat_logprob, chat_logprobs
-from pi_runtime.server.api.prompt import Prompt, chat_prompt, chat_text, text_of
+from pi_runtime.server.api.prompt import Prompt, asked_grammar, chat_prompt, chat_text, text_of
 from pi_runtime.server.api.sampling import IgnoredFields, LengthFields, MostOrNone, StreamingFields, only_one
 from pi_runtime.server.api.served import Served
 
@@ -35,7 +36,7 @@ class Prediction(Body):
     content: Text
 
 
-class ChatRequest(LengthFields, StreamingFields, ConversationFields, IgnoredFields):
+class ChatRequest(GrammarFields, LengthFields, StreamingFields, ConversationFields, IgnoredFields):
     """Messages, to which the assistant's next one is wanted."""
 
     known: ClassVar[Known] = {
@@ -46,7 +47,7 @@ class ChatRequest(LengthFields, StreamingFields, ConversationFields, IgnoredFiel
         **unsupported("use tools", "functions", allowed=([],)),
         **unsupported("use tool_choice", "function_call", allowed=("none", "auto")),
     }
-    model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
+    model: ModelName = None
     max_tokens: MostOrNone | None = Field(default=None, description="The same as `max_completion_tokens`.")
     max_completion_tokens: MostOrNone | None = Field(
         default=None,
@@ -100,6 +101,7 @@ class ChatChoice(TypedDict):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    tokens: NotRequired[list[int]]
 
 
 class ChatCompletion(Whole):
@@ -125,6 +127,7 @@ class ChunkChoice(TypedDict):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"] | None
+    tokens: NotRequired[list[int]]
 
 
 class ChatChunk(Chunk):
@@ -142,13 +145,19 @@ def chat_request(body: ChatRequest, served: Served) -> Prompt:
         raise invalid("top_logprobs", "allowed only with logprobs: true")
     text = chat_text(body, served)
     tools, choice = body.allowed_tools
+    grammar = asked_grammar(body, served, but="json_schema")
+    if (grammar or body.json_schema) is not None and body.response_format is not None:
+        raise invalid("response_format", "something else says what the answer must be; give one of them")
+    if grammar is not None and tools:
+        raise invalid("tools", "a grammar of the whole answer leaves no room for calls")
     prompt = chat_prompt(
         served,
         text,
         tools=tools,
         choice=choice,
         parallel=body.parallel_tool_calls is not False,
-        schema=schema_of(body.response_format),
+        schema=schema_of(body.response_format) if body.json_schema is None else body.json_schema,
+        schema_field="response_format" if body.json_schema is None else "json_schema",
     )
     most = served.most_tokens(body.most_tokens)
     settings = body.answer_settings(
@@ -157,11 +166,14 @@ def chat_request(body: ChatRequest, served: Served) -> Prompt:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt=prompt,
     )
+    if grammar is not None:
+        settings["grammar"] = grammar
     return replace(
         prompt,
         count=count,
         settings=settings,
         streams=bool(body.stream),
+        shows_progress=bool(body.stream and body.return_progress),
         goal="reading" if most == 0 else "answers",
         prediction=text_of(body.prediction.content) if body.prediction else "",
         cache_salt=body.cache_salt,
@@ -183,9 +195,9 @@ class ChatWriter(ChoicesWriter):
         if isinstance(event, End):
             found += self._chunk(index, {}, logprobs=logprobs) if logprobs else b""
             return found + self._chunk(index, {}, finish_reason=answer.finish_reason, stats=event.stats)
-        stats = event.stats if self.with_timings else None
+        stats = event.stats if self.with_timings or isinstance(event, PromptProgress) else None
         if not isinstance(event, NothingShown) or logprobs or stats:
-            found += self._chunk(index, _delta(event), logprobs=logprobs, stats=stats)
+            found += self._chunk(index, _delta(event), logprobs=logprobs, stats=stats, event=event)
         return found
 
     def response(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
@@ -199,6 +211,9 @@ class ChatWriter(ChoicesWriter):
             }
             for answer in answers
         ]
+        for choice, answer in zip(choices, answers, strict=True):
+            if self.with_tokens:
+                choice["tokens"] = answer.tokens
         return self.with_usage(choices, answers)
 
     def _chunk(
@@ -209,9 +224,12 @@ class ChatWriter(ChoicesWriter):
         logprobs: ChatLogprobs | None = None,
         finish_reason: str | None = None,
         stats: Stats | None = None,
+        event: Event | None = None,
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self.chunk(choice, stats)
+        if self.with_tokens and event is not None:
+            choice["tokens"] = event.tokens
+        return self.chunk(choice, stats, event)
 
     def _logprobs(self, found: Sequence[TokenLogprobs]) -> ChatLogprobs:
         return chat_logprobs(self.served.model.tokenizer, found)

@@ -1,14 +1,16 @@
 """`/v1/completions`: texts continued, and with `echo` and `logprobs` the log-probabilities of the texts themselves."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
-from pi_runtime.engine.events import End, Event, PromptLogprobs, TextDelta
+from pi_runtime.engine.events import End, Event, PromptLogprobs, PromptProgress, TextDelta
+from pi_runtime.sequence.settings import AnswerSettings
 from pi_runtime.server.api.answer import FINISH_REASONS, GatheredAnswer
-from pi_runtime.server.api.body import TOKENS, Known, invalid, unsupported
+from pi_runtime.server.api.body import TOKENS, Known, ModelName, invalid, unsupported
+from pi_runtime.server.api.conversation import GrammarFields
 from pi_runtime.server.api.openai_forms import (
     ChoicesWriter,
     Chunk,
@@ -17,9 +19,11 @@ from pi_runtime.server.api.openai_forms import (
     Whole,
     joined,
 )
-from pi_runtime.server.api.prompt import Goal, Prompt
+from pi_runtime.server.api.prompt import Goal, Prompt, asked_grammar
 from pi_runtime.server.api.sampling import LengthFields, MostOrNone, StreamingFields, only_one
 from pi_runtime.server.api.served import Served
+from pi_runtime.server.errors import ApiError
+from pi_runtime.text.quotation import RenderedPrompt
 from pi_runtime.text.tokenizer import TextStream, Tokenizer
 
 DEFAULT_TOKENS = 16
@@ -30,17 +34,47 @@ Texts = Annotated[list[str], Field(min_length=1), TOKENS]
 Lists = Annotated[list[Ids], Field(min_length=1), TOKENS]
 
 
-class CompletionRequest(LengthFields, StreamingFields):
+FILL_IN = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    ("<|prefix|>", "<|suffix|>", "<|middle|>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    ("<PRE>", "<SUF>", "<MID>"),
+)
+"""Names of the tokens before a beginning, before an end, and before what belongs between these."""
+
+
+def fill_in(served: Served, before: str, after: str, param: str) -> list[int]:
+    """The prompt for what belongs between two texts. Raises ApiError for a model that was not trained for that."""
+    added = served.model.tokenizer.added_token
+    for names in FILL_IN:
+        marks = [token for token in map(added, names) if token is not None]
+        if len(marks) == len(names):
+            texts = [fill_in_tokens(served, text, param) for text in (before, after)]
+            return [*served.encode("", param), marks[0], *texts[0], marks[1], *texts[1], marks[2]]
+    said = "the model was not trained to fill in: its vocabulary has no tokens for that"
+    raise ApiError(501, said, param=param, code="unsupported_value")
+
+
+def fill_in_tokens(served: Served, text: str, param: str) -> list[int]:
+    """The tokens of a text, in which markers are text."""
+    return served.encode(RenderedPrompt(text, range(1, len(text) + 1)), param, prefix=False)
+
+
+class CompletionRequest(GrammarFields, LengthFields, StreamingFields):
     """A text, a list of token ids, or a list of either, to be continued."""
 
     known: ClassVar[Known] = {
-        **unsupported("a text is continued at its end alone", "suffix", allowed=("",)),
         **unsupported("give token ids, which are taken as they are", "add_special_tokens", allowed=(True,)),
     }
-    model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
+    model: ModelName = None
     prompt: str | Ids | Texts | Lists | None = Field(
         description="Token ids are taken as they are; a text is framed as the model was trained."
     )
+    suffix: str | None = Field(default=None, description="What follows the text that is wanted.")
     max_tokens: MostOrNone | None = Field(
         default=None,
         description="0 reads the prompt ahead, and with `echo` answers with it alone; −1: until the end; "
@@ -67,6 +101,7 @@ class CompletionChoice(TypedDict):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    tokens: NotRequired[list[int]]
 
 
 class Completion(Whole):
@@ -89,18 +124,26 @@ def completion_request(body: CompletionRequest, served: Served) -> Prompt:
     is_list = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
     count = body.count(served, len(body.prompt) if body.prompt is not None and is_list else 1)
     prompts = _prompts(body.prompt)
+    if body.suffix:
+        if not isinstance(body.prompt, str):
+            raise invalid("suffix", "allowed only with a prompt that is one text")
+        prompts = {"prompt": fill_in(served, body.prompt, body.suffix, "suffix")}
     if body.best_of not in {None, count}:
         raise invalid("best_of", f"not supported: answers are not compared; only {count}, the value of n")
     most = served.most_tokens(body.most_tokens, DEFAULT_TOKENS)
     goal: Goal = "answers" if most != 0 else "texts" if body.echo else "reading"
     if goal == "reading" and len(prompts) > 1:
         raise invalid("prompt", f"one prompt is read ahead at a time; found {len(prompts)}")
+    grammar: AnswerSettings = {"grammar": asked_grammar(body, served)}
     ids = [served.tokens(prompt, place, beside=int(goal != "texts")) for place, prompt in prompts.items()]
     return Prompt(
         texts=ids,
         count=count,
-        settings=body.answer_settings(served, max_tokens=most or None, logprobs=body.logprobs),
+        settings=body.answer_settings(
+            served, max_tokens=most or None, logprobs=body.logprobs, prompt=Prompt(texts=(), settings=grammar)
+        ),
         streams=bool(body.stream),
+        shows_progress=bool(body.stream and body.return_progress),
         goal=goal,
         logprobs=body.logprobs if body.echo else None,
         cache_salt=body.cache_salt,
@@ -130,8 +173,8 @@ class CompletionWriter(ChoicesWriter):
         if isinstance(event, PromptLogprobs):
             self._keep(answer.prompt, event)
             return b""
-        stats = event.stats if isinstance(event, End) or self.with_timings else None
-        return self.chunk(self._choice(answer, [event]), stats)
+        stats = event.stats if isinstance(event, End | PromptProgress) or self.with_timings else None
+        return self.chunk(self._choice(answer, [event]), stats, event)
 
     def response(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
         """The completion as one object."""
@@ -158,12 +201,15 @@ class CompletionWriter(ChoicesWriter):
             parts = [self._prompt_logprobs[answer.prompt]] if answer.prompt in self._prompt_logprobs else []
         found = [logprob for event in events for logprob in event.logprobs]
         found += [] if end is None or end.ending is None else [end.ending]
-        return {
+        choice: CompletionChoice = {
             "index": answer.index,
             "text": text,
             "logprobs": joined([*parts, self._logprobs[answer.index].write(found)]) if self.wants_logprobs else None,
             "finish_reason": None if end is None else FINISH_REASONS[end.finish_reason],
         }
+        if self.with_tokens:
+            choice["tokens"] = [token for event in events for token in event.tokens]
+        return choice
 
 
 def _prompts(prompt: str | list[int] | list[str] | list[list[int]] | None) -> dict[str, str | list[int]]:

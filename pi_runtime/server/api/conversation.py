@@ -22,10 +22,19 @@ class TextFormat(Body):
 
 
 class JsonObjectFormat(Body):
-    """A JSON object."""
+    """A JSON object, or JSON that follows a schema."""
 
-    known: ClassVar[Known] = unsupported("use json_schema", "schema")
     type: Literal["json_object"]
+    schema_: SchemaFields | None = Field(default=None, alias="schema")
+
+
+class GrammarFields(Body):
+    """What the answer must be, from its first token on: one of these."""
+
+    json_schema: SchemaFields | None = None
+    regex: str | None = Field(default=None, description="A regular expression that the whole text matches.")
+    lark: str | None = Field(default=None, description="A Lark grammar, as llguidance writes these.")
+    grammar: str | None = Field(default=None, description="A grammar in llama.cpp's form, GBNF.")
 
 
 class JsonSchema(Body):
@@ -285,7 +294,7 @@ def schema_of(response_format: ResponseFormat | JsonSchema | None) -> Mapping[st
     """The schema that an answer must follow, if any."""
     match response_format:
         case JsonObjectFormat():
-            return {"type": "object"}
+            return {"type": "object"} if response_format.schema_ is None else response_format.schema_
         case JsonSchemaFormat(json_schema=JsonSchema() as asked) | (JsonSchema() as asked):
             schema = asked.schema_ or {}
             return with_white_space(schema, fixed=True) if asked.fixed_separators else schema

@@ -17,12 +17,14 @@ from pi_runtime.engine.events import CallBroken, End, Event, GatheredCall, Reaso
 from pi_runtime.sequence.sampling import Sampling
 from pi_runtime.server.api.answer import FINISH_REASONS, NDJSON, GatheredAnswer, bounded, to_json
 from pi_runtime.server.api.body import MANY, OTHER_SERVERS, Body, Known, accepted, invalid, unsupported
+from pi_runtime.server.api.completions import fill_in
 from pi_runtime.server.api.conversation import AnyTool, allowed_tools
 from pi_runtime.server.api.prompt import Prompt, chat_prompt, reasoning_variables, rendered
 from pi_runtime.server.api.sampling import Penalty, Probability, RepetitionPenalty, SamplingFields
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError
 
+NAMES = "A name of the model, with or without `:latest`; without one the model is meant."
 NO_IMAGES = unsupported("this server reads text", "images", allowed=([],))
 
 
@@ -93,7 +95,7 @@ class OllamaFields(Body):
         **unsupported("use /v1/chat/completions", "logprobs", allowed=(False,)),
         **unsupported("use /v1/chat/completions", "top_logprobs", allowed=(0,)),
     }
-    model: str = Field(description="The name that `/api/tags` gives, with or without `:latest`.")
+    model: str | None = Field(default=None, description=NAMES)
     stream: bool | None = Field(default=None, description="Lines of JSON, unless it is `false`.")
     options: Options | None = None
     format: Literal["json", ""] | Annotated[dict[str, Any], MANY] | None = Field(
@@ -117,11 +119,11 @@ class OllamaGenerateRequest(OllamaFields):
 
     known: ClassVar[Known] = {
         **NO_IMAGES,
-        **unsupported("a text is continued at its end alone", "suffix", allowed=("",)),
         **unsupported("the model's own template is used", "template", allowed=("",)),
         **unsupported("use /api/chat, or raw prompts", "context", allowed=([],)),
     }
     prompt: str = ""
+    suffix: str | None = Field(default=None, description="What follows the text that is wanted.")
     system: str | None = None
     raw: bool | None = Field(default=None, description="The prompt is continued as it is, without the template.")
 
@@ -165,7 +167,7 @@ class OllamaGenerateAnswer(OllamaFigures):
 
 def ollama_chat_request(body: OllamaChatRequest, served: Served) -> Prompt:
     """Make the engine's prompt of an Ollama chat, an empty one without messages. Raises ApiError for what is wrong."""
-    served.check_name(body.model.removesuffix(LATEST))
+    _check_name(body.model, served)
     if not body.messages:
         return _request(body, served)
     tools, choice = allowed_tools(body.tools or [], None)
@@ -175,14 +177,20 @@ def ollama_chat_request(body: OllamaChatRequest, served: Served) -> Prompt:
 
 def ollama_generate_request(body: OllamaGenerateRequest, served: Served) -> Prompt:
     """Make the engine's prompt of an Ollama prompt, an empty one without text. Raises ApiError for what is wrong."""
-    served.check_name(body.model.removesuffix(LATEST))
+    _check_name(body.model, served)
     if not body.prompt:
         return _request(body, served)
+    if body.suffix:
+        return _request(body, served, Prompt(texts=[fill_in(served, body.prompt, body.suffix, "suffix")]))
     if body.raw or not served.template:
         return _request(body, served, _raw_prompt(body, served))
     system = [{"role": "system", "content": body.system}] if body.system else []
     messages = [*system, {"role": "user", "content": body.prompt}]
     return _request(body, served, _prompt(body, served, messages, field="prompt"))
+
+
+def _check_name(name: str | None, served: Served) -> None:
+    served.check_name(None if name is None else name.removesuffix(LATEST))
 
 
 def _request(body: OllamaFields, served: Served, prompt: Prompt | None = None) -> Prompt:
@@ -229,12 +237,12 @@ def _raw_prompt(body: OllamaGenerateRequest, served: Served) -> Prompt:
 class OllamaChatWriter:
     """Writes the answers of `/api/chat`, and their streams as lines."""
 
-    media = NDJSON
+    media, alive = NDJSON, b""
     answer_type: type[OllamaFigures] = OllamaChatAnswer
     chunk_type: type[OllamaFigures] = OllamaChatAnswer
 
-    def __init__(self, body: OllamaFields, _: Prompt, __: Served) -> None:
-        self._model, self._began = body.model, time.perf_counter()
+    def __init__(self, body: OllamaFields, _: Prompt, served: Served) -> None:
+        self._model, self._began = body.model or served.name, time.perf_counter()
 
     def write(self, answer: GatheredAnswer, event: Event) -> bytes:
         """The line of an event. Calls are whole only at the end."""
@@ -332,7 +340,7 @@ VERSION = "0.9.0"
 class OllamaShowRequest(Body):
     """A question about the model."""
 
-    model: str | None = Field(default=None, description="The name that `/api/tags` gives, with or without `:latest`.")
+    model: str | None = Field(default=None, description=NAMES)
     name: str | None = Field(default=None, description="The same as `model`, as older clients spell it.")
     verbose: bool | None = Field(default=None, description="Accepted; the answer is the same.")
 
@@ -402,7 +410,7 @@ class OllamaModelDescription(TypedDict):
 
 def tags(served: Served) -> OllamaTags:
     """The answer to `/api/tags`: the list of models."""
-    return {"models": [{**_named(served), "modified_at": _loaded_at(served)}]}
+    return {"models": [{**_named(served), "modified_at": served.created_at}]}
 
 
 def running(served: Served) -> OllamaRunning:
@@ -419,17 +427,14 @@ def ollama_version() -> OllamaVersion:
 
 def show(body: OllamaShowRequest, served: Served) -> OllamaModelDescription:
     """The answer to `/api/show`: what the model is. Raises ApiError 404 for another model."""
-    name = body.model or body.name
-    if name is None:
-        raise invalid("model", "the field is required", code="missing_required_parameter")
-    served.check_name(name.removesuffix(LATEST))
+    _check_name(body.model or body.name, served)
     return {
         "parameters": "\n".join(f"{name} {value}" for name, value in _parameters(served)),
         "template": served.template,
         "details": _details(served),
         "model_info": _model_info(served),
         "capabilities": list(_capabilities(served)),
-        "modified_at": _loaded_at(served),
+        "modified_at": served.created_at,
     }
 
 
@@ -439,19 +444,15 @@ def _named(served: Served) -> _OllamaNamed:
     return {"name": name, "model": name, "size": model.nbytes, "digest": model.digest, "details": _details(served)}
 
 
-def _loaded_at(served: Served) -> str:
-    return datetime.fromtimestamp(served.created, UTC).isoformat().replace("+00:00", "Z")
-
-
 def _details(served: Served) -> OllamaModelDetails:
     manifest = served.model.manifest
-    family = manifest.decoder.family
+    family, count = manifest.decoder.family, served.model.parameters
     return {
         "parent_model": "",
         "format": "pi",
         "family": family,
         "families": [family],
-        "parameter_size": "",
+        "parameter_size": f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M",
         "quantization_level": manifest.formats["ffn"].upper(),
     }
 
@@ -481,7 +482,11 @@ def _model_info(served: Served) -> dict[str, str | int]:
         "vocab_size": decoder.vocab_size,
         **(experts if decoder.n_experts > 1 else {}),
     }
-    return {"general.architecture": decoder.family, **{f"{decoder.family}.{name}": n for name, n in shape.items()}}
+    general: dict[str, str | int] = {
+        "general.architecture": decoder.family,
+        "general.parameter_count": served.model.parameters,
+    }
+    return {**general, **{f"{decoder.family}.{name}": n for name, n in shape.items()}}
 
 
 def _capabilities(served: Served) -> Iterator[str]:

@@ -6,6 +6,7 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
+from pi_runtime.engine.events import Event, PromptProgress
 from pi_runtime.sequence.sampling import TokenLogprobs
 from pi_runtime.sequence.stats import Stats
 from pi_runtime.server.api.answer import DONE, GatheredAnswer, SseWriter, sse
@@ -202,6 +203,12 @@ def timings(answers: Sequence[Stats], firsts: Sequence[Stats]) -> Timings:
     }
 
 
+def read_prompt(read: int, stats: Stats) -> dict[str, float]:
+    """How much of a prompt has been read, in the words of llama-server."""
+    seconds = 1e3 * stats.prefill_s
+    return {"total": stats.prompt_tokens, "cache": stats.cached_tokens, "processed": read, "time_ms": seconds}
+
+
 def _mean(shares: Sequence[tuple[float | None, int]]) -> float | None:
     """The mean share over answers that have one, weighted by their tokens."""
     known = [(share, tokens) for share, tokens in shares if share is not None]
@@ -222,6 +229,7 @@ class Whole(Envelope):
     """A response: it has the usage."""
 
     usage: Usage
+    timings: NotRequired[Timings]
 
 
 class Chunk(Envelope):
@@ -229,6 +237,7 @@ class Chunk(Envelope):
 
     usage: NotRequired[Usage | None]
     timings: NotRequired[Timings]
+    prompt_progress: NotRequired[dict[str, float]]
 
 
 class ChoicesWriter(SseWriter):
@@ -242,15 +251,18 @@ class ChoicesWriter(SseWriter):
     def __init__(self, body: StreamingFields, prompt: Prompt, served: Served) -> None:
         self._prompt, self.served = prompt, served
         self.with_timings, self._with_usage = body.timings_per_token, body.include_usage
+        self.with_tokens = bool(body.return_tokens)
         self.wants_logprobs = prompt.settings.get("logprobs") is not None
         self._id, self._created = new_id(self.prefix), int(time.time())
 
-    def chunk(self, choice: Any, stats: Stats | None) -> bytes:
-        """The event of a choice, with the figures up to now where there are some."""
+    def chunk(self, choice: Any, stats: Stats | None, event: Event | None = None) -> bytes:
+        """The event of a choice, with the figures up to now where there are some, and how much has been read."""
         found = self._envelope(self.chunk_kind, [choice])
         if self._with_usage:
             found["usage"] = None
-        if stats is not None:
+        if stats is not None and isinstance(event, PromptProgress):
+            found["prompt_progress"] = read_prompt(event.read, stats)
+        elif stats is not None:
             found["timings"] = timings([stats], [stats])
         return sse(found)
 
@@ -258,11 +270,11 @@ class ChoicesWriter(SseWriter):
         """The usage, where it is wanted, and the mark of the end."""
         if not self._with_usage:
             return DONE
-        return sse(self._envelope(self.chunk_kind, []) | {"usage": self._usage(answers)}) + DONE
+        return sse(self._envelope(self.chunk_kind, []) | self._figures(answers)) + DONE
 
     def with_usage(self, choices: Sequence[Any], answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
         """The response that has these choices, and the usage of its answers."""
-        return self._envelope(self.kind, choices) | {"usage": self._usage(answers)}
+        return self._envelope(self.kind, choices) | self._figures(answers)
 
     def _envelope(self, kind: str, choices: Sequence[Any]) -> dict[str, Any]:
         return {
@@ -273,6 +285,11 @@ class ChoicesWriter(SseWriter):
             "system_fingerprint": self.served.fingerprint,
             "choices": choices,
         }
+
+    def _figures(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
+        """The usage, and its timings where clients of llama-server look for them."""
+        found = self._usage(answers)
+        return {"usage": found, **({"timings": found["timings"]} if "timings" in found else {})}
 
     def _usage(self, answers: Sequence[GatheredAnswer]) -> Usage:
         ends = [answer.end for answer in answers if answer.end is not None]

@@ -1,14 +1,16 @@
 """Answers that take no engine: tokens of texts, texts of tokens, prompts of chats, the model, and what is refused."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from pi_runtime.errors import PromptError
-from pi_runtime.server.api.body import TOKENS, Body, Known, accepted, invalid
+from pi_runtime.server.api.anthropic import AnthropicConversation
+from pi_runtime.server.api.body import TOKENS, Body, Known, ModelName, accepted, invalid
 from pi_runtime.server.api.conversation import ConversationFields
 from pi_runtime.server.api.prompt import chat_text
+from pi_runtime.server.api.responses import ResponseRequest, read_input
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError, refused
 
@@ -49,7 +51,7 @@ class Content(TypedDict):
 class TemplateRequest(ConversationFields):
     """A chat, whose prompt is wanted."""
 
-    model: str | None = Field(default=None, description="The name that `/v1/models` gives, if any.")
+    model: ModelName = None
 
 
 class TemplatePrompt(TypedDict):
@@ -58,28 +60,59 @@ class TemplatePrompt(TypedDict):
     prompt: str
 
 
-class EmbeddingsRequest(Body):
-    """A text whose embedding is wanted, whatever else is asked of it."""
+class InputTokens(TypedDict):
+    """How many tokens a prompt has."""
 
-    known: ClassVar[Known] = accepted("model", "input", "encoding_format", "dimensions", "user")
+    object: NotRequired[Literal["response.input_tokens"]]
+    input_tokens: int
+
+
+class ComparisonRequest(Body):
+    """Texts that are to be compared, whatever else is asked of them."""
+
+    known: ClassVar[Known] = accepted(
+        *("model", "input", "encoding_format", "dimensions", "user"),
+        *("query", "documents", "texts", "top_n", "return_documents"),
+    )
+
+
+class ModelFigures(TypedDict):
+    """The model in figures, in the words of llama-server."""
+
+    n_ctx: int
+    n_ctx_train: int
+    n_embd: int
+    n_params: int
+    n_vocab: int
+    size: int
 
 
 class ModelObject(TypedDict):
-    """The model that is served."""
+    """The model that is served, in the words of OpenAI, Anthropic and vLLM."""
 
     id: str
-    object: str
+    object: Literal["model"]
+    type: Literal["model"]
+    display_name: str
+    aliases: list[str]
     created: int
+    created_at: str
     owned_by: str
     context_length: int
+    max_model_len: int
+    max_input_tokens: int
+    meta: ModelFigures
     system_fingerprint: str
 
 
 class ModelList(TypedDict):
     """All models: one."""
 
-    object: str
+    object: Literal["list"]
     data: list[ModelObject]
+    has_more: bool
+    first_id: str
+    last_id: str
 
 
 def tokenize(body: TokenizeRequest, served: Served) -> Tokens:
@@ -105,14 +138,29 @@ def detokenize(body: DetokenizeRequest, served: Served) -> Content:
 
 def apply_template(body: TemplateRequest, served: Served) -> TemplatePrompt:
     """The answer to `/apply-template`: the prompt that the template makes of a chat."""
-    if body.model is not None:
-        served.check_name(body.model)
+    served.check_name(body.model)
     return {"prompt": chat_text(body, served)}
+
+
+def count_chat_tokens(body: TemplateRequest, served: Served) -> InputTokens:
+    """The answer to `/v1/chat/completions/input_tokens`: how many tokens the prompt of a chat has."""
+    return {"input_tokens": served.count(apply_template(body, served)["prompt"], "messages")}
+
+
+def count_message_tokens(body: AnthropicConversation, served: Served) -> InputTokens:
+    """The answer to `/v1/messages/count_tokens`."""
+    return {"input_tokens": served.count(body.read(served)[0], "messages")}
+
+
+def count_response_tokens(body: ResponseRequest, served: Served) -> InputTokens:
+    """The answer to `/v1/responses/input_tokens`."""
+    return {"object": "response.input_tokens", "input_tokens": served.count(read_input(body, served)[0], "input")}
 
 
 def list_models(served: Served) -> ModelList:
     """The answer to `/v1/models`: the list of models."""
-    return {"object": "list", "data": [model_object(served)]}
+    only, name = [model_object(served)], served.name
+    return {"object": "list", "data": only, "has_more": False, "first_id": name, "last_id": name}
 
 
 def retrieve_model(name: str, served: Served) -> ModelObject:
@@ -123,22 +171,37 @@ def retrieve_model(name: str, served: Served) -> ModelObject:
 
 def model_object(served: Served) -> ModelObject:
     """The model as `/v1/models` lists it."""
+    model, decoder = served.model, served.model.manifest.decoder
     return {
         "id": served.name,
         "object": "model",
+        "type": "model",
+        "display_name": served.name,
+        "aliases": [served.name, *served.settings.aliases],
         "created": served.created,
+        "created_at": served.created_at,
         "owned_by": "pi-serve",
-        "context_length": served.model.context,
+        "context_length": model.context,
+        "max_model_len": model.context,
+        "max_input_tokens": model.context,
+        "meta": {
+            "n_ctx": model.context,
+            "n_ctx_train": decoder.context_length,
+            "n_embd": decoder.d_model,
+            "n_params": model.parameters,
+            "n_vocab": decoder.vocab_size,
+            "size": model.nbytes,
+        },
         "system_fingerprint": served.fingerprint,
     }
 
 
-def embeddings(_: EmbeddingsRequest, served: Served) -> dict[str, Any]:
-    """Refuse a request to `/v1/embeddings`."""
+def refuse(_: ComparisonRequest, served: Served) -> dict[str, Any]:
+    """Refuse a request to `/v1/embeddings` or `/v1/rerank`."""
     raise ApiError(
-        400,
-        f"embeddings are not supported: {served.name!r} is a model that writes text; its inner states were not trained "
-        "to compare texts. Use a model made for embeddings",
+        501,
+        f"texts are not compared: {served.name!r} is a model that writes text; its inner states were not trained for "
+        "that. Use a model made for embeddings, or for ranking",
         code="unsupported_endpoint",
     )
 

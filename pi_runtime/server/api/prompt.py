@@ -17,6 +17,7 @@ from pi_runtime.server.api.body import invalid
 from pi_runtime.server.api.conversation import (
     AssistantMessage,
     ConversationFields,
+    GrammarFields,
     Message,
     RefusalPart,
     ToolCall,
@@ -51,6 +52,8 @@ class Prompt:
     """Tools whose calls are found in the answers."""
     output: OutputFormat = PLAIN
     """How the model writes calls and thoughts."""
+    shows_progress: bool = False
+    """Whether events say how much of the first text has been read."""
     prediction: str = ""
     """Text that is likely to come."""
     cache_salt: str | None = None
@@ -104,6 +107,24 @@ def _grammar(served: Served, make: Callable[..., Grammar | None], field: str, sc
     grammar = _made(partial(make, is_good=is_good), schema_field)
     if grammar is not None and not _compiles(grammar, field, served):
         raise invalid(field, "cannot be used: it is too complex, or no text follows it")
+    return grammar
+
+
+def asked_grammar(body: GrammarFields, served: Served, but: str | None = None) -> Grammar | None:
+    """The grammar that a request gives in any form `but` one. Raises ApiError for several, and for one that is none."""
+    given = {name: value for name in GrammarFields.model_fields if (value := getattr(body, name)) not in (None, "")}
+    if len(given) > 1:
+        raise invalid([*given][1], f"give one of {' and '.join(given)}")
+    given.pop(but or "", None)
+    if not given:
+        return None
+    ((name, source),) = given.items()
+    try:
+        grammar = Grammar.gbnf(source) if name == "grammar" else Grammar.of(**{name: source})
+    except UsageError as error:
+        raise invalid(name, described(error, error.reason)) from None
+    if grammar is not None and not _compiles(grammar, name, served):
+        raise invalid(name, "cannot be used: it is wrong, too complex, or no text follows it")
     return grammar
 
 

@@ -17,12 +17,13 @@ from pi_runtime.engine.events import (
     Event,
     NothingShown,
     PromptLogprobs,
+    PromptProgress,
     ReasoningDelta,
     TextDelta,
 )
 from pi_runtime.sequence.stats import Stats
-from pi_runtime.server.api.answer import FINISH_REASONS, SSE, GatheredAnswer, sse
-from pi_runtime.server.api.body import MANY, ONE_ANSWER, TOKENS, Body, Known, Metadata, invalid, unsupported
+from pi_runtime.server.api.answer import FINISH_REASONS, KEEP_ALIVE, SSE, GatheredAnswer, sse
+from pi_runtime.server.api.body import MANY, ONE_ANSWER, TOKENS, Body, Known, Metadata, ModelName, invalid, unsupported
 from pi_runtime.server.api.conversation import (
     AllowedTools,
     AllowedToolsChoice,
@@ -462,7 +463,7 @@ class ResponseRequest(SamplingFields, CacheFields, IgnoredFields):
         **unsupported("there are none", "access_programs"),
         **unsupported("this server reads and writes text", "image"),
     }
-    model: str = Field(description="The name that `/v1/models` gives; another is a 404.")
+    model: ModelName = None
     input: Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1), MANY]
     instructions: str | None = Field(default=None, description="A system message before the input.")
     max_output_tokens: Most | None = None
@@ -544,16 +545,20 @@ class ResponseEvent(TypedDict):
     response: NotRequired[Response]
 
 
-def response_request(body: ResponseRequest, served: Served) -> Prompt:
-    """What the engine is asked for. Raises ApiError for what is wrong."""
+def read_input(body: ResponseRequest, served: Served) -> tuple[str, list[dict[str, Any]], Any]:
+    """The text that the template makes of a request, the tools, and the choice among them. Raises ApiError."""
     served.check_name(body.model)
     functions = [Tool(type="function", function=tool) for tool in body.tools or [] if isinstance(tool, FunctionTool)]
     tools, choice = allowed_tools(functions, _choice(body))
     messages = template_messages(body.instructions, body.input)
-    schema = schema_of(None if body.text is None else body.text.format)
     effort = reasoning_variables(None if body.reasoning is None else body.reasoning.effort, served)
     variables = {**effort, **(body.chat_template_kwargs or {})}
-    text = rendered(served, messages, field="input", tools=tools, variables=variables)
+    return rendered(served, messages, field="input", tools=tools, variables=variables), tools, choice
+
+
+def response_request(body: ResponseRequest, served: Served) -> Prompt:
+    """What the engine is asked for. Raises ApiError for what is wrong."""
+    text, tools, choice = read_input(body, served)
     prompt = chat_prompt(
         served,
         text,
@@ -561,7 +566,7 @@ def response_request(body: ResponseRequest, served: Served) -> Prompt:
         tools=tools,
         choice=choice,
         parallel=body.parallel_tool_calls is not False,
-        schema=schema,
+        schema=schema_of(None if body.text is None else body.text.format),
         schema_field="text.format",
     )
     wants_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
@@ -577,7 +582,7 @@ def response_request(body: ResponseRequest, served: Served) -> Prompt:
 class ResponseWriter:
     """Writes responses and the events of their streams."""
 
-    media, answer_type, chunk_type = SSE, Response, ResponseEvent
+    media, alive, answer_type, chunk_type = SSE, KEEP_ALIVE, Response, ResponseEvent
 
     def __init__(self, body: ResponseRequest, _: Prompt, served: Served) -> None:
         self._tokenizer, self._output = served.model.tokenizer, ResponseOutput()
@@ -616,7 +621,7 @@ class ResponseWriter:
         if isinstance(event, End):
             return self._end(answer, event)
         self._pending += chat_logprobs(self._tokenizer, event.logprobs)["content"]
-        if isinstance(event, NothingShown | PromptLogprobs):
+        if isinstance(event, NothingShown | PromptProgress | PromptLogprobs):
             return []
         pending, self._pending = self._pending, []
         return self._output.push(event, pending)

@@ -70,7 +70,8 @@ class SamplingFields(Body):
         """The stop strings as a list. Raises ApiError for more than `most`."""
         stops = [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if stop]
         if len(stops) > most:
-            raise invalid("stop", f"at most {most} stop strings; found {len(stops)}")
+            name = type(self).model_fields["stop"].alias or "stop"
+            raise invalid(name, f"at most {most} stop strings; found {len(stops)}")
         return stops
 
     def sampling(self, served: Served) -> Sampling:
@@ -144,6 +145,10 @@ class StreamingFields(SamplingFields, CacheFields):
     stream_options: StreamOptions | None = Field(default=None, description="Of use with `stream: true`.")
     timings_per_token: bool | None = Field(
         default=None, description="Every chunk of a stream has `timings`, the figures up to now."
+    )
+    return_tokens: bool | None = Field(default=None, description="Choices have `tokens`, the ids of their text.")
+    return_progress: bool | None = Field(
+        default=None, description="Chunks of a stream say in `prompt_progress` how much of the prompt has been read."
     )
 
     def count(self, served: Served, prompts: int = 1) -> int:

@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ UNSAID: Mapping[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0, 
 
 @dataclass(frozen=True)
 class Served:
-    """One model under one name. A request must give the name: nobody is to take this model's answers for another's."""
+    """One model. A request that names another is refused: nobody is to take this model's answers for another's."""
 
     model: Model
     settings: ServerSettings
@@ -30,6 +31,11 @@ class Served:
     def name(self) -> str:
         """The name that requests give."""
         return self.settings.model_name
+
+    @property
+    def created_at(self) -> str:
+        """When it was loaded, as ISO 8601 has it."""
+        return datetime.fromtimestamp(self.created, UTC).isoformat().replace("+00:00", "Z")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -60,9 +66,9 @@ class Served:
         most = self.settings.max_tokens or default if given is None else given
         return None if most is None or most < 0 else most
 
-    def check_name(self, name: str) -> None:
-        """Raise ApiError 404 where a request asks for another model."""
-        if name != self.name:
+    def check_name(self, name: str | None) -> None:
+        """Raise ApiError 404 where a request asks for another model; one that names none asks for this one."""
+        if name not in (None, self.name, *self.settings.aliases):
             raise ApiError(
                 404,
                 f"the model {name!r} does not exist: this server has one model, {self.name!r}",
@@ -83,6 +89,10 @@ class Served:
             return self.model.tokenizer.encode(text, prefix=prefix)
         except PromptError as error:
             raise invalid(param, refused(error).message) from None
+
+    def count(self, text: str, param: str) -> int:
+        """How many tokens a text has. More than fit the context are counted too, as far as it can be tokenized."""
+        return len(self.encode(text, param, beside=0))
 
     def tokens(self, prompt: str | list[int], param: str, *, beside: int = 1) -> list[int]:
         """The token ids of a prompt that is text or ids. Raises ApiError for one that is empty, wrong or too long."""

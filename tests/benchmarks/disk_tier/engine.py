@@ -14,7 +14,8 @@ from side_by_side.process import threads
 from disk_tier import CONTEXT
 from pi_runtime import Model, load
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.disk.ram_plan import Slots, fixed_bytes, sequence_kv_bytes, useful_budgets
+from pi_runtime.artifact.rows import useful_budgets
+from pi_runtime.disk.ram_plan import Slots, fixed_bytes, sequence_kv_bytes
 from pi_runtime.disk.row_store import REGIONS, Request, RowRange, RowStore
 from pi_runtime.engine import loading as model_module
 from pi_runtime.execution import disk_ahead, disk_rows, ops, rows

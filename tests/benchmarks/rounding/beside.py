@@ -65,7 +65,7 @@ class Beside:
         ids_NT = quantising.text_windows(d, self.report, 512)
 
         def states(checkpoint: Checkpoint, values: Values) -> tuple[td.NamedTensors, torch.Tensor]:
-            return text_states(checkpoint, ids_NT, values, lambda _done, _all: None)
+            return text_states(checkpoint, ids_NT, [values], lambda _done, _all: None)[0]
 
         with torch.inference_mode():
             source_ends, source_NTD = states(self.checkpoint, source_values)

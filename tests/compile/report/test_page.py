@@ -39,6 +39,7 @@ from pi_compile.report.page import answer_of, report_page
 from pi_compile.results.activation_profile import ActivationProfile
 from pi_runtime import console
 from pi_runtime.artifact.rows import PROCESS_NBYTES
+from pi_runtime.errors import size
 
 VOID = {"meta", "link", "img", "br", "hr", "input", "source", "wbr"}
 HERE = ("config.json", "--machine", "m.toml", "--vram-budget", "300KiB", "--counts", "p.npz")
@@ -240,7 +241,7 @@ def test_the_figures_are_those_of_plan(page: str, folder: Path, capsys: pytest.C
     assert exact(by_part[-2][1]) == main["vram_bytes"]
     rates = {row[0].replace(NBSP, " "): row[1] for row in by_budget[1:]}
     for budget in (less, main, more):
-        assert rates[console.size(budget["vram_bytes"])] == digits(budget["decode_tokens_per_s"])
+        assert rates[size(budget["vram_bytes"])] == digits(budget["decode_tokens_per_s"])
 
 
 def test_a_part_of_a_layer_takes_its_share(page: str) -> None:
@@ -330,7 +331,9 @@ def test_many_layers_stay_readable(folder: Path) -> None:
     asked = Budget(vram=spec.vram, ram=spec.ram, asked=True, placement=placement, **rates)
     e = Explanation(
         spec=spec,
-        activation=activation,
+        source=activation.source,
+        trained=bool(activation.layers),
+        curves=activation.cumulative_curve(),
         work=work,
         placement=placement,
         budgets=(asked,),

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 from support.forge import put_together, take_apart
 from support.synthetic import FACTS, golden_artifact, random_artifact, small_decoder, small_guess_head
 
+from pi_runtime.artifact.decoder import facts
 from pi_runtime.artifact.decoding import canonical_json
 from pi_runtime.artifact.features import FEATURES
 from pi_runtime.artifact.manifest_file import read_manifest
@@ -44,32 +45,15 @@ def test_a_file_lists_what_it_uses(featured: Path) -> None:
     assert b'"manifest":"manifest.json","version":1}' in data
 
 
-NAMES = {
-    "norms after each part": ["block", "block.reordered", "joint_qk_norm", "qk_norm"],
-    "scaled, capped, not rotated": [
-        *("embedding_norm", "embedding_scale", "logit_scale", "logit_softcap"), "unrotated_layers",
-    ],
-    "windows, experts by sigmoid of what enters": [
-        *("experts_per_token", "n_experts", "router_early", "router_score", "window", "windowed_layers"),
-    ],
-    "norms before and after, two kinds of angles": [
-        "block", "block.sandwich", "window", "windowed_frequencies", "windowed_layers",
-    ],
-    "shared experts, dense layers, a bias for choosing in groups": [
-        *("dense_ff", "dense_layers", "experts_per_token", "experts_shared", "n_experts", "router_choice_bias"),
-        *("router_groups", "router_scale", "router_score"),
-    ],
-    "sinks, a window, clamped experts with biases": [
-        *("activation.clamped_swiglu", "attention_sinks", "expert_bias", "experts_per_token", "n_experts"),
-        *("router_bias", "window", "windowed_layers"),
-    ],
-    "latents of keys and of queries, experts of groups by their largest": [
-        *("experts_per_token", "latent_rank", "n_experts", "query_rank", "router_group_top", "router_groups"),
-        *("router_normalised", "score_scale", "value_dim"),
-    ],
-    "norms of what the last matrices read": ["inner_norms"],
-    "experts weighed among all": ["experts_per_token", "n_experts", "router_normalised"],
-}  # fmt: skip
+VALUES = {"reordered": "block", "sandwich": "block", "clamped_swiglu": "activation"}
+"""Values that came later than their facts, and are features of their own."""
+
+
+def names_of(given: dict[str, Any]) -> list[str]:
+    """The features of a small decoder with some facts, beside those that it has without."""
+    usual = {name: own.default for name, own in facts().items() if own.default is not MISSING}
+    own = [n for n, value in given.items() if n in usual and value != usual[n] and n != "rotary_frequencies"]
+    return sorted(f"decoder.{n}" for n in [*own, *(f"{f}.{v}" for v, f in VALUES.items() if given.get(f) == v)])
 
 
 def plain_features(path: Path) -> set[str]:
@@ -78,17 +62,25 @@ def plain_features(path: Path) -> set[str]:
         return {*artifact.manifest.features}
 
 
-@pytest.mark.parametrize("facts", FACTS)
-def test_facts_of_a_decoder_are_features(facts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", FACTS)
+def test_facts_of_a_decoder_are_features(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, path = (
         plain_features(tmp_path / "plain.pi"),
-        random_artifact(tmp_path / "a.pi", small_decoder(**FACTS[facts])),
+        random_artifact(tmp_path / "a.pi", small_decoder(**FACTS[kind])),
     )
     verify(path)
     with Artifact.open(path) as artifact:
-        assert sorted({*artifact.manifest.features} - plain) == [f"decoder.{name}" for name in NAMES[facts]]
-    monkeypatch.delitem(FEATURES, f"decoder.{NAMES[facts][0]}")
-    assert f"found: decoder.{NAMES[facts][0]}" in refusal(path)
+        assert sorted({*artifact.manifest.features} - plain) == names_of(FACTS[kind])
+    monkeypatch.delitem(FEATURES, names_of(FACTS[kind])[0])
+    assert f"found: {names_of(FACTS[kind])[0]}" in refusal(path)
+
+
+def test_every_fact_has_a_case() -> None:
+    """So each is run from disk, in company and on two sides. Those of the ends of a model have tests of their own."""
+    ends = {"final_norm", "head_bias", "position_offset", "rotary_scale", "shared_norm", "threshold"}
+    cases = {name for given in FACTS.values() for name in names_of(given)} | {f"decoder.{name}" for name in ends}
+    named = {f"decoder.{name}" for name, own in facts().items() if own.default is not MISSING}
+    assert named - cases == {"decoder.rotary_frequencies"}
 
 
 def test_angles_of_the_other_way_are_a_feature(tmp_path: Path) -> None:
@@ -176,12 +168,13 @@ def test_a_guess_head_is_a_feature(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"states": (0, 3)}, "guess.states: (0, 3) are not layers of 2"),
         ({"states": (1, 0)}, "guess.states"),
         ({"format": "u32"}, "guess.format: 'u32'"),
-        ({"d_ff": 0}, "guess.d_ff: 0 is not a size"),
-        ({"n_kv_heads": 3}, "guess.n_kv_heads: 3 does not divide n_heads 2"),
+        ({"d_ff": 0}, "guess.d_ff: 0, expected integer in"),
+        ({"n_kv_heads": 3}, "guess.n_kv_heads: 3, allowed only as a divisor of n_heads"),
         ({"shortlist": 258}, "guess.shortlist: 258 tokens of 257"),
         ({"norm_eps": 0.0}, "guess.norm_eps"),
         ({"rotary_frequencies": ()}, "guess.rotary_frequencies: 0 with head_dim 16"),
-        ({"rotary_frequencies": (1.0, -0.5)}, "guess.rotary_frequencies: 2"),
+        ({"rotary_frequencies": (-1.0, -0.5)}, "guess.rotary_frequencies: 2"),
+        ({"rotary_scale": 0.0}, "guess.rotary_scale: 0.0, expected float > 0"),
     ],
 )
 def test_an_impossible_guess_head_is_refused(wrong: dict[str, Any], problem: str) -> None:

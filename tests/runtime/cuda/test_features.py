@@ -1,33 +1,31 @@
-"""A GPU refuses by name what its kernels do not compute."""
+"""A GPU refuses by name what its kernels do not compute, before anything else."""
+
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from support.synthetic import FACTS, bare_manifest, small_decoder
+from support.synthetic import FACTS, random_artifact, small_decoder
 
-from pi_runtime.artifact.features import LACKING_ON_GPU
-from pi_runtime.artifact.sizes import PARTS
-from pi_runtime.cuda.executor import check_features
+from pi_runtime.artifact.features import COMPUTED_BY, lacking
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.cuda.executor import open_on_gpu
 from pi_runtime.errors import DoesNotFitError
 
 
-def test_what_the_gpu_tier_lacks_is_refused_by_name() -> None:
-    refused = {}
-    for name, facts in FACTS.items():
-        decoder = small_decoder(**facts)
-        manifest = bare_manifest(decoder, dict.fromkeys(PARTS, "f32"), [None] * decoder.n_layers, 0)
-        try:
-            check_features(manifest)
-        except DoesNotFitError as error:
-            refused[name] = str(error)
-    assert all(any(feature in message for message in refused.values()) for feature in LACKING_ON_GPU)
-    assert {*refused} == {
-        "windows, experts by sigmoid of what enters",
-        "norms before and after, two kinds of angles",
-        "sinks, a window, clamped experts with biases",
-        "shared experts, dense layers, a bias for choosing in groups",
-        "latents of keys and of queries, experts of groups by their largest",
-        "norms of what the last matrices read",
+def test_what_the_gpu_tier_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    found: dict[str, list[str]] = {name: lacking(small_decoder(**facts), "gpu") for name, facts in FACTS.items()}
+    assert {name for names in found.values() for name in names} == {
+        feature for feature, bodies in COMPUTED_BY.items() if "gpu" not in bodies
     }
+    assert {name for name, names in found.items() if not names} >= {
+        *("norms after each part", "scaled, capped, not rotated", "experts weighed among all"),
+    }
+    for name in (name for name, names in found.items() if names):
+        path = random_artifact(tmp_path / "a.pi", small_decoder(**FACTS[name]))
+        with Artifact.open(path) as artifact, pytest.raises(DoesNotFitError) as caught:
+            open_on_gpu(artifact, "auto", 64, 1, index=0, vram_budget=0)
+        told = f"the GPU tier does not compute what this model does\n  found: {', '.join(found[name])}\n"
+        assert str(caught.value).startswith(told)

@@ -10,7 +10,8 @@ from support.synthetic import random_artifact, small_decoder
 from pi_runtime import load
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.disk.ram_plan import fixed_bytes, useful_budgets
+from pi_runtime.artifact.rows import useful_budgets
+from pi_runtime.disk.ram_plan import fixed_bytes
 
 VOCABULARY, WIDTH = 4000, 64
 PROMPT = np.random.default_rng(0).permutation(VOCABULARY)[: 3 * BLOCK_TOKENS].tolist()

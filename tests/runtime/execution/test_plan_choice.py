@@ -15,7 +15,7 @@ from pi_runtime.artifact.gpu_buffers import WEIGHT_ALIGN, gpu_products, gpu_prom
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Manifest, Plan
 from pi_runtime.commands.run import app
-from pi_runtime.errors import DoesNotFitError, UsageError
+from pi_runtime.errors import DoesNotFitError, UsageError, size
 from pi_runtime.execution.plan_choice import Allocation, allocation, choose_plan, needed_bytes
 from pi_runtime.execution.plan_layout import placed_arrays
 
@@ -100,7 +100,7 @@ def test_printed_planned_and_allocated_bytes_are_equal(
         assert console.run(app, [*arguments, "--vram-budget", f"{budget}B"]) == 0
         said = capsys.readouterr().err
         assert re.search(r"gpu_bytes +(\d+)", said)[1] == str(planned.total)  # type: ignore[index]
-        assert f" {console.size(planned.total)} used" in said
+        assert f" {size(planned.total)} used" in said
         chosen.add(planned.plan)
     assert 0 < refused < 15
     assert len(chosen) > 2

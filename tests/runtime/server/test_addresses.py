@@ -54,10 +54,9 @@ def test_an_alias_needs_a_key_where_its_path_does() -> None:
 @pytest.mark.parametrize(
     ("path", "meant"),
     [
-        ("/models", "/v1/models"),
-        ("/models/", "/v1/models"),
-        ("/responses", "/v1/responses"),
-        ("/embeddings", "/v1/embeddings"),
+        ("/messages", "/v1/messages"),
+        ("/messages/count_tokens", "/v1/messages/count_tokens"),
+        ("/v1/infill", "/infill"),
         ("/v1/v1/chat/completions", "/v1/chat/completions"),
         ("/openai/v1/models", "/v1/models"),
         ("/api/v1/completions", "/v1/completions"),

@@ -15,6 +15,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": TEXT, "max_tokens": 1},
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 1},
     "/v1/responses": {"input": TEXT, "max_output_tokens": 1},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 1},
     "/api/chat": {"messages": MESSAGES, "stream": False, "options": {"num_predict": 1}},
     "/api/generate": {"prompt": TEXT, "stream": False, "options": {"num_predict": 1}},
 }

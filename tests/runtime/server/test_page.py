@@ -141,7 +141,7 @@ def test_what_is_typed_is_read_ahead_at_most_once_a_second(script: Script, visit
     (asked,), last = script.asked, script.ahead[-1]
     assert len(script.ahead) == 3, "what was sent is read no more"
     assert [message["content"] for message in last["messages"]] == ["Hello there!", "Good morning.", "And now"]
-    streams = ("messages", "stream", "stream_options", "timings_per_token", "max_tokens")
+    streams = ("messages", "stream", "stream_options", "timings_per_token", "return_progress", "max_tokens")
     assert {k: v for k, v in last.items() if k not in streams} == {k: v for k, v in asked.items() if k not in streams}
 
 
@@ -527,6 +527,17 @@ def test_code_is_shown_as_it_is_and_can_be_copied(script: Script, visit: Open) -
     page.locator(".code").get_by_role("button", name="Copy").click()
     seen(page.locator("#notice")).to_have_text("Copied.")
     assert page.evaluate("navigator.clipboard.readText()") == "if x:\n    y **= 2"
+
+
+@pytest.mark.parametrize(
+    ("read", "tokens", "shown"),
+    [(0, 0, "0 % of the prompt read"), (1250, 0, "50 % of the prompt read"), (2000, 0, ""), (1250, 1, "1 token")],
+)
+def test_how_much_of_a_prompt_has_been_read_is_shown(renderer: Any, read: int, tokens: int, shown: str) -> None:
+    """Of the 2,000 tokens 500 were stored."""
+    show = "([step, tokens]) => { const s = { tokens }; measure(s, { prompt_progress: step }); return figures(s)[0]; }"
+    step = {"total": 2000, "cache": 500, "processed": max(read, 500)}
+    assert renderer.evaluate(show, [step, tokens]) == shown
 
 
 def test_growing_text_is_shown_as_the_whole_would_be(renderer: Any) -> None:

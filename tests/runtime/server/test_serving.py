@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.serving import Served, events, wait_until
+from support.serving import Served, events, serving, wait_until
 
 from pi_runtime import Model, Sampling, load
 from pi_runtime.engine.events import PromptLogprobs
@@ -151,3 +151,38 @@ def test_every_line_of_the_metrics_is_a_sample_with_a_type(talker: Served) -> No
             float(value)
     assert 'pi_http_requests_total{route="/v1/completions",status="200"}' in response.text
     assert response.text.endswith("\n")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_stream_says_how_much_of_the_prompt_has_been_read(alphabet: Path, path: str) -> None:
+    """First what was stored, last the whole; a second request finds all of it stored but for the last token."""
+    text = "abcdefgh" * 5
+    fields = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+    asked = {**fields, "max_tokens": 2, "stream": True, "return_progress": True}
+    with serving(alphabet) as served:
+        for stored in (0, 39):
+            found = [
+                event["prompt_progress"] for event in events(served.post(path, asked)) if "prompt_progress" in event
+            ]
+            assert all(step["total"] == 40 and step["cache"] == stored for step in found)
+            read = [step["processed"] for step in found]
+            assert (read[0], read[-1]) == (stored, 40)
+            assert read == sorted(set(read))
+        for more in ({"return_progress": False}, {"stream": False}):
+            assert "prompt_progress" not in served.post(path, {**asked, **more}).text
+
+
+def test_the_context_is_told_in_everybody_s_words(alphabet: Path) -> None:
+    with serving(alphabet, aliases=("coder",)) as served:
+        model, props = served.get("/v1/models").json()["data"][0], served.get("/props").json()
+        shown = served.post("/api/show", {"model": "coder:latest"}).json()
+        assert served.get("/models").json()["data"][0] == served.get("/v1/models/coder").json() == model
+        context, engine = served.engine.model.context, served.engine.model
+    assert {model["context_length"], model["max_model_len"], model["max_input_tokens"], model["meta"]["n_ctx"]} == {
+        context
+    }
+    assert (model["meta"]["size"], model["meta"]["n_params"]) == (engine.nbytes, engine.parameters)
+    assert model["aliases"] == [served.name, "coder"]
+    assert props["default_generation_settings"]["n_ctx"] == props["context"] == context
+    assert f"num_ctx {context}" in shown["parameters"]
+    assert shown["model_info"]["general.parameter_count"] == engine.parameters

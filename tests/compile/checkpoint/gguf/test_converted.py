@@ -102,20 +102,6 @@ OTHERWISE = {
 """Cases that llama.cpp refuses, or computes otherwise than transformers, as which they are read."""
 LOOSE = {"gemma3-linear": 2e-2}
 """Tolerance where llama.cpp's table of GELU, in binary16, is seen: a cap leaves little of the logits."""
-UNREAD = {
-    "deepseek-v2-groups": "llama.cpp has no biases for DeepSeek",
-    "gemma3-listed": "llama.cpp has a window in five layers of six",
-    "qwen3-moe-unnormalised": "the converter leaves out that weights are not normalised; llama.cpp normalises them",
-    "olmoe-normalised": "the converter leaves out that weights are normalised; llama.cpp does not normalise them",
-    "mistral-window": "the converter leaves out Mistral's window",
-    "nanochat": "llama.cpp has no such architecture",
-    "nanochat-uncapped": "llama.cpp has no such architecture",
-    "bitnet": "the converter rounds its weights, and BitNet is not read from GGUF",
-    "falcon-sequential": "the converter and llama.cpp have parallel blocks alone",
-    "falcon-7b-biases": "llama.cpp has no biases for Falcon",
-    "gpt-oss-listed": "llama.cpp has a window in every other layer",
-    "smollm3-listed": "llama.cpp leaves every fourth layer without rotation",
-}
 
 
 def converted(folder: Path) -> Path:
@@ -128,7 +114,7 @@ def converted(folder: Path) -> Path:
 CONVERTED = [
     name
     for name, case in (FAMILIES | MORE).items()
-    if not (name in UNREAD or case.model == "OPT" or case.made or case.computes or "model_type" in case.own)
+    if not (case.not_in_gguf or case.model == "OPT" or case.made or case.computes or "model_type" in case.own)
 ]
 
 

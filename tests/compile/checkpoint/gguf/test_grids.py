@@ -11,14 +11,18 @@ pytest.importorskip("gguf")
 
 from gguf import GGMLQuantizationType as Type
 from support.gguf_files import random_blocks, rounded_checkpoint, write_byte_tokenizer, write_gguf
+from support.small_project import no_progress
 
-from pi_compile.checkpoint import Checkpoint, open_checkpoint
-from pi_compile.packing import PackSpec, pack
+from pi_compile.checkpoint import Checkpoint, open_checkpoint, stored_blocks
+from pi_compile.errors import CheckpointError
+from pi_compile.packing import ALL_KEPT, PackSpec, pack
+from pi_compile.pipeline.packed import pack_model
+from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.quantisation import as_stored
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.artifact.sizes import PARTS, WHOLE
 
-GRIDS = {Type.Q4_0: "q4", Type.Q4_1: "q4_1", Type.Q5_0: "q5"}
+GRIDS = {Type.Q4_0: "q4", Type.Q4_1: "q4_1", Type.Q5_0: "q5", Type.Q8_0: "q8"}
 SHAPES = {
     **dict.fromkeys(("attn_q", "attn_output"), (256, 256)),
     **dict.fromkeys(("attn_k", "attn_v"), (128, 256)),
@@ -59,6 +63,76 @@ def test_blocks_are_taken_bit_for_bit(folder: Path, tmp_path: Path, kind: Type, 
         np.testing.assert_array_equal(found[:, 1], as_stored(fmt, meant[:, 1]))  # its blocks lie along the neurons
     assert result.errors["attention"].largest == 0
     assert result.errors["ffn"].largest > 0
+
+
+@pytest.mark.parametrize("kind", GRIDS, ids=lambda kind: kind.name)
+def test_formats_with_more_bits_hold_the_same(folder: Path, tmp_path: Path, kind: Type) -> None:
+    checkpoint, name = opened(folder, tmp_path / "model.gguf", kind), "layers/0/attention/qkv"
+    own, meant = FORMATS[GRIDS[kind]], checkpoint.values(name)
+    for fmt in (FORMATS[name] for name in WEIGHT_FORMATS if FORMATS[name].quantised):
+        wider = fmt.bits >= own.bits and fmt.offset == own.offset
+        assert checkpoint.keeps(name, fmt.name) == wider, fmt.name
+        if wider:
+            np.testing.assert_array_equal(
+                np.concatenate(list(stored_blocks.as_stored(checkpoint, name, fmt.name))), meant
+            )
+
+
+def test_a_byte_without_a_counterpart_is_rounded(folder: Path, tmp_path: Path) -> None:
+    """No quantiser writes −128, which q8 does not have."""
+    blocks = random_blocks(Type.Q8_0, 256, 256, 0)
+    tensors = {"blk.0.attn_output.weight": (blocks, Type.Q8_0)}
+    write_gguf(folder, tmp_path / "model.gguf", "f16", tensors=tensors)
+    assert open_checkpoint(tmp_path / "model.gguf").keeps("layers/0/attention/out", "q8")
+    blocks[77, 34 * 3 + 2 + 5] = 128
+    write_gguf(folder, tmp_path / "model.gguf", "f16", tensors=tensors)
+    checkpoint = open_checkpoint(tmp_path / "model.gguf")
+    assert not checkpoint.keeps("layers/0/attention/out", "q8")
+    pack(checkpoint, PackSpec(formats=dict.fromkeys(PARTS, "q8")), output=tmp_path / "a.pi", recipe={})
+    with Artifact.open(tmp_path / "a.pi") as artifact:
+        meant = checkpoint.values("layers/0/attention/out")
+        np.testing.assert_array_equal(artifact.values("layers/0/attention/out"), as_stored("q8", meant))
+
+
+MIXED = {
+    "attention": ({"attn_q": Type.Q5_0, "attn_k": Type.Q4_0, "attn_v": Type.Q8_0, "attn_output": Type.Q5_0}, "q8"),
+    "ffn": ({"ffn_gate": Type.Q4_1, "ffn_up": Type.Q4_0, "ffn_down": Type.Q8_0}, "q8"),
+}
+
+
+def test_each_matrix_keeps_the_least_that_holds_its_tensors(folder: Path, tmp_path: Path) -> None:
+    """What llama.cpp's quantiser mixes within a part: nothing is rounded, and that is said."""
+    kinds = {name: kind for part, _ in MIXED.values() for name, kind in part.items()}
+    blocks = {f"blk.0.{n}.weight": (random_blocks(kind, *SHAPES[n], 0), kind) for n, kind in kinds.items()}
+    write_gguf(folder, tmp_path / "model.gguf", "f16", tensors=blocks)
+    said: list[str] = []
+    pack_model(str(tmp_path / "model.gguf"), tmp_path / "a.pi", progress=no_progress, notice=said.append)
+    assert ALL_KEPT in said
+    assert not any("measuring" in line for line in said)
+    checkpoint = open_checkpoint(tmp_path / "model.gguf").in_layout(WHOLE)
+    with Artifact.open(tmp_path / "a.pi") as artifact:
+        formats = artifact.manifest.formats
+        assert {part: formats[part] for part in MIXED} == {part: fmt for part, (_, fmt) in MIXED.items()}
+        assert {name: fmt for name, fmt in formats.items() if "/" in name} == {
+            "layers/0/attention/out": "q5",
+            "layers/0/ffn/first": "q4_1",
+            "layers/0/ffn/up": "q4",
+        }
+        for name in checkpoint.array_shapes:
+            np.testing.assert_array_equal(artifact.values(name), checkpoint.values(name))
+
+
+@pytest.mark.parametrize("kind", GRIDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_scale_that_is_no_number_is_refused(folder: Path, tmp_path: Path, kind: Type, bad: float) -> None:
+    blocks = random_blocks(kind, *SHAPES["attn_output"], 0)
+    blocks[200, :2] = np.array([bad], "<f2").view(np.uint8)
+    tensors = {"blk.0.attn_output.weight": (blocks, kind)}
+    write_gguf(folder, tmp_path / "model.gguf", "f16", tensors=tensors)
+    formats = dict.fromkeys(PARTS, "f16") | {"attention": GRIDS[kind]}
+    with pytest.raises(CheckpointError, match=r"attn_output\.weight holds NaN or infinity"):
+        pack(open_checkpoint(tmp_path / "model.gguf"), PackSpec(formats=formats), output=tmp_path / "a.pi", recipe={})
+    assert not (tmp_path / "a.pi").exists()
 
 
 def test_other_formats_are_quantised(folder: Path, tmp_path: Path) -> None:

@@ -3,14 +3,15 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pi_compile.placement.solvers import constrained_path, enumeration
-from pi_compile.placement.solvers.constrained_path import solve
+from pi_compile.placement.solvers.constrained_path import most_value, solve
 from pi_compile.placement.solvers.layered_graph import NEVER, LayeredGraph, Node
 from pi_compile.placement.solvers.mixed_integer_program import MixedIntegerProgram
 
@@ -246,3 +247,48 @@ def test_nothing_fits() -> None:
     path = solve([LayeredGraph([[heavy]], [], 5, 5)])
     assert path is not None
     assert path.cost == 1
+
+
+# The knapsack.
+
+Classes = list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]
+
+
+def most_value_by_hand(classes: Classes, capacity: int) -> list[int]:
+    """Greatest value, then least weight, then the heaviest items of the first classes."""
+    fitting = []
+    for items in itertools.product(*(range(len(weights)) for weights, _ in classes)):
+        weight, value = (sum(int(one[k][j]) for one, j in zip(classes, items, strict=True)) for k in (0, 1))
+        if weight <= capacity:
+            fitting.append((value, -weight, items))
+    return list(max(fitting)[2])
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), max_size=4), min_size=1, max_size=4),
+    st.integers(0, 60),
+    st.sampled_from([1, 10**13]),
+)
+@settings(max_examples=100, deadline=None)
+def test_the_knapsack_equals_brute_force(drawn: list[list[tuple[int, int]]], capacity: int, unit: int) -> None:
+    """One unit in 10¹³ decides, too."""
+    classes = [
+        (np.cumsum([0, *(w for w, _ in c)]), np.array([0, *(unit + v if unit > 1 else v for _, v in c)])) for c in drawn
+    ]
+    assert most_value(classes, capacity) == most_value_by_hand(classes, capacity)
+
+
+def test_the_knapsack_equals_the_branch_and_bound_of_highs() -> None:
+    rng = np.random.default_rng(10)
+    for _ in range(10):
+        classes = [(7 * np.arange(20), np.cumsum(-np.sort(-rng.integers(0, 1000, 20)))) for _ in range(8)]
+        classes = [(weights, values - values[0]) for weights, values in classes]
+        capacity, program = int(rng.integers(0, 500)), MixedIntegerProgram(maximise=True)
+        items = [program.variables(values) for _, values in classes]
+        for taken in items:
+            program.row([(taken, 1.0)], 1.0, 1.0)
+        program.row([(taken, weights) for taken, (weights, _) in zip(items, classes, strict=True)], 0.0, capacity)
+        answer = program.solve(60.0)
+        assert answer is not None
+        found = most_value(classes, capacity)
+        assert sum(int(values[j]) for (_, values), j in zip(classes, found, strict=True)) == round(answer.objective)

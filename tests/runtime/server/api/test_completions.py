@@ -1,5 +1,6 @@
 """`/v1/completions` on an engine: texts, echoes with log-probabilities, streams, and what is refused."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -226,7 +227,7 @@ def test_timings_come_with_the_end_or_with_each_token(random_chat: Chat) -> None
         ({"prompt": "a", "n": 17}, "n", "16"),
         ({"prompt": ["a"] * 9, "n": 2}, "prompt", "16"),
         ({"prompt": "a", "best_of": 2}, "best_of", "not supported"),
-        ({"prompt": "a", "suffix": "x"}, "suffix", "not supported"),
+        ({"prompt": [97], "suffix": "x"}, "suffix", "one text"),
         ({"prompt": "a", "stop": ["x"] * 17}, "stop", "16"),
         ({"prompt": "a", "stop": [1]}, "stop[0]", "string"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias.x", "token ids"),
@@ -241,10 +242,23 @@ def test_what_is_wrong_is_named(random_chat: Chat, fields: dict[str, Any], param
     asking.refused(COMPLETIONS, {"model": "m", **fields}, random_chat[0], param, says)
 
 
-@pytest.mark.parametrize(("model", "status"), [(None, 400), ("", 404), ("gpt-5", 404)])
-def test_another_model_is_not_found(random_chat: Chat, model: str | None, status: int) -> None:
-    body = {"prompt": "a"} | ({} if model is None else {"model": model})
-    asking.refused(COMPLETIONS, body, random_chat[0], "model", status=status)
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/responses": {"input": "a"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/api/chat": {"messages": [{"role": "user", "content": "a"}]},
+    "/api/generate": {"prompt": "a"},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_model_goes_by_its_names_or_none(random_chat: Chat, path: str) -> None:
+    served = replace(random_chat[0], settings=replace(random_chat[0].settings, aliases=("gpt-5", "coder")))
+    for named in ({}, {"model": None}, {"model": "m"}, {"model": "gpt-5"}, {"model": "coder"}):
+        assert asking.asked(path, {**BODIES[path], **named}, served).texts
+    for other in ("", "gpt-6"):
+        asking.refused(path, {**BODIES[path], "model": other}, served, "model", status=404)
 
 
 @pytest.mark.parametrize("body", [None, [], "text", 3, float("nan")])

@@ -127,7 +127,7 @@ def test_without_a_prompt_the_model_is_loaded(random_chat: Chat) -> None:
         (OLLAMA_CHAT, {"messages": [], "options": {"mirostat": 2}}, 400, "options.mirostat: not supported"),
         (OLLAMA_CHAT, {"messages": [], "options": {"mirostat": False}}, 400, "options.mirostat: not supported"),
         (OLLAMA_CHAT, {"messages": [], "options": {"heat": 2}}, 400, "options.heat: unknown field"),
-        (OLLAMA_GENERATE, {"prompt": "a", "suffix": "b"}, 400, "suffix: not supported"),
+        (OLLAMA_GENERATE, {"prompt": "a", "suffix": "b"}, 501, "fill in"),
         (OLLAMA_GENERATE, {"prompt": "a", "context": [1]}, 400, "context: not supported"),
         (OLLAMA_GENERATE, {"prompt": "a", "format": {"type": "nothing"}}, 400, "format"),
         (OLLAMA_GENERATE, {"prompt": "a", "raw": True, "format": "json"}, 400, "format"),
@@ -221,9 +221,7 @@ def test_a_model_without_template_is_described(endless_served: Served) -> None:
     assert (found["template"], found["capabilities"]) == ("", ["completion"])
 
 
-@pytest.mark.parametrize(
-    ("body", "status"), [({"model": "other"}, 404), ({}, 400), ([], 400), ({"model": 1}, 400)], ids=str
-)
+@pytest.mark.parametrize(("body", "status"), [({"model": "other"}, 404), ([], 400), ({"model": 1}, 400)], ids=str)
 def test_what_is_wrong_of_a_model_is_told(random_chat: Chat, body: Any, status: int) -> None:
     with pytest.raises(ApiError) as error:
         computed("/api/show", body, random_chat[0])

@@ -58,8 +58,12 @@ def test_the_model_is_listed(served: Served) -> None:
         ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
         ("/apply-template", {"messages": []}, "messages"),
         ("/apply-template", {"messages": [{"role": "user", "content": 1}], "model": "m"}, "messages[0].content"),
-        ("/v1/embeddings", {"input": "a"}, None),
     ],
 )
 def test_what_is_wrong_is_named(served: Served, path: str, body: dict[str, Any], param: str | None) -> None:
     refused(path, body, served, param)
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embeddings", "/v1/rerank", "/rerank"])
+def test_texts_are_not_compared(served: Served, path: str) -> None:
+    refused(path, {"input": "a", "query": "b", "documents": ["c"]}, served, None, "writes text", 501)

@@ -87,8 +87,6 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"xtc_probability": 0.5}, {"xtc_probability": 0, "xtc_threshold": 0.1}),
     ({"dry_multiplier": 0.8}, {"dry_multiplier": 0.0, "dry_base": 1.75, "dry_sequence_breakers": ["a"]}),
     ({"samplers": ["top_k"]}, {"samplers": None}),
-    ({"grammar": 'root ::= "a"'}, {"grammar": ""}),
-    ({"json_schema": {}}, {"json_schema": None}),
     ({"ignore_eos": True}, {"ignore_eos": False}),
     ({"n_probs": 2}, {"n_probs": 0}),
     ({"use_beam_search": True}, {"use_beam_search": False}),
@@ -97,7 +95,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"best_of": 2}, {"best_of": 1}),
     ({"chat_template": "x"}, {"chat_template": None}),
     ({"enable_thinking": False}, {"enable_thinking": None}),
-    ({"response_format": {"type": "json_object", "schema": {}}}, {"response_format": {"type": "json_object"}}),
+    ({"documents": ["a"]}, {"documents": []}),
 ]
 
 

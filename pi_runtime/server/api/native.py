@@ -1,0 +1,152 @@
+"""llama-server's own forms: `/completion`, and `/infill`, by which editors have code filled in."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
+
+from pi_runtime.engine.events import End, Event, PromptProgress, TextDelta
+from pi_runtime.server.api.answer import GatheredAnswer, sse
+from pi_runtime.server.api.body import MANY, Body, Known, accepted
+from pi_runtime.server.api.completions import (
+    CompletionRequest,
+    CompletionWriter,
+    completion_request,
+    fill_in,
+    fill_in_tokens,
+)
+from pi_runtime.server.api.openai_forms import Timings, read_prompt, timings
+from pi_runtime.server.api.prompt import Prompt
+from pi_runtime.server.api.served import Served
+
+STOP_TYPES: dict[str, Literal["eos", "word", "limit"]] = {"end": "eos", "stop": "word"}
+"""llama-server's word for why an answer ended; `limit` for others."""
+SNIPPET = "\n\n--- snippet ---\n\n"
+"""Stands before another file where the vocabulary has no token for that."""
+REPOSITORY, FILE = ("<|repo_name|>", "<|fim_repo|>", "<reponame>"), ("<|file_sep|>", "<file_sep>")
+ENDS = (*REPOSITORY, *FILE, "<|fim_pad|>", "<fim_pad>", "<|endoftext|>")
+"""Tokens that end what is filled in."""
+
+
+class NativeRequest(CompletionRequest):
+    """A text to be continued, until its end where no number of tokens is given."""
+
+
+class Extra(Body):
+    """Another file, or a part of one, that may help."""
+
+    filename: str = "tmp"
+    text: str
+
+
+class InfillRequest(CompletionRequest):
+    """Code with a gap, which is to be filled in."""
+
+    known: ClassVar[Known] = accepted(
+        *("samplers", "t_max_prompt_ms", "t_max_predict_ms", "n_indent", "response_fields", "n_cache_reuse")
+    )
+    input_prefix: str = Field(default="", description="What stands before the gap.")
+    input_suffix: str = Field(default="", description="What stands behind it.")
+    input_extra: Annotated[list[Extra], MANY] | None = Field(
+        default=None, description="Other files; what finds no room is left out, the first ones first."
+    )
+    prompt: str = Field(default="", description="What the gap begins with.")
+
+
+class NativeAnswer(TypedDict):
+    """An answer, or more of it; figures come with its end."""
+
+    index: int
+    content: str
+    tokens: list[int]
+    stop: bool
+    id_slot: int
+    model: NotRequired[str]
+    stop_type: NotRequired[Literal["eos", "word", "limit"]]
+    stopping_word: NotRequired[str]
+    truncated: NotRequired[Literal[False]]
+    has_new_line: NotRequired[bool]
+    tokens_predicted: NotRequired[int]
+    tokens_evaluated: NotRequired[int]
+    tokens_cached: NotRequired[int]
+    timings: NotRequired[Timings]
+    prompt_progress: NotRequired[dict[str, float]]
+
+
+def native_request(body: NativeRequest, served: Served) -> Prompt:
+    """Make the engine's prompt of a request for llama-server's completion. Raises ApiError for what is wrong."""
+    return completion_request(_unbounded(body), served)
+
+
+def infill_request(body: InfillRequest, served: Served) -> Prompt:
+    """Make the engine's prompt of code with a gap. Raises ApiError for what is wrong, and for a model that cannot."""
+    ids = fill_in(served, body.input_prefix + body.prompt, body.input_suffix, "input_suffix")
+    room = served.model.context - len(ids) - max(body.most_tokens or 0, 0) - 1
+    extra = _extra_tokens(body.input_extra or [], served)[-room:] if room > 0 else []
+    prompt = completion_request(_unbounded(body, prompt=[*extra, *ids]), served)
+    ends = [name for name in ENDS if served.model.tokenizer.added_token(name) is not None]
+    prompt.settings["stop"] = [*prompt.settings.get("stop", ()), *ends]
+    return prompt
+
+
+def _unbounded(body: Any, **changed: Any) -> Any:
+    """The request with these fields, and without a bound where it gives none."""
+    bound = {} if body.most_tokens is not None else {"n_predict": -1}
+    return body.model_copy(update={**bound, **changed})
+
+
+def _extra_tokens(extra: Sequence[Extra], served: Served) -> list[int]:
+    """The tokens of other files, as models of a repository's files were trained to read them."""
+    added = served.model.tokenizer.added_token
+    repository, file = ([x for x in map(added, names) if x is not None][:1] for names in (REPOSITORY, FILE))
+    encode = partial(fill_in_tokens, served, param="input_extra")
+    found = [*repository, *encode("project\n")] if extra and repository else []
+    for part in extra:
+        found += [*(file or encode(SNIPPET)), *encode(f"{part.filename}\n{part.text}" if file else part.text)]
+    return [*found, *file, *encode("file\n")] if found and file else found
+
+
+class NativeWriter(CompletionWriter):
+    """Writes llama-server's completions, and their streams."""
+
+    answer_type = chunk_type = NativeAnswer  # type: ignore[assignment]
+
+    def write(self, answer: GatheredAnswer, event: Event) -> bytes:
+        """The event of more text, or of the end."""
+        found = self._native(answer, [event])
+        if isinstance(event, PromptProgress) and event.stats is not None:
+            found["prompt_progress"] = read_prompt(event.read, event.stats)
+        return sse(found)
+
+    def final_events(self, answers: Sequence[GatheredAnswer]) -> bytes:  # noqa: ARG002  the figures have been written
+        """Nothing follows the end of the last answer."""
+        return b""
+
+    def response(self, answers: Sequence[GatheredAnswer]) -> Any:
+        """The one answer as an object, several as a list."""
+        found = [self._native(answer, answer.events) for answer in answers]
+        return found[0] if len(found) == 1 else found
+
+    def _native(self, answer: GatheredAnswer, events: Sequence[Event]) -> NativeAnswer:
+        end = events[-1]
+        content = "".join(event.text for event in events if isinstance(event, TextDelta))
+        tokens = [token for event in events for token in event.tokens] if self.with_tokens or not answer.end else []
+        found: NativeAnswer = {
+            "index": answer.index, "content": content, "tokens": tokens, "stop": False, "id_slot": answer.index
+        }  # fmt: skip
+        if isinstance(end, End) and end.stats is not None:
+            found |= {
+                "stop": True,
+                "model": self.served.name,
+                "stop_type": STOP_TYPES.get(end.finish_reason, "limit"),
+                "stopping_word": end.stop_string or "",
+                "truncated": False,
+                "has_new_line": "\n" in answer.text,
+                "tokens_predicted": end.stats.generated_tokens,
+                "tokens_evaluated": end.stats.prompt_tokens,
+                "tokens_cached": end.stats.cached_tokens,
+                "timings": timings([end.stats], [end.stats]),
+            }
+        return found
