@@ -287,6 +287,21 @@ def llama_cpp_python(session: nox.Session) -> str:
 
 
 @nox.session
+def peer_server(session: nox.Session) -> None:
+    """Run llama.cpp's tests of its server against ours: `-- FOLDER MODEL`. Outside CI: some minutes.
+
+    FOLDER is llama.cpp's `tools/server/tests`, MODEL a checkpoint or artifact of stories260K. Both may be left out: the
+    folder is in the source package of llama-cpp-python, and the model comes from the hub.
+    """
+    session.install("-e", ".[compile,serve]", TORCH)
+    session.install("pytest", "requests", "wget", "filelock", "openai", "aiohttp", "numpy", "prometheus-client")
+    folder, model, *rest = [*session.posargs, *("", "")[len(session.posargs) :]]
+    if not folder:
+        folder = str(next(Path(llama_cpp_python(session)).glob("*/vendor/llama.cpp/tools/server/tests")))
+    session.run("python", "tests/conformance/peer_server.py", folder, model or "ggml-org/test-model-stories260K", *rest)
+
+
+@nox.session
 def frameworks(session: nox.Session) -> None:
     """The examples for LangChain and llama-index against the server. Outside CI: these packages are large."""
     session.install("-e", ".[serve]", *TEST_TOOLS, "langchain-openai==1.7.3", "llama-index-llms-openai-like==0.8.1")
@@ -387,7 +402,7 @@ def bench(session: nox.Session) -> None:
     if not session.posargs or session.posargs[0] not in names:
         session.error(f"name one of: {', '.join(names)}")
     install_all(session)
-    if session.posargs[0] in ("cpu", "batch", "serve", "disk", "quality"):
+    if session.posargs[0] in ("cpu", "batch", "serve", "disk", "quality", "real_files"):
         # The peer, built for this processor: the library, or programs of it.
         programs = {"serve": ["llama-server"], "quality": ["llama-quantize", "llama-imatrix"]}.get(
             session.posargs[0], []

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, part_of
 from pi_compile.checkpoint.eagle3 import PublishedHead
-from pi_compile.checkpoint.part_formats import KEEP, resolve_formats
+from pi_compile.checkpoint.part_formats import KEEP, check_rows, resolve_formats
 from pi_compile.checkpoint.stored_blocks import StoredBlock, check_underflow, rounded, stored_blocks
 from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights, Stored
 from pi_runtime.artifact.decoder import Decoder
@@ -89,7 +89,7 @@ def pack(
         profile.check_model(checkpoint.decoder)
     text, formats = checkpoint.text_files, part_formats(checkpoint, spec)
     layers = _layers(checkpoint.decoder, predictor_set)
-    checkpoint, formats = _mixed(checkpoint, formats, layers) if spec.mixed else (checkpoint, formats)
+    checkpoint, formats = _laid_out(checkpoint.with_formats(formats), formats, layers if spec.mixed else ())
     manifest = Manifest(
         decoder=checkpoint.decoder,
         formats=formats,
@@ -128,17 +128,22 @@ def pack(
 
 
 def part_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
-    """Number format of every part of the artifact (see `resolve_formats`), and of matrices that have another one."""
+    """Number format of every part of the artifact (see `resolve_formats`), and of matrices that have another one: those
+    that a checkpoint has in several, where the part is kept."""
     parts = resolve_formats(checkpoint.formats(), spec.formats, tied_head=checkpoint.decoder.tied_head)
     own = checkpoint.matrix_formats()
     parts |= {name: fmt for name, fmt in own.items() if spec.formats[str(part_of(name))] == KEEP}
-    return parts | {name: fmt for name, fmt in spec.formats.items() if name not in PARTS}
+    formats = parts | {name: fmt for name, fmt in spec.formats.items() if name not in PARTS}
+    check_rows(specs_of(checkpoint, formats))
+    return formats
 
 
-def _mixed(
+def _laid_out(
     checkpoint: Checkpoint, formats: Mapping[str, str], layers: Sequence[Layer]
 ) -> tuple[Checkpoint, dict[str, str]]:
-    """Both with matrices where a layer is dense: `up` and `down` have the format of `rest`."""
+    """Both with matrices where a layer is dense: `up` and `down` have the format of `rest`. Without layers as is."""
+    if not layers:
+        return checkpoint, dict(formats)
     layouts, found = layer_layouts(MIXED, (layer.rung for layer in layers)), dict(formats)
     for n, layout in enumerate(layouts):
         rest = found.pop(f"layers/{n}/ffn/rest", None) if layout == WHOLE else None
@@ -277,7 +282,7 @@ def specs_of(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, Ar
 def rounded_parts(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, list[str]]:
     """The parts of which something is rounded, in the order of an artifact, with the formats of all their matrices."""
     found: dict[str, set[str]] = {}
-    rounded = set()
+    rounded, checkpoint = set(), checkpoint.with_formats(formats)
     for name, spec in specs_of(checkpoint, formats).items():
         # Routers are always f32.
         if len(spec.shape) > 1 and spec.format in WEIGHT_FORMATS and not name.endswith("/router"):

@@ -5,7 +5,7 @@ Shape letters: D model width, F neurons. `ffn/rest` has one row for each neuron 
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +23,7 @@ from pi_compile.errors import CheckpointError
 from pi_compile.files import file_digest, json_digest
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.guess_head import guess_layer_arrays
-from pi_runtime.artifact.sizes import BY_NEURON, MIXED, PARTS, WHOLE, ArraySpec, array_specs
+from pi_runtime.artifact.sizes import APART, BY_NEURON, MIXED, PARTS, WHOLE, ArraySpec, array_specs
 from pi_runtime.errors import Setting, UsageError
 
 if TYPE_CHECKING:
@@ -48,8 +48,14 @@ class Checkpoint(ResolvedCheckpoint):
     """Commit of a hub model; None for a local folder."""
     layout: str | tuple[str, ...] = BY_NEURON
     """How the arrays of FFNs, or those of each layer, are made of its tensors (see `sizes.LAYOUTS`)."""
+    apart: frozenset[str] = frozenset()
+    """Matrices of keys and values that stand apart from queries."""
     drafts: bool = False
     """Whether the layer behind the last, which drafts tokens, is among its arrays."""
+
+    def with_formats(self, formats: Iterable[str]) -> "Checkpoint":
+        """The same checkpoint with those keys and values apart that are named among formats (see `sizes.APART`)."""
+        return replace(self, apart=frozenset(name for name in formats if name.endswith(tuple(APART))))
 
     def in_layout(self, layout: str) -> "Checkpoint":
         """The same checkpoint with FFNs in a layout. Raises UsageError for one that it cannot have."""
@@ -74,7 +80,7 @@ class Checkpoint(ResolvedCheckpoint):
     @cached_property
     def array_shapes(self) -> dict[str, tuple[int, ...]]:
         """Logical shape of every artifact array that comes from the checkpoint."""
-        formats, ranks = dict.fromkeys(PARTS, "f32"), [None] * self.decoder.n_layers
+        formats, ranks = dict.fromkeys((*PARTS, *self.apart), "f32"), [None] * self.decoder.n_layers
         specs = array_specs(self.decoder, formats, ranks, False, self.layout)
         layout = self.layout if isinstance(self.layout, str) else MIXED
         own = dict(guess_layer_arrays(self.decoder, formats, layout)) if self.drafts else {}
@@ -91,26 +97,34 @@ class Checkpoint(ResolvedCheckpoint):
         block formats of their own (see `matrix_formats`). Where nothing smaller keeps the values, it is the names of
         their block types, which no number format has. Routers and biases do not count: they are f32 in every artifact.
         """
-        found = {self._array_formats[array] for array in self._matrix_arrays(part)}
+        found = {name for array, name in self._array_formats.items() if part_of(array) == part}
         if len(found) == 1:
             return found.pop()
         if part in ("attention", "ffn") and found <= FORMATS.keys() and any(FORMATS[name].quantised for name in found):
-            return max(found, key=lambda name: ArraySpec(name, (1, 8192)).nbytes_with_scales)
+            return max(found, key=_row_nbytes)
         return self._format_of(self._matrix_arrays(part))
 
     def matrix_formats(self) -> dict[str, str]:
-        """The formats of matrices of the layers that have another one than their part."""
-        return {
-            array: name
-            for part in ("attention", "ffn")
-            for array in self._matrix_arrays(part)
-            if (name := self._array_formats[array]) != self.format(part) and self.format(part) in FORMATS
-        }
+        """The formats of matrices of the layers that have another one than their part, and of keys and values that
+        no format keeps with queries."""
+        parts = {part: self.format(part) for part in ("attention", "ffn")}
+        own = ((array, name, parts.get(str(part_of(array)))) for array, name in self._array_formats.items())
+        return {a: name for a, name, of in own if of in FORMATS and (name != of or a.endswith(tuple(APART)))}
 
     @cached_property
     def _array_formats(self) -> dict[str, str]:
-        """What `format` says of each matrix alone."""
-        return {array: self._format_of([array]) for part in PARTS for array in self._matrix_arrays(part)}
+        """What `format` says of each matrix alone, with keys and values apart where need be."""
+        apart = self.with_formats(self.with_formats(())._of_other_types())
+        arrays = (array for part in PARTS for array in apart._matrix_arrays(part))
+        return {array: apart._format_of([array]) for array in arrays}
+
+    def _of_other_types(self) -> Iterator[str]:
+        """Keys and values with other types than queries, where no format keeps all; values also where keys have one."""
+        for layer in range(0 if self.decoder.latent_rank else self.decoder.n_layers):
+            array = f"layers/{layer}/attention/qkv"
+            kinds = [self.source.dtype(tensor) for tensor in self.tensor_names(array)]
+            if len(kinds) == 1 + len(APART) and self._format_of([array]) not in FORMATS:
+                yield from (f"layers/{layer}/{name}" for n, name in enumerate(APART, 2) if len(set(kinds[:n])) > 1)
 
     def _format_of(self, arrays: Sequence[str]) -> str:
         """The format of fewest bytes that keeps all of some matrices; else the names of their tensors' types."""
@@ -122,8 +136,7 @@ class Checkpoint(ResolvedCheckpoint):
             for name in WEIGHT_FORMATS
             if FORMATS[name].quantised and all(self.keeps(array, name) for array in arrays)
         ]
-        least = min(kept, key=lambda name: ArraySpec(name, (1, 8192)).nbytes_with_scales, default="")
-        return least or " and ".join(found)
+        return min(kept, key=_row_nbytes, default="") or " and ".join(found)
 
     def formats(self) -> dict[str, str]:
         """Number format of each part as it is stored (see `format`); the head's where it is not the embedding."""
@@ -238,6 +251,12 @@ class Checkpoint(ResolvedCheckpoint):
         return self._sources[array]
 
     def _found_tensors(self, array: str) -> tuple[SourceTensor, ...]:
+        layer, _, local = array.rpartition("/attention/")
+        if local in ("qkv", "k", "v"):
+            whole = self.adapter.source_tensors(f"{layer}/attention/qkv", self.prefix, self.decoder)
+            ends = dict(zip(("k", "v"), whole[1:], strict=False)) if self.apart else {}
+            apart = [end for name, end in ends.items() if f"{layer}/attention/{name}" in self.apart]
+            return tuple(tensor for tensor in whole if tensor not in apart) if local == "qkv" else (ends[local],)
         layer, _, local = array.rpartition("/ffn/")
         if local not in ("up", "down"):
             return tuple(self.adapter.source_tensors(array, self.prefix, self.decoder))
@@ -318,6 +337,11 @@ def open_checkpoint(
     commit = None if Path(model).expanduser().exists() else hub_commit(location)
     resolved = resolve_checkpoint(location, ignore_config, activation, in_recipe=in_recipe)
     return Checkpoint(revision=commit, **vars(resolved))
+
+
+def _row_nbytes(name: str) -> int:
+    """Bytes of a long row in a weight format, with its scales."""
+    return ArraySpec(name, (1, 8192)).nbytes_with_scales
 
 
 def part_of(array: str) -> str | None:

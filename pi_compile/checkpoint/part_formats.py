@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from pi_compile.errors import CheckpointError
-from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
+from pi_runtime.artifact.sizes import ArraySpec, misfits
 
 KEEP = "keep"
 """The checkpoint's own format."""
@@ -20,11 +21,13 @@ def resolve_formats(stored: Mapping[str, str], wanted: Mapping[str, str], *, tie
 
     `stored` has the checkpoint's formats of embedding, attention, ffn, and of the head unless it is tied; the names of
     block types where no format keeps them. A tied head has the format of the embedding. Predictors, which no checkpoint
-    has, keep the format of the FFN. Raises CheckpointError for `keep` where nothing keeps what is stored.
+    has, keep the format of the FFN, or have `AGAIN` where that has scales of groups. Raises CheckpointError for `keep`
+    where nothing keeps what is stored.
     """
     formats = {part: _resolved(part, stored[part], wanted[part]) for part in stored if part != "head"}
     formats["head"] = formats["embedding"] if tied_head else _resolved("head", stored["head"], wanted["head"])
-    formats["predictor"] = formats["ffn"] if wanted["predictor"] in (KEEP, AUTO) else wanted["predictor"]
+    kept = AGAIN if FORMATS.get(formats["ffn"], FORMATS["f32"]).grouped else formats["ffn"]
+    formats["predictor"] = kept if wanted["predictor"] in (KEEP, AUTO) else wanted["predictor"]
     return formats
 
 
@@ -38,3 +41,14 @@ def _resolved(part: str, stored: str, wanted: str) -> str:
             remedy="write one of them; `pi-compile init` writes q8, and says what each would take",
         )
     return stored
+
+
+def check_rows(specs: Mapping[str, ArraySpec]) -> None:
+    """Raise CheckpointError for a format with scales of groups whose rows are no whole groups, or are summed."""
+    for name in misfits(specs):
+        raise CheckpointError(
+            f"{name}: not in {specs[name].format}",
+            expected="a matrix with a multiple of 256 columns, stored as in the checkpoint and not by neuron",
+            found=f"shape {specs[name].shape}",
+            remedy=f'in the recipe: [pack] with "{AGAIN}" for this part',
+        )

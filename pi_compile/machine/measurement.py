@@ -16,7 +16,7 @@ import numpy as np
 
 from pi_compile.machine.doctor import installed_ram, usable_cores
 from pi_compile.machine.profile import Cpu, Disk, Gpu, Link, Machine, Rates
-from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.formats import ROW_FORMATS
 from pi_runtime.artifact.rows import WORKERS
 from pi_runtime.disk.reader import Reader, page_aligned
 from pi_runtime.errors import DoesNotFitError, Setting, UsageError, size
@@ -113,7 +113,7 @@ def _products(size: int, threads: int) -> tuple[dict[str, Rates], float]:
     """10⁹ bytes a second by kind of product and format, under the profile's keys, and the seconds of a launch."""
     rates: dict[str, Rates] = {kind: {} for kind in ("format", "neurons", "gather", "predictor")}
     launches = []
-    for fmt in WEIGHT_FORMATS:
+    for fmt in ROW_FORMATS:
         w = timed_matrix(fmt, size)
         found = (
             product_bandwidth(w, threads),

@@ -24,7 +24,7 @@ from pi_compile.checkpoint.part_formats import KEEP
 from pi_compile.packing import PackSpec, part_formats
 from pi_compile.placement.solvers.constrained_path import most_value
 from pi_compile.results import Division
-from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
+from pi_runtime.artifact.formats import FORMATS, ROW_FORMATS
 from pi_runtime.artifact.layout import ALIGN, ALIGN_LARGE, LARGE_FROM
 from pi_runtime.artifact.sizes import ALL_MATRICES, BY_NEURON, PARTS, ArraySpec, array_specs, is_scales
 from pi_runtime.errors import NotMetError, size
@@ -128,7 +128,7 @@ def _options(checkpoint: Checkpoint, found: Mapping[str, Sensitivity], specs: Ma
     widest = next(iter(specs.values())).format
     values = {name: checkpoint.values(name) for name in specs if name in found}
     options = []
-    for name in dict.fromkeys((widest, *(name for name in WEIGHT_FORMATS if FORMATS[name].quantised))):
+    for name in dict.fromkeys((widest, *(name for name in ROW_FORMATS if FORMATS[name].quantised))):
         own = {array: ArraySpec(name, spec.shape) for array, spec in specs.items()}
         if all(own[array].nbytes <= specs[array].nbytes for array in specs):
             as_is = {array: checkpoint.kept_rows(array, name) for array in values}

@@ -21,7 +21,7 @@ from pi_compile.packing import ALL_KEPT, PackSpec, part_formats, rounded_parts, 
 from pi_compile.pipeline.division import divide
 from pi_compile.recipe import Recipe
 from pi_compile.results import QuantisedWeights
-from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
+from pi_runtime.artifact.formats import FORMATS, ROW_FORMATS
 from pi_runtime.artifact.layout import place_arrays
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.console import Progress
@@ -180,7 +180,7 @@ class RoundingCheck:
     def _finer(self) -> list[dict[str, str]]:
         """The formats with all these parts in another format that takes no fewer bytes, by rising bytes."""
         here, parts = self._bytes(self.formats), {part: self.formats[part] for part in PARTS}
-        found = [parts | dict.fromkeys(self.parts, name) for name in WEIGHT_FORMATS]
+        found = [parts | dict.fromkeys(self.parts, name) for name in ROW_FORMATS]
         larger = (formats for formats in found if formats != self.formats and self._bytes(formats) >= here)
         return sorted(larger, key=self._bytes)
 

@@ -68,7 +68,7 @@ class PlanSpec:
     @property
     def without_gpu(self) -> list[str]:
         """What the model does that the GPU tier does not compute: the machine's GPU is left out then."""
-        return lacking(self.model.decoder, "gpu") if self.machine.gpu is not None else []
+        return lacking(self.model.decoder, "gpu", self.formats) if self.machine.gpu is not None else []
 
 
 def plan(spec: PlanSpec) -> dict[str, Any]:

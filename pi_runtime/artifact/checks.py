@@ -12,7 +12,7 @@ from pi_runtime.artifact.guess_head import guess_layer_problems
 from pi_runtime.artifact.layout import manifest_specs
 from pi_runtime.artifact.rungs import DENSE, RUNGS, Rung
 from pi_runtime.artifact.schema import OBJECTIVES, SIDES, Layer, Manifest, Plan, RowPlan
-from pi_runtime.artifact.sizes import LAYOUTS, MATRICES, MIXED, PARTS, WHOLE, ArraySpec
+from pi_runtime.artifact.sizes import APART, LAYOUTS, MATRICES, MIXED, PARTS, WHOLE, ArraySpec, misfits
 
 REQUIRED_FILE = "tokenizer.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.[A-Za-z0-9._-]{1,64}")
@@ -63,13 +63,18 @@ def _formats(m: Manifest) -> Iterator[str]:
     for name in m.formats.keys() - parts.keys():
         number, _, matrix = name.removeprefix("layers/").partition("/")
         is_layer = _LAYER.fullmatch(number) and int(number) < len(m.layers)
-        known = MATRICES[m.layouts[int(number)]] if is_layer else {}
+        known = MATRICES[m.layouts[int(number)]] | ({} if m.decoder.latent_rank else APART) if is_layer else {}
         if matrix not in known:
             yield f"formats.{name}: no matrix that may have a format of its own"
             continue
         own, whole = m.formats[name], parts[known[matrix]]
-        if own not in WEIGHT_FORMATS or not _narrower(own, whole):
+        if own not in WEIGHT_FORMATS or not (_narrower(own, whole) or (matrix in APART and own == whole)):
             yield f"formats.{name}: {own!r} is no other one with at most the bytes of {whole}"
+
+    if not m.decoder.latent_rank and any(
+        name.endswith("/k") and f"{name[:-1]}v" not in m.formats for name in m.formats
+    ):
+        yield "formats: keys apart from values that are not"
 
 
 def _narrower(fmt: str, part: str) -> bool:
@@ -172,6 +177,8 @@ def _arrays(m: Manifest) -> Iterator[str]:
         yield f"profiled_tokens: {m.profiled_tokens} is not a count"
         return
     expected = manifest_specs(m)
+    for name in misfits(expected):
+        yield f"arrays.{name}: {expected[name].format} is for rows of whole groups that are not summed"
     for name in sorted(expected.keys() ^ m.arrays.keys()):
         yield f"arrays.{name}: {'missing' if name in expected else 'not an array of this decoder'}"
     for name, spec in expected.items():

@@ -4,14 +4,14 @@ Every fact of a decoder that differs from its default is a feature, and so is ev
 guess head is one more entry here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING
 from functools import partial
 
 from pi_runtime.artifact.decoder import BODIES, Decoder, facts
-from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.artifact.sizes import BY_NEURON, MIXED, PARTS
+from pi_runtime.artifact.sizes import APART, BY_NEURON, MIXED, PARTS
 from pi_runtime.errors import DoesNotFitError, Text
 
 COMPUTED_BY = {
@@ -37,6 +37,7 @@ FEATURES: dict[str, Callable[[Manifest], bool]] = {
     **{name: partial(_has_fact, feature=name) for name in COMPUTED_BY},
     "ffn_layout": lambda m: m.ffn_layout != BY_NEURON,
     "ffn_layout.mixed": lambda m: m.ffn_layout == MIXED,
+    "formats.apart": lambda m: any(name.endswith(tuple(APART)) for name in m.formats),
     "formats.matrices": lambda m: len(m.formats) > len(PARTS),
     **{f"formats.{name}": partial(_has_format, name=name) for name in WEIGHT_FORMATS},
     "guess_head": lambda m: m.guess is not None or m.guess_layers > 0,
@@ -45,14 +46,18 @@ FEATURES: dict[str, Callable[[Manifest], bool]] = {
 """Name of each feature that is read → whether a manifest uses it."""
 
 
-def lacking(d: Decoder, body: str) -> list[str]:
-    """What a model does that a body (`decoder.BODIES`) does not compute, by name."""
-    return sorted(name for name, bodies in COMPUTED_BY.items() if body not in bodies and _has_fact(d, name))
+def lacking(d: Decoder, body: str, formats: Mapping[str, str] | None = None) -> list[str]:
+    """What a model does, or which of its formats, a body (`decoder.BODIES`) does not compute, by name."""
+    found = {name for name, bodies in COMPUTED_BY.items() if body not in bodies and _has_fact(d, name)}
+    if body == "gpu" and formats is not None:
+        found |= {f"formats.{name}" for name in formats.values() if FORMATS[name].grouped}
+        found |= {"formats.apart" for name in formats if name.endswith(tuple(APART))}
+    return sorted(found)
 
 
-def refuse_lacking(d: Decoder, body: str, remedy: Text | None = None) -> None:
+def refuse_lacking(d: Decoder, body: str, remedy: Text | None = None, formats: Mapping[str, str] | None = None) -> None:
     """Raise DoesNotFitError for a model that does what a body does not compute, by name."""
-    if found := lacking(d, body):
+    if found := lacking(d, body, formats):
         raise DoesNotFitError(
             f"{BODIES[body]} does not compute what this model does", found=", ".join(found), remedy=remedy
         )

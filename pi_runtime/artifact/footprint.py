@@ -40,12 +40,13 @@ class InputLayout(NamedTuple):
     row_order: int
     scales: int
     block_sums: int
+    half_sums: int
     column_order: int
     end: int
 
 
-INPUT = InputLayout(4 * PAD, 5 * PAD, 5 * PAD + PAD // 8, 5 * PAD + PAD // 4, 6 * PAD + PAD // 4)
-"""4 a column as float32, 1 a column twice as bytes, 8 a block for scale and sum."""
+INPUT = InputLayout(4 * PAD, 5 * PAD, 41 * PAD // 8, 42 * PAD // 8, 43 * PAD // 8, 51 * PAD // 8)
+"""4 a column as float32, 1 a column twice as bytes, 12 a block for scale and sums."""
 
 
 class SumLayout(NamedTuple):

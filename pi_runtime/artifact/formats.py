@@ -15,7 +15,12 @@ formats are little-endian.
     q6     scale · (q − 32), q in 0…63              the same, with two upper bits
     q4_1   scale · q + minimum, q in 0…15           as q4, rows padded to 32 bytes; scales and minima beside it
     q4z    scale · (q − zero), q and zero in 0…15   as q4, rows padded to 32 bytes; scales and zeros beside it
+    q5_1   scale · q + minimum, q in 0…31           as q5, the rest as q4_1
+    q4_k   d s · q + e m, q in 0…15, s, m in 0…63   as q4, rows padded to 32 bytes; d, e, s and m of groups beside it
+    q5_k   d s · q + e m, q in 0…31, s, m in 0…63   as q5, the rest as q4_k
+    q6_k   d s · (q − 32), s in −128…127            as q6, the rest likewise; s is one for each 16 columns
     scale  binary16, one for 32 columns of a row    float16, rows padded to 8 bytes
+    u8     bytes                                    uint8, rows padded to 8 bytes
     u32    unsigned integer                         uint32
     u64    unsigned integer                         uint64
 
@@ -29,6 +34,12 @@ Below 8 bits, the indices of a group, and those of every two blocks left over, f
 that are stored together. Byte i < L / 2 holds the lower four bits of index i in its lower and of index L / 2 + i in its
 upper half. Behind these bytes the h upper bits of all integers follow in P = L h / 8 bytes: byte j holds those of the
 indices j, P + j, 2 P + j, …, the first in the lowest bits.
+
+In q4_k, q5_k and q6_k a group has binary16 numbers d and e, and its blocks integers s and m. Rows are whole groups.
+Of each group `NAME_scales` has a record: d, then e where there is one, then eight fields of equal width, one a block
+and the first in the lowest bits of the first byte. A field holds s and m, or the two s of a block, from its lowest bit
+on; s of q6_k 128 higher. So d s and e m are exact in float32, and the record takes the bytes that it has in GGUF's
+Q4_K, Q5_K and Q6_K, where e has the other sign.
 
 A format is one object. NumPy, kernels, sizes, the cost model and the names in checkpoints derive from it what they do;
 docs/how-to/add-a-number-format.md says what a further one is.
@@ -45,8 +56,8 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 ROW_ALIGN = 64
-BLOCK = 32
-"""Columns that share a scale in block formats."""
+BLOCK, GROUP = 32, 8
+"""Columns that share a scale in block formats, and blocks of a group."""
 RUN = 2 * BLOCK
 """Columns that are stored together behind the last whole group of a row."""
 _LARGEST_HALF = 65520.0
@@ -75,6 +86,12 @@ class Format:
     best of several (see `quantisation`)."""
     gguf: str = ""
     """The type of GGUF's tensors whose values it keeps."""
+    scale_bits: int = 0
+    """Bits of a block's scale and minimum where they are integers, times binary16 numbers that a group has; else 0."""
+    scale_zero: int = 0
+    """The stored unsigned integer that stands for a scale of 0."""
+    scales: int = 1
+    """Scales of a block: of two, each belongs to a half of its columns."""
     timed_as: str = ""
     """The format whose speed stands for its own where a machine has no rate for it; "" where it needs one."""
     code: int = -1
@@ -88,6 +105,43 @@ class Format:
     def quantised(self) -> bool:
         """Whether values are small integers in blocks that share a scale."""
         return self.block_bits > 0
+
+    @property
+    def grouped(self) -> bool:
+        """Whether scales belong to groups: such rows are whole groups, and are multiplied but not summed."""
+        return self.scale_bits > 0
+
+    @property
+    def head_nbytes(self) -> int:
+        """Bytes of the binary16 numbers of a group, which its record begins with."""
+        return 4 if self.offset else 2
+
+    @property
+    def field_bits(self) -> int:
+        """Bits of a block's field in the record of a group."""
+        return self.scale_bits * (self.scales + bool(self.offset))
+
+    @property
+    def record_nbytes(self) -> int:
+        """Bytes of the record of a group."""
+        return self.head_nbytes + self.field_bits
+
+    @property
+    def fields(self) -> list[tuple[int, int]]:
+        """Where each block's field is behind the head of a record: in 16 bits from which byte on, and at which bit."""
+        starts = [min(self.field_bits * block // 8, self.field_bits - 2) for block in range(GROUP)]
+        return [(start, self.field_bits * block - 8 * start) for block, start in enumerate(starts)]
+
+    @property
+    def scale_format(self) -> str:
+        """Format of the array of scales."""
+        return "u8" if self.grouped else "scale"
+
+    def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Logical shape of the array of scales beside an array of this one."""
+        if self.grouped:
+            return (*shape[:-1], shape[-1] // (GROUP * BLOCK) * self.record_nbytes)
+        return (*shape[:-1], *((2,) if self.offset else ()), -(-shape[-1] // BLOCK))
 
     @property
     def zero(self) -> int:
@@ -196,12 +250,15 @@ def _upper_halves(values: Array) -> Array:
 FORMATS: dict[str, Format] = {}
 WEIGHT_FORMATS: list[str] = []
 """Formats that weights may be stored in, in the order of their codes."""
+ROW_FORMATS: list[str] = []
+"""Those of them whose rows are of any width and can be summed."""
 
 
 def add(fmt: Format) -> None:
     """Let weights be stored in one format more. Modules with tables of the formats are to be imported after that."""
     FORMATS[fmt.name] = replace(fmt, code=len(WEIGHT_FORMATS))
     WEIGHT_FORMATS.append(fmt.name)
+    ROW_FORMATS.extend([] if fmt.grouped else [fmt.name])
 
 
 _BYTES = np.dtype("<u1")
@@ -215,10 +272,17 @@ for _format in (
     Format("q6", _BYTES, block_bits=6, timed_as="q4"),
     Format("q4_1", _BYTES, row_align=32, block_bits=4, offset="minimum", gguf="Q4_1", timed_as="q4"),
     Format("q4z", _BYTES, row_align=32, block_bits=4, offset="zero", timed_as="q4"),
+    Format("q5_1", _BYTES, row_align=32, block_bits=5, offset="minimum", gguf="Q5_1", timed_as="q4"),
+    Format("q4_k", _BYTES, row_align=32, block_bits=4, offset="minimum", scale_bits=6, gguf="Q4_K", timed_as="q4"),
+    Format("q5_k", _BYTES, row_align=32, block_bits=5, offset="minimum", scale_bits=6, gguf="Q5_K", timed_as="q4"),
+    Format(
+        "q6_k", _BYTES, row_align=32, block_bits=6, scale_bits=8, scale_zero=128, scales=2, gguf="Q6_K", timed_as="q4"
+    ),
 ):
     add(_format)
 FORMATS |= {
-    "scale": Format("scale", np.dtype("<f2"), row_align=8, code=15),
-    "u32": Format("u32", np.dtype("<u4"), code=16),
-    "u64": Format("u64", np.dtype("<u8"), code=17),
+    "scale": Format("scale", np.dtype("<f2"), row_align=8, code=28),
+    "u8": Format("u8", _BYTES, row_align=8, code=29),
+    "u32": Format("u32", np.dtype("<u4"), code=30),
+    "u64": Format("u64", np.dtype("<u8"), code=31),
 }

@@ -9,6 +9,10 @@ scale s is rounded to binary16 before it is used:
     q6   the same                          q = round(w / s) + 32 in 0…63       w ≈ ŵ = s (q − 32)
     q4_1 s = (max w − min w) / m           q = round((w − b) / s) in 0…15      w ≈ ŵ = s q + b, rounded once
     q4z  the same, the range with 0 in it  q = round(w / s) + z in 0…15        w ≈ ŵ = s (q − z)
+    q5_1 as q4_1, q in 0…31
+
+Those with scales of groups (q4_k, q5_k, q6_k) are rounded plainly: a block's scale and minimum are those of its
+extremes, d and e the largest of a group over the largest integer that s and m have, and q is the nearest integer then.
 
 In the three with a constant z (8, 16 or 32) w* is the block's value of largest magnitude with its sign (of two equal
 ones, the negative). At m = z it becomes q − z = −z, the integer that has no counterpart above. m is the divisor z + d,
@@ -37,10 +41,10 @@ from typing import Self
 
 import numpy as np
 
-from pi_runtime.artifact.formats import BLOCK, FORMATS, RUN, Array, Format
+from pi_runtime.artifact.formats import BLOCK, FORMATS, GROUP, RUN, Array, Format
 
-GROUP, FOUR = 8, 4
-"""Blocks of a group, and columns that stay together when these are interleaved."""
+FOUR = 4
+"""Columns that stay together when the blocks of a group are interleaved."""
 
 _DIVISORS = (0.0, -1.0, -0.75, -0.5, -0.25, 0.25, 0.5, 0.75)
 """Divisors that are tried, less z. The first of equals wins, so that values which are s (q − z) already stay, where
@@ -70,28 +74,64 @@ def quantise(
         if importance is not None:
             a = np.tile(as_blocks(importance[None]), len(rows[piece]))
         found = round_blocks(fmt, w, a)
-        found = _exactly(fmt, w, *found) if powers and not fmt.offset else found
+        found = _exactly(fmt, w, *found) if powers and not (fmt.offset or fmt.grouped) else found
         stored[piece], scales[piece] = pack_blocks(fmt, *found, columns)
     leading = values.shape[:-1]
     return stored.reshape(*leading, *stored.shape[1:]), scales.reshape(*leading, *scales.shape[1:])
 
 
 def empty_stored(fmt: Format, shape: Sequence[int]) -> tuple[Array, Array]:
-    """The stored arrays of a matrix (…, D), of `fmt` and of `scale`, all zero."""
-    scale = FORMATS["scale"]
-    of_scales = scale.stored_shape((*shape[:-1], *((2,) if fmt.offset else ()), -(-shape[-1] // BLOCK)))
+    """The stored arrays of a matrix (…, D) and of its scales, all zero."""
+    scale = FORMATS[fmt.scale_format]
+    of_scales = scale.stored_shape(fmt.scales_shape(shape))
     return np.zeros(fmt.stored_shape(shape), fmt.stored), np.zeros(of_scales, scale.stored)
 
 
 def dequantise(fmt: Format, stored: Array, scales: Array, columns: int) -> Array:
     """Convert stored arrays to float32 values (…, D): each the float32 product of scale and integer, which is exact,
     and rounded once where a minimum is added."""
-    each = np.repeat(scales[..., : -(-columns // BLOCK)].astype(np.float32), BLOCK, axis=-1)[..., :columns]
     q = integers(fmt, stored, columns).astype(np.float32)
+    scale, offset = (_by_column(each, columns) for each in beside(fmt, scales, columns))
     if not fmt.offset:
-        return q * each
-    scale, offset = each[..., 0, :], each[..., 1, :]
+        return q * scale
     return q * scale + offset if fmt.offset == "minimum" else (q - offset) * scale
+
+
+def beside(fmt: Format, scales: Array, columns: int) -> tuple[Array, Array]:
+    """The scales (…, B), or those of halves (…, 2 B), and the minima or zeros (…, B), as float32; scales again where
+    there are no such."""
+    blocks = -(-columns // BLOCK)
+    if not fmt.grouped:
+        found = scales[..., :blocks].astype(np.float32)
+        return (found[..., 0, :], found[..., 1, :]) if fmt.offset else (found, found)
+    used = fmt.scales_shape((columns,))[0]
+    records = np.ascontiguousarray(scales[..., :used]).reshape(*scales.shape[:-1], -1, fmt.record_nbytes)
+    heads = np.ascontiguousarray(records[..., : fmt.head_nbytes]).view("<f2").astype(np.float32)
+    body, (starts, shifts) = records[..., fmt.head_nbytes :].astype(np.uint16), np.transpose(fmt.fields)
+    fields = (body[..., starts] | body[..., starts + 1] << np.uint16(8)) >> shifts.astype(np.uint16)
+    parts = [fields >> np.uint16(fmt.scale_bits * n) & np.uint16((1 << fmt.scale_bits) - 1) for n in range(2)]
+    scale = np.stack(parts[: fmt.scales], axis=-1).astype(np.float32) - np.float32(fmt.scale_zero)
+    scale = (heads[..., :1, None] * scale).reshape(*scales.shape[:-1], -1)
+    return scale, (heads[..., 1:] * parts[1]).reshape(*scales.shape[:-1], -1) if fmt.offset else scale
+
+
+def records(fmt: Format, heads: Array, fields: Array) -> Array:
+    """The records of groups as bytes (…, G · `record_nbytes`), from binary16 numbers (…, G, 1 or 2) and the integers
+    (…, G, 8, 1 or 2) of the blocks, not below 0."""
+    found = np.zeros((*heads.shape[:-1], fmt.record_nbytes), np.uint8)
+    found[..., : fmt.head_nbytes] = np.ascontiguousarray(heads, "<f2").view(np.uint8)
+    for block, (start, shift) in enumerate(fmt.fields):
+        parts = [fields[..., block, n].astype(np.uint32) << fmt.scale_bits * n for n in range(fields.shape[-1])]
+        field = np.add.reduce(parts)
+        for byte in range(2):
+            found[..., fmt.head_nbytes + start + byte] |= (field << shift >> 8 * byte).astype(np.uint8)
+    return found.reshape(*heads.shape[:-2], -1)
+
+
+def _by_column(each: Array, columns: int) -> Array:
+    """What blocks have, or halves of them, for each of their columns."""
+    blocks = -(-columns // BLOCK)
+    return np.repeat(each, BLOCK * blocks // each.shape[-1], axis=-1)[..., :columns]
 
 
 def as_stored(name: str, values: Array, *, powers: bool = False) -> Array:
@@ -134,8 +174,11 @@ def as_blocks(rows: Array) -> Array:
 def round_blocks(fmt: Format, w: Array, importance: Array | None = None) -> tuple[Array, Array]:
     """The signed integers (BLOCK, N) and scales (N,) of blocks; `importance` (BLOCK, N) weighs their squared errors.
 
-    Where a block has a minimum or a zero, these and the scales are (2, N), and the integers are not below 0.
+    Where a block has a minimum or a zero, these and the scales are (2, N), and the integers are not below 0. In place
+    of scales groups have records.
     """
+    if fmt.grouped:
+        return _in_groups(fmt, w)
     if fmt.offset:
         return _with_offset(fmt, w, importance)
     return _mirrored(fmt, w) if fmt.mirrored else _symmetric(fmt, w, importance)
@@ -158,14 +201,16 @@ def pack_blocks(fmt: Format, q: Array, scale: Array, columns: int) -> tuple[Arra
     rows = q.astype(np.int8).T.reshape(-1, blocks * BLOCK)
     if fmt.bits < 8:
         rows = (rows + np.int8(fmt.zero)).view(np.uint8)
-    by_row = scale.reshape(2, -1, blocks).swapaxes(0, 1) if fmt.offset else scale.reshape(-1, blocks)
+    by_row: Array = scale.reshape(len(rows), -1)
+    if fmt.offset and not fmt.grouped:
+        by_row = scale.reshape(2, -1, blocks).swapaxes(0, 1)
     return _padded(fmt, _packed(fmt, rows), by_row, columns)
 
 
 def pack_rows(fmt: Format, q: Array, beside: Array) -> tuple[Array, Array]:
     """Rows of integers (R, D) that lie on a format's grid already, as stored arrays; D is a multiple of 32.
 
-    `beside` are their scales (R, B), or scales and minima or zeros (R, 2, B), in binary16.
+    `beside` are their scales (R, B), or scales and minima or zeros (R, 2, B), in binary16; or records (see `records`).
     """
     q = q.astype(np.int8, copy=False)
     packed = _packed(fmt, (q + np.int8(fmt.zero)).view(np.uint8) if fmt.bits < 8 else q)
@@ -231,6 +276,35 @@ def _with_offset(fmt: Format, w: Array, a: Array | None) -> tuple[Array, Array]:
             keep(scale, np.clip(np.rint((shift - low) / np.where(scale == 0, np.float32(np.inf), scale)), 0, highest))
     keep(*_fitted(fmt, w, a, *best))
     return best
+
+
+def _in_groups(fmt: Format, w: Array) -> tuple[Array, Array]:
+    """The integers, and the records of groups; N is a multiple of 8."""
+    lowest, highest = bounds(fmt)
+    most = np.float32((1 << fmt.scale_bits) - 1 - fmt.scale_zero)
+    parts = w.reshape(fmt.scales, -1, w.shape[1])  # halves of blocks, where these have scales of their own
+    low = np.minimum(w.min(0), np.float32(0)) if fmt.offset else None
+    high, least = parts.max(1), parts.min(1)
+    wanted = (high - low) / np.float32(highest) if low is not None else np.where(high > -least, high, least) / lowest
+    wanted = np.maximum(wanted, np.float32(0)) if fmt.offset else wanted
+
+    def stepped(x_PN: Array) -> tuple[Array, Array]:
+        """Factors of groups (N / 8), and the integers (P, N) that come nearest with them."""
+        magnitude = np.abs(x_PN).reshape(len(x_PN), -1, GROUP).max((0, 2))
+        factor = _rounded(magnitude / most)
+        return factor, _quotient(x_PN, np.repeat(factor, GROUP), -fmt.scale_zero, int(most))
+
+    d, s = stepped(wanted)
+    heads, fields = [d], [*s]
+    offset = np.float32(0)
+    if low is not None:
+        e, (m,) = stepped(-low[None])
+        heads, fields, offset = [d, -e], [*s, m], -np.repeat(e, GROUP) * m
+    scale = (np.repeat(d, GROUP) * s)[:, None]
+    q = _quotient(parts - offset, scale, lowest, highest).reshape(w.shape)
+    stacked = np.stack(fields, -1).reshape(-1, GROUP, len(fields))
+    stacked[..., : fmt.scales] += fmt.scale_zero
+    return q, records(fmt, np.stack(heads, -1), stacked)
 
 
 def _codes(fmt: Format, w: Array, scale: Array, offset: Array) -> Array:

@@ -17,6 +17,8 @@ rows of `rest` a neuron, R predictor rank.
     layers/N/attention/inner_norm [H·E], or [H·U]   layers/N/ffn/inner_norm [F]
     layers/N/attention/out_norm/{weight,bias} [D], layers/N/ffn/out_norm/{weight,bias} [D] of a sandwich block
     layers/N/ffn/norm/{weight,bias} [D]         …/first [F, D]        …/first_bias [F]
+    layers/N/attention/v [G·E, D]   …/k [G·E, D]   where values, or keys too, have a format of their own: `qkv` has
+    the other rows then
     layers/N/ffn/rest [F, k, D]                 …/up_bias [F]         …/down_bias [D], or …/expert_bias [X, D]
     layers/N/ffn/up [F, D]   …/down [D, F]      in place of `rest` in the layout `matrices`; `up` only where it is gated
     layers/N/ffn/router [X, D]   …/{router_bias,router_choice_bias} [X]    where the router takes experts
@@ -26,7 +28,7 @@ rows of `rest` a neuron, R predictor rank.
 
 `first` decides whether a neuron fires; `rest` is needed only when it does. Rows are neurons, expert by expert, and in
 each expert the hottest comes first; `down` has R rows an expert. Every matrix NAME […, D] of a block format is followed
-by NAME_scales […, ⌈D / 32⌉], or […, 2, ⌈D / 32⌉] with its blocks' minima or zeros.
+by NAME_scales […, ⌈D / 32⌉], or […, 2, ⌈D / 32⌉] with its blocks' minima or zeros; or […, R] with records of groups.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,7 +37,7 @@ from math import prod
 from typing import Self
 
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import BLOCK, FORMATS
+from pi_runtime.artifact.formats import BLOCK, FORMATS, GROUP
 from pi_runtime.artifact.rungs import DENSE
 
 LAYOUTS = BY_NEURON, WHOLE, MIXED = "neurons", "matrices", "mixed"
@@ -50,6 +52,8 @@ MATRICES = {
 }
 """For each layout the matrices of a layer that may have a format of their own, and their parts."""
 ALL_MATRICES = MATRICES[BY_NEURON] | MATRICES[WHOLE]
+APART = dict.fromkeys(("attention/k", "attention/v"), "attention")
+"""Matrices that `qkv` has the rows of, unless they have a format of their own; keys only where values do."""
 
 
 def layer_layouts(layout: str, rungs: Iterable[str]) -> tuple[str, ...]:
@@ -73,8 +77,8 @@ class ArraySpec:
         """The array of scales beside this one, if its format has them."""
         if not FORMATS[self.format].quantised:
             return None
-        beside = (2,) if FORMATS[self.format].offset else ()
-        return ArraySpec("scale", (*self.shape[:-1], *beside, -(-self.shape[-1] // BLOCK)))
+        fmt = FORMATS[self.format]
+        return ArraySpec(fmt.scale_format, fmt.scales_shape(self.shape))
 
     @property
     def nbytes_with_scales(self) -> int:
@@ -169,7 +173,10 @@ def _plain_specs(
         yield from _norm(d, "embedding_norm")
     for n, (rank, own) in enumerate(zip(ranks, layouts, strict=True)):
         for name, spec in layer_specs(d.of_layer(n), formats, rank, profiled, own):
-            yield f"layers/{n}/{name}", spec
+            if name == "attention/qkv":
+                yield from _apart(d, f"layers/{n}/", formats, spec)
+            else:
+                yield f"layers/{n}/{name}", spec
     if d.final_norm:
         yield from _norm(d, "final_norm")
     if narrow:
@@ -178,6 +185,20 @@ def _plain_specs(
         yield "head", ArraySpec(formats["head"], (d.vocab_size, d.d_embedding))
     if d.head_bias:
         yield "head_bias", ArraySpec("f32", (d.vocab_size,))
+
+
+def _apart(d: Decoder, layer: str, formats: Mapping[str, str], qkv: ArraySpec) -> Iterator[tuple[str, ArraySpec]]:
+    """The matrix of queries, keys and values, and what stands apart from it."""
+    rows = d.n_kv_heads * d.head_dim
+    apart = [layer + name for name in APART if layer + name in formats]
+    yield f"{layer}attention/qkv", ArraySpec(qkv.format, (qkv.shape[0] - rows * len(apart), qkv.shape[1]))
+    yield from ((name, ArraySpec(qkv.format, (rows, qkv.shape[1]))) for name in apart)
+
+
+def misfits(specs: Mapping[str, ArraySpec]) -> list[str]:
+    """Names of arrays whose format has scales of groups, but whose rows are no whole groups or are summed."""
+    grouped = {name: spec for name, spec in specs.items() if FORMATS[spec.format].grouped}
+    return [n for n, spec in grouped.items() if spec.shape[-1] % (GROUP * BLOCK) or n.endswith("ffn/rest")]
 
 
 def layer_specs(

@@ -127,7 +127,7 @@ class CudaExecutor:
         """Run the next tokens of some sequences: weights are read once for those that are decoded together."""
         # Steps are cut in order, so what decodes comes first.
         order = sorted(range(len(sequences)), key=lambda n: not _decodes(sequences[n]))
-        with self._host.turn([sequences[n] for n in order], self.block_tokens) as batches:
+        with self._host.step([sequences[n] for n in order], self.block_tokens) as batches:
             results = [result for batch in batches for result in self._run_all(batch)]
         return [result for _, result in sorted(zip(order, results, strict=True), key=lambda pair: pair[0])]
 
@@ -143,7 +143,7 @@ class CudaExecutor:
         """Run some sequences, of which those that decode come first, in batches; returns their results in order."""
         numba.set_num_threads(self._host.threads)
         results: list[SequenceResult] = []
-        with self.device.stream(), self._synchronised_on_error(), self.rows.turn():
+        with self.device.stream(), self._synchronised_on_error(), self.rows.step():
             decoding = [s for s in sequences if _decodes(s)]
             while len(results) < len(decoding):
                 some = decoding[len(results) :][: self.allocation.batch_tokens]
@@ -304,7 +304,7 @@ def open_on_gpu(
     Raises DoesNotFitError if no stored plan fits, or if the GPU tier lacks what the model does.
     """
     remedy = "run it on the CPU: ", Setting("device", "cpu"), ", without ", Setting("vram_budget")
-    refuse_lacking(artifact.manifest.decoder, GPU, remedy)
+    refuse_lacking(artifact.manifest.decoder, GPU, remedy, artifact.manifest.formats)
     start_threads(SPIN_BESIDE_GPU)
     device: Device = Cuda(index)
     free = device.free_bytes()

@@ -63,8 +63,8 @@ class DiskRows(MemoryRows):
         return self._arrays.embedded(tokens_T)
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Within it rows are asked for; where an earlier turn ended in an exception, none are taken to be there."""
+    def step(self) -> Iterator[None]:
+        """Within it rows are asked for; where an earlier step ended in an exception, none are taken to be there."""
         if self._is_running:
             self.store.recover()
         self._is_running = True

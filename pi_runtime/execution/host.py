@@ -128,7 +128,7 @@ class CpuModel:
         return None if head is None else EagleRun(self.check_open, head, *settings)
 
     @contextmanager
-    def turn(
+    def step(
         self, sequences: Sequence[SequenceStep], block_tokens: int = BLOCK_TOKENS
     ) -> Iterator[Iterator[list[SequenceStep]]]:
         """Check a step and give its sequences in batches, each to be run within; steps of several threads take turns.

@@ -52,7 +52,7 @@ class HostExecutor:
 
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences: weights are read once for as many as a call takes."""
-        with self.host.turn(sequences, self.block_tokens) as batches:
+        with self.host.step(sequences, self.block_tokens) as batches:
             parts: Iterable[list[SequenceStep]] = batches
             if self.cut is not None:
                 parts = (list(part) for batch in batches for _, part in groupby(batch, lambda s: s.select))
@@ -63,7 +63,7 @@ class HostExecutor:
         if tokens > BLOCK_TOKENS and s.select:  # each token gets the bits that it gets alone
             parts = np.split(s.tokens, range(BLOCK_TOKENS, tokens, BLOCK_TOKENS))
             return [self._run([replace(s, tokens=part_T)]) for part_T in parts][-1]
-        with self.rows.turn():
+        with self.rows.step():
             if tokens > FEW_TOKENS or not all(s.select for s in sequences):
                 return self._computed(sequences)
             with self.rows.decoding(tokens):

@@ -7,6 +7,7 @@ By a plan for a GPU some neurons are elsewhere. Where this memory stands in for 
 GPU's, so that both budgets are kept; beside a GPU what is there has no place here.
 """
 
+import sys
 from collections.abc import Sequence
 
 from pi_runtime.artifact.buffers import cache_format
@@ -18,6 +19,7 @@ from pi_runtime.disk.arena import ResidentArrays
 from pi_runtime.disk.ram_plan import RamPlan, batch_rows, fixed_bytes, plan_for, resident_nbytes, sequence_kv_bytes
 from pi_runtime.disk.reader import Reader
 from pi_runtime.disk.row_store import RowStore
+from pi_runtime.errors import DoesNotFitError
 from pi_runtime.execution.disk_rows import DiskRows
 from pi_runtime.execution.host import CpuModel
 from pi_runtime.execution.pages import Allowance
@@ -35,6 +37,8 @@ def rows_within(
     the GPU's executor takes for itself; None where this memory stands in for a GPU. Raises DoesNotFitError naming the
     smallest budget that fits.
     """
+    if sys.platform != "linux":
+        raise DoesNotFitError("rows come from disk on Linux alone", remedy="leave the budget out: the file is mapped")
     m = artifact.manifest
     if taken is None or beside is not None:  # keys and values on a GPU are copied here where sequences take turns
         kv = sequence_kv_bytes(m, context, cache) if kv_budget is None else kv_budget

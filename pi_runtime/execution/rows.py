@@ -75,8 +75,8 @@ class MemoryRows:
         """Where the tokens' rows are in the embedding as it is in memory."""
         return tokens_T
 
-    def turn(self) -> AbstractContextManager[None]:
-        """Within it rows are asked for; where an earlier turn ended in an exception, none are taken to be there."""
+    def step(self) -> AbstractContextManager[None]:
+        """Within it rows are asked for; where an earlier step ended in an exception, none are taken to be there."""
         return nullcontext()
 
     def decoding(self, tokens: int) -> AbstractContextManager[None]:  # noqa: ARG002  nothing is read

@@ -15,13 +15,13 @@ from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.codegen.threads import advanced
 from pi_runtime.kernels.data import weight_table
-from pi_runtime.kernels.data.matrix_view import Floats, Ints, address_of, matrix
+from pi_runtime.kernels.data.matrix_view import Floats, Ints, address_of, is_quantised, matrix
 from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.data.weight_table import Ends, KernelConfig, LayerRecord, LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.ops.attention import LayerCache, attend, norm_heads, rotate, store_kv
 from pi_runtime.kernels.ops.latent_attention import mix_latents
-from pi_runtime.kernels.ops.linear import add_vector, finish_logits, linear, norm
+from pi_runtime.kernels.ops.linear import add_vector, finish_logits, linear, norm, prepare_inputs, product
 
 _load_row, _route = by_address(load_row), by_address(moe.route)
 _norm, _norm_heads, _mix_latents = by_address(norm), by_address(norm_heads), by_address(mix_latents)
@@ -165,9 +165,8 @@ def _attend(
     """ws.attended_TD ← attention(x)."""
     tokens = x_TD.shape[0]
     qkv_TQ, mixed_TQ = ws.qkv_TQ[:tokens], ws.mixed_TQ[:tokens]
-    qkv = matrix(w.qkv_format, w.qkv, w.qkv_scales, cfg.d_model)
     out = matrix(w.out_format, w.out, w.out_scales, cfg.mixed_width)
-    linear(qkv, qkv_TQ.shape[1], w.qkv_bias, x_TD, address_of(ws.inputs), qkv_TQ)
+    _project(cfg, w, x_TD, address_of(ws.inputs), qkv_TQ)
     pages = w.page_layer, cfg.kv_heads, cfg.cached_width, w.window, w.page_class, cfg.page_classes, w.sinks
     cache = LayerCache(at.cache_format, at.row_nbytes, *pages)
     if cfg.latent_rank > 0:
@@ -177,6 +176,21 @@ def _attend(
     if w.attention_inner_norm != 0:
         _norm(0, eps, w.attention_inner_norm, 0, mixed_TQ, mixed_TQ)
     linear(out, cfg.d_model, w.out_bias, mixed_TQ, address_of(ws.inputs), ws.attended_TD[:tokens])
+
+
+@device
+def _project(cfg: KernelConfig, w: LayerRecord, x_TD: Floats, inputs: int, qkv_TQ: Floats) -> None:
+    """qkv ← queries, keys and values, by one matrix or by those of keys and values too."""
+    rows, width = cfg.kv_heads * cfg.head_dim, qkv_TQ.shape[1]
+    fmt = w.qkv_format if is_quantised(w.qkv_format) or w.v == 0 else w.v_format
+    prepare_inputs(fmt if is_quantised(fmt) or w.k == 0 else w.k_format, x_TD, inputs)
+    end = width - rows * ((w.k != 0) + (w.v != 0))
+    product(matrix(w.qkv_format, w.qkv, w.qkv_scales, cfg.d_model), 0, end, w.qkv_bias, inputs, qkv_TQ)
+    if w.k != 0:
+        k = matrix(w.k_format, w.k, w.k_scales, cfg.d_model)
+        product(k, width - 2 * rows, width - rows, w.qkv_bias, inputs, qkv_TQ)
+    if w.v != 0:
+        product(matrix(w.v_format, w.v, w.v_scales, cfg.d_model), width - rows, width, w.qkv_bias, inputs, qkv_TQ)
 
 
 @device

@@ -20,6 +20,7 @@ from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import DENSE, RUNGS
 from pi_runtime.artifact.schema import Layer
+from pi_runtime.artifact.sizes import APART
 
 F32 = npt.NDArray[np.float32]
 
@@ -297,7 +298,9 @@ def attention(decoder: Decoder, w: WeightSource, x_TD: F32) -> F32:
     d, n_tokens = decoder, len(x_TD)
     if d.latent_rank:
         return latent_attention(d, w, x_TD)
-    qkv = w.product("attention/qkv", x_TD) + (w["attention/qkv_bias"] if d.qkv_bias else np.float32(0))
+    matrices = [name for name in ("attention/qkv", *APART) if name in w]
+    qkv = np.concatenate([w.product(name, x_TD) for name in matrices], axis=1)
+    qkv = qkv + (w["attention/qkv_bias"] if d.qkv_bias else np.float32(0))
     heads = qkv.reshape(n_tokens, d.n_heads + 2 * d.n_kv_heads, d.head_dim)
     q_THE, k_SGE, v_SGE = np.split(heads, [d.n_heads, d.n_heads + d.n_kv_heads], axis=1)
     if d.qk_norm:

@@ -290,6 +290,8 @@ ALIASES = {
     "/responses": "/v1/responses",
     "/embeddings": "/v1/embeddings",
     "/rerank": "/v1/rerank",
+    "/chat/completions/input_tokens": "/v1/chat/completions/input_tokens",
+    "/responses/input_tokens": "/v1/responses/input_tokens",
 }
 """Further paths, as llama-server has them, of clients whose base URL has `/v1` where it should not, or lacks it."""
 ROUTES = (

@@ -132,19 +132,6 @@ class ChatTemplate:
         self.close()
 
 
-def render(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    variables: Mapping[str, Any],
-    add_generation_prompt: bool = True,
-    limits: SandboxLimits = SandboxLimits(),
-) -> str:
-    """Render one prompt by a template that is not kept."""
-    with ChatTemplate(template, limits) as kept:
-        return kept.render(messages, variables=variables, add_generation_prompt=add_generation_prompt)
-
-
 def _given(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, add_generation_prompt: bool
 ) -> dict[str, Any]:

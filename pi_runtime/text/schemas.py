@@ -25,7 +25,6 @@ BRANCHES = ("allOf", "anyOf", "oneOf")
 LISTS = (*BRANCHES, "prefixItems")
 SINGLE = ("items", "additionalProperties", "unevaluatedProperties")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 BEYOND = (
     *("not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "propertyNames"),
     *("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems"),
@@ -47,6 +46,36 @@ MOST_GROWN, REFERENCE_BYTES = 4 << 20, 512
 counts as so many more, for it takes time too."""
 SHOWN_CHARS = 200
 """Characters that are shown of a place."""
+
+
+def _is_number(value: Any) -> bool:
+    # Integers have no bound, and a very large one is no float.
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value == int(value) and value >= 0
+
+
+def _are_types(value: Any) -> bool:
+    named = value if isinstance(value, list) else [value]
+    return bool(named) and all(isinstance(one, str) and one in TYPES for one in named)
+
+
+_SMALL = (lambda value: abs(value) <= LARGEST, "too large a number to be followed")
+# Drafts before the sixth have exclusive bounds that are true or false.
+_BOUND = ((lambda value: isinstance(value, bool) or _is_number(value), "not a number"), _SMALL)
+RULES: Mapping[str, tuple[tuple[Callable[[Any], bool], str], ...]] = {
+    **dict.fromkeys(COUNTS, ((_is_count, "not a number of things"),)),
+    **dict.fromkeys(("minimum", "maximum"), ((_is_number, "not a number"), _SMALL)),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _BOUND),
+    "multipleOf": ((lambda value: _is_number(value) and value > 0, "not a number"), _SMALL),
+    "type": ((_are_types, "no type of JSON"),),
+    "enum": ((lambda value: isinstance(value, list) and value != [], "not a list of values"),),
+    "required": ((lambda value: _texts(value) == value, "not a list of names"),),
+    "format": ((lambda value: isinstance(value, str) and value in FORMATS, "{!r} is no format that is known here"),),
+}
+"""What has to hold of the value of each keyword that has no schema within, and why it is left out where it does not."""
 
 
 @dataclass
@@ -83,14 +112,9 @@ class _Reader:
             **dict.fromkeys(MAPS, self._map),
             **dict.fromkeys(LISTS, self._list),
             **dict.fromkeys(SINGLE, self._single),
-            **dict.fromkeys(COUNTS, self._count),
-            **dict.fromkeys(NUMBERS, self._number),
+            **dict.fromkeys(RULES, self._by_rule),
             **dict.fromkeys(BEYOND, self._beyond),
-            "type": self._type,
-            "enum": self._enum,
-            "required": self._required,
             "pattern": self._pattern,
-            "format": self._format,
             "$ref": self._ref,
             "$id": lambda *_: None,  # references are to places within the schema
             "$schema": lambda _, value, __: value if DRAFTS in str(value) else None,
@@ -151,31 +175,15 @@ class _Reader:
             return self._list(key, value, place)
         return self.schema(value, place)
 
-    def _count(self, _: str, value: Any, place: str) -> Any:
-        if not _is_number(value) or value != int(value) or value < 0:
-            return self._out(place, "not a number of things")
-        return None if self._is_advice and value > MOST else int(value)
-
-    def _number(self, key: str, value: Any, place: str) -> Any:
-        if isinstance(value, bool) and key.startswith("exclusive"):
-            return value  # as drafts before the sixth have it
-        if not _is_number(value) or (key == "multipleOf" and value <= 0):
-            return self._out(place, "not a number")
-        return self._out(place, "too large a number to be followed") if abs(value) > LARGEST else value
-
-    def _type(self, _: str, value: Any, place: str) -> Any:
-        named = value if isinstance(value, list) else [value]
-        if not named or not all(isinstance(one, str) and one in TYPES for one in named):
-            return self._out(place, "no type of JSON")
+    def _by_rule(self, key: str, value: Any, place: str) -> Any:
+        if key == "required" and value in (False, {}):
+            return None
+        for holds, why in RULES[key]:
+            if not holds(value):
+                return self._out(place, why.format(str(value)[:40]))
+        if key in COUNTS:
+            return None if self._is_advice and value > MOST else int(value)
         return value
-
-    def _enum(self, _: str, value: Any, place: str) -> Any:
-        return value if isinstance(value, list) and value else self._out(place, "not a list of values")
-
-    def _required(self, _: str, value: Any, place: str) -> Any:
-        if isinstance(value, list) and all(isinstance(one, str) for one in value):
-            return value
-        return None if value in (False, {}) else self._out(place, "not a list of names")
 
     def _pattern(self, _: str, value: Any, place: str) -> Any:
         if not isinstance(value, str):
@@ -185,10 +193,6 @@ class _Reader:
             return value
         is_around = found[0][-1] in "=!bB" and not found[0].startswith("(?P")
         return self._out(place, f"{'look-around' if is_around else found[0]} cannot be followed")
-
-    def _format(self, _: str, value: Any, place: str) -> Any:
-        is_known = isinstance(value, str) and value in FORMATS
-        return value if is_known else self._out(place, f"{str(value)[:40]!r} is no format that is known here")
 
     def _ref(self, _: str, value: Any, place: str) -> Any:
         if isinstance(value, str):
@@ -201,11 +205,6 @@ class _Reader:
 def _below(place: str, key: str) -> str:
     """The place of a key. It stays short, whatever the key: each part of a schema has one."""
     return f"{place}.{key[:SHOWN_CHARS]}".lstrip(".")[:SHOWN_CHARS]
-
-
-def _is_number(value: Any) -> bool:
-    # Integers have no bound, and a very large one is no float.
-    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def _anchors(schema: Any) -> Iterator[str]:

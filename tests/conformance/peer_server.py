@@ -1,7 +1,7 @@
 """Runs llama.cpp's tests of its server against ours: peer_server.py FOLDER MODEL [options of pytest]
 
-FOLDER is its `tools/server/tests`, of which nothing is copied; MODEL is what they ask for as stories260K, a checkpoint or
-an artifact. The tests start a program by its flags. It is a few lines here, which have the server started in this
+FOLDER is its `tools/server/tests`, of which nothing is copied; MODEL is what they ask for as stories260K, a checkpoint
+or an artifact. The tests start a program by its flags. It is a few lines here, which have the server started in this
 process, and names are translated: flags to settings, the path of llama-server's own completions, the beginning of
 fingerprints. What a request asks for, and what an answer says, is not touched. A model that is not at hand is stood in
 for by a server that refuses.
@@ -9,7 +9,6 @@ for by a server that refuses.
 Prints how many tests pass, and each other one with its reason; one without a reason is a fault, and the end is 1.
 """
 
-import asyncio
 import fnmatch
 import json
 import os
@@ -20,11 +19,10 @@ import sys
 import tempfile
 import threading
 import time
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from xml.etree import ElementTree
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -41,7 +39,7 @@ OTHER_MODEL = "asks for a model that is not at hand (embeddings, ranking, images
 REASONS: dict[str, str] = json.loads(Path(__file__).with_name("peer_server.json").read_text("utf-8"))
 """Why tests do not pass, by patterns of their names."""
 CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% endif %}<|im_end|>\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """What llama-server takes for a model without a template."""
@@ -73,8 +71,9 @@ def flags_of(arguments: Sequence[str]) -> dict[str, str]:
 class Names:
     """Translates names between llama-server's clients and an application."""
 
-    def __init__(self, app: ASGIApp, seed: int | None) -> None:
-        self._app, self._seed = app, seed
+    def __init__(self, app: ASGIApp, flags: dict[str, str]) -> None:
+        self._app, self._seed = app, int(flags["seed"]) if "seed" in flags else None
+        self._thinks = flags["reasoning"] != "off" if "reasoning" in flags else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -116,13 +115,17 @@ class Names:
             value.pop("model", None)
             if path in GENERATES and self._seed is not None:
                 value.setdefault("seed", self._seed)
+            if self._thinks is not None and "messages" in value:
+                value.setdefault("chat_template_kwargs", {"enable_thinking": self._thinks})
         return json.dumps(value).encode()
 
 
 async def refusing(scope: Scope, _: Receive, send: Send) -> None:
     """An application for a model that is not at hand: it is well, and refuses the rest."""
     if scope["type"] == "http":
-        status, said = (200, {"status": "ok"}) if scope["path"] == "/health" else (501, {"error": {"message": OTHER_MODEL}})
+        status, said = (
+            (200, {"status": "ok"}) if scope["path"] == "/health" else (501, {"error": {"message": OTHER_MODEL}})
+        )
         headers = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": json.dumps(said).encode()})
@@ -139,7 +142,8 @@ class Running:
         most = int(flags.get("n-predict", -1))
         settings = ServerSettings(
             port=int(flags["port"]), model_name=names[0], aliases=tuple(names[1:]), slots=slots, api_keys=keys,
-            sampling=given, max_tokens=most if most > 0 else None, drain_s=0.2,
+            sampling=given, max_tokens=most if most > 0 else None, drain_s=0.2, cors=True,
+            allowed_origins=tuple(flags.get("cors-origins", "*").split(",")),
         )  # fmt: skip
         total = int(flags.get("ctx-size", 512))
 
@@ -153,8 +157,8 @@ class Running:
             return Engine(model, slots=slots)
 
         self.app = build_app(settings, opened, lambda _: None)
-        app: ASGIApp = Names(self.app, int(flags["seed"]) if "seed" in flags else None)
-        if flags.get("hf-repo") not in AT_HAND:
+        app: ASGIApp = Names(self.app, flags)
+        if "hf-repo" in flags and flags["hf-repo"] not in AT_HAND:
             app = refusing
         made = config(self.app, settings)
         made.app = app
@@ -248,7 +252,9 @@ def main(folder: Path, model: Path, options: Sequence[str]) -> int:
     control.shutdown()
     failed = [(test, said, reason_of(test, said)) for test, kind, said in found if kind == "failed"]
     counts = Counter(kind for _, kind, _ in found)
-    print(f"{counts['passed']} of {len(found)} pass, {counts['skipped']} are skipped, {time.perf_counter() - began:.0f} s")
+    print(
+        f"{counts['passed']} of {len(found)} pass, {counts['skipped']} are skipped, {time.perf_counter() - began:.0f} s"
+    )
     for why, many in Counter(why for *_, why in failed).most_common():
         print(f"{many:4}  {why or 'FAULT: no reason is known'}")
         for test, said, one in failed:
@@ -258,5 +264,4 @@ def main(folder: Path, model: Path, options: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    asyncio.set_event_loop_policy(None)
-    sys.exit(main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve(), sys.argv[3:]))
+    sys.exit(main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]), sys.argv[3:]))

@@ -8,11 +8,12 @@ from support.fuzz import mutations
 from support.fuzz.cases import Cases
 from support.fuzz.texts import SHORT, check, damaged_lines
 from support.synthetic import random_artifact, small_decoder
+from support.templates import render
 
 from pi_runtime import load
 from pi_runtime.commands.prompts import PromptFile
 from pi_runtime.engine.engine import Engine
-from pi_runtime.text.chat_template import SandboxLimits, render
+from pi_runtime.text.chat_template import SandboxLimits
 
 pytestmark = pytest.mark.slow
 

@@ -17,9 +17,9 @@ ROOM_LINES = {
     ("pi_runtime/server",): 6850,
     ("pi_runtime/engine",): 5800,
     ("pi_runtime/execution", "pi_runtime/disk"): 5000,
-    ("pi_runtime/kernels",): 8250,
+    ("pi_runtime/kernels",): 8450,
     ("pi_runtime/cuda",): 4300,
-    ("pi_compile/checkpoint",): 6600,
+    ("pi_compile/checkpoint",): 6700,
     ("pi_compile/sparsification",): 2650,
 }
 """Most lines of rooms: what they had when this was written, rounded up to 50."""

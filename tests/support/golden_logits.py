@@ -18,21 +18,30 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_runtime import load
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.kernels import SUMS
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.data.weight_formats import REGISTER
 from support.paths import GOLDEN_LOGITS
-from support.stored import BLOCK_FORMATS
+from support.stored import BLOCK_FORMATS, GROUPED_FORMATS
 from support.synthetic import counted_artifact, small_decoder
 
-FORMATS, MODES = ("f16", *BLOCK_FORMATS), ("dense", "predicted")
+FORMATS, MODES = ("f16", *BLOCK_FORMATS, *GROUPED_FORMATS), ("dense", "predicted")
 _SHAPE = {"d_model": 352, "n_heads": 11, "n_kv_heads": 1, "head_dim": 32, "d_ff": 332}
 """A group of blocks, three blocks beside it, and an end of 12 columns, in which lanes are left over."""
 DECODERS = {
     "gated, rms norm": small_decoder(**_SHAPE, qk_norm=True),
     "plain, layer norm": small_decoder("opt", **_SHAPE | {"d_model": 300}),
 }
+_WHOLE = {"d_model": 256, "n_heads": 8, "n_kv_heads": 2, "head_dim": 32, "d_ff": 512}
+WHOLE_DECODERS = {"whole groups": small_decoder(**_WHOLE, qkv_bias=True)}
+"""For formats with scales of groups; keys and values of the first layer stand apart."""
 PROMPT, TOKENS = [3, 141, 59, 26, 53, 58, 97], [7, 200]
+
+
+def decoders(fmt: str) -> dict[str, Decoder]:
+    """The models of a format."""
+    return WHOLE_DECODERS if fmt in GROUPED_FORMATS else DECODERS
 
 
 def key(fmt: str, lanes: int) -> str:
@@ -42,11 +51,11 @@ def key(fmt: str, lanes: int) -> str:
 
 def logits(fmt: str, folder: Path, threads: int | None = None) -> Iterator[npt.NDArray[np.float32]]:
     """Of the prompt's last token, read at once, then of two more tokens alone, model by model."""
-    for name, decoder in DECODERS.items():
+    for name, decoder in decoders(fmt).items():
         path = folder / f"{name}, {fmt}.pi"
         if not path.exists():
             counted_artifact(path, decoder, fmt)
-        for mode in MODES:
+        for mode in MODES[: 1 if fmt in GROUPED_FORMATS else 2]:
             with load(path, mode=mode, threads=threads) as model:
                 cache = model.new_cache()
                 yield model.logits(PROMPT, cache=cache)[-1].copy()

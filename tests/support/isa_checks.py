@@ -17,7 +17,7 @@ from pi_runtime.kernels.ops import row_sums
 from pi_runtime.kernels.ops.block_sums import add_block_rows
 from pi_runtime.kernels.ops.linear import linear
 from support.rounding import product
-from support.stored import BLOCK_FORMATS, WEIGHT_FORMATS, StoredMatrix, ends, ffn_layer, store, store_integers
+from support.stored import BLOCK_FORMATS, ROW_FORMATS, StoredMatrix, ends, ffn_layer, store, store_integers
 from support.synthetic import small_decoder
 
 WIDTHS = (1, 33, 97, 225, 257, 700)
@@ -78,7 +78,7 @@ def check_ffn(fmt: str) -> None:
 
 
 def main() -> None:
-    formats = sys.argv[1:] or [*WEIGHT_FORMATS]
+    formats = sys.argv[1:] or [*ROW_FORMATS]
     for fmt in formats:
         check_products(fmt)
         check_sums(fmt)

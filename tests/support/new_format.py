@@ -12,8 +12,8 @@ import numpy as np
 
 from pi_runtime.artifact import formats
 
-NEW = "q5_1"
-formats.add(formats.Format(NEW, np.dtype("<u1"), block_bits=5, offset="minimum", gguf="Q5_1", timed_as="q4"))
+NEW = "q6_1"
+formats.add(formats.Format(NEW, np.dtype("<u1"), block_bits=6, offset="minimum", gguf="Q8_1", timed_as="q4"))
 
 from pi_runtime.artifact.quantisation import as_stored  # noqa: E402
 from pi_runtime.artifact.reader import Artifact  # noqa: E402
@@ -35,10 +35,10 @@ def check_numpy(folder: str) -> None:
     """A finer grid is nearer, and a file in it says which feature it needs."""
     values = np.random.default_rng(0).standard_normal((8, 300), np.float32)
     values[0] += 7  # far from 0, where a minimum helps
-    error, of_q5, of_q4_1 = (np.abs(as_stored(name, values) - values).max(1) for name in (NEW, "q5", "q4_1"))
-    assert error[0] < of_q5[0] / 2
-    assert (error < of_q4_1).all()
-    assert formats.FORMATS[NEW].code == formats.FORMATS["q4z"].code + 1
+    error, of_q6, of_q5_1 = (np.abs(as_stored(name, values) - values).max(1) for name in (NEW, "q6", "q5_1"))
+    assert error[0] < of_q6[0] / 2
+    assert (error < of_q5_1).all()
+    assert formats.FORMATS[NEW].code == len(formats.WEIGHT_FORMATS) - 1
     with Artifact.open(model(folder)) as artifact:
         assert f"formats.{NEW}" in artifact.manifest.features
         assert np.isfinite(reference.forward(artifact, IDS, "predicted")).all()
@@ -111,7 +111,7 @@ def check_compiler(_folder: str) -> None:
     from pi_compile.recipe import check_settings
 
     check_settings(pack={"ffn": NEW})
-    assert tensors._GRIDS[GGMLQuantizationType.Q5_1] == NEW
+    assert tensors._GRIDS[GGMLQuantizationType.Q8_1].name == NEW
     for machine in ("pc-low", "stand-in"):
         rates = processors_of(find_machine(machine, Path()))[CPU].bytes_per_s
         assert rates.get(NEW) == rates.get("q4")

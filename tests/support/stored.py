@@ -11,8 +11,8 @@ from pi_runtime.artifact import schema
 from pi_runtime.artifact.buffers import cpu_workspace
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import BLOCK_TOKENS, input_nbytes
-from pi_runtime.artifact.formats import BLOCK, FORMATS, WEIGHT_FORMATS
-from pi_runtime.artifact.quantisation import bounds, dequantise, quantise
+from pi_runtime.artifact.formats import BLOCK, FORMATS, GROUP, ROW_FORMATS, WEIGHT_FORMATS
+from pi_runtime.artifact.quantisation import beside, bounds, dequantise, quantise
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.sizes import PARTS, array_specs, is_scales, without_scales
 from pi_runtime.kernels import reference
@@ -24,7 +24,8 @@ from pi_runtime.kernels.ffn.memory import Batch, Ffn, every_token, ffn_of
 
 F32 = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
-BLOCK_FORMATS = tuple(name for name in WEIGHT_FORMATS if FORMATS[name].quantised)
+BLOCK_FORMATS = tuple(name for name in ROW_FORMATS if FORMATS[name].quantised)
+GROUPED_FORMATS = tuple(name for name in WEIGHT_FORMATS if FORMATS[name].grouped)
 GUARD_NBYTES = 4096
 """Bytes around each buffer that no kernel may write."""
 _GUARD = 0xA5
@@ -32,7 +33,8 @@ _POISON = np.uint32(0x7FC00000)
 """NaN as float32; as the upper and the lower half of an integer no neuron, and no address of this process."""
 __all__ = [
     "BLOCK_FORMATS",
-    "WEIGHT_FORMATS",
+    "GROUPED_FORMATS",
+    "ROW_FORMATS",
     "GuardedWorkspace",
     "Layer",
     "LayerWeights",
@@ -73,10 +75,17 @@ class StoredMatrix:
         return 0 if self.scales is None else int(self.scales.ctypes.data)
 
     def beside(self, blocks: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """The scales of the blocks (N, B), and their minima or zeros, 0 where there are none."""
+        """The scales of the blocks (N, B), and their minima or zeros, 0 where there are none.
+
+        Where halves of blocks have integers as scales too, only what is the same for all of a group.
+        """
         assert self.scales is not None
-        found = self.scales[..., :blocks].astype(np.float64)
-        return (found[:, 0], found[:, 1]) if FORMATS[self.format].offset else (found, np.zeros_like(found))
+        f = FORMATS[self.format]
+        scale, offset = beside(f, self.scales, BLOCK * blocks)
+        if f.scales > 1:
+            records = self.scales[:, : blocks // GROUP * f.record_nbytes].reshape(len(self.scales), -1, f.record_nbytes)
+            scale = np.repeat(np.ascontiguousarray(records[..., :2]).view("<f2")[..., 0], GROUP, axis=-1)
+        return scale.astype(np.float64), offset.astype(np.float64) if f.offset else np.zeros(scale.shape)
 
     @property
     def view(self) -> Any:

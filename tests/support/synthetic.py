@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import Array
+from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.guess_head import GuessHead, guess_layer_arrays
 from pi_runtime.artifact.schema import Layer, Manifest, Plan, Text
 from pi_runtime.artifact.sizes import (
+    APART,
     BY_NEURON,
     PARTS,
+    WHOLE,
     ArraySpec,
     array_specs,
     is_scales,
@@ -176,14 +178,23 @@ def golden_artifact(path: Path) -> Path:
 
 
 def counted_artifact(path: Path, decoder: Decoder, format: str) -> Path:  # noqa: A002
-    """An artifact with a predictor in each layer, whose weights come from integer arithmetic alone."""
-    formats, ranks = dict.fromkeys(PARTS, format), [40] * decoder.n_layers
+    """An artifact with a predictor in each layer, whose weights come from integer arithmetic alone.
+
+    In a format with scales of groups it has matrices as checkpoints have them, and no predictors.
+    """
+    formats, ranks, layout = dict.fromkeys(PARTS, format), [40] * decoder.n_layers, BY_NEURON
+    if FORMATS[format].grouped:
+        layout, ranks = WHOLE, [None] * decoder.n_layers
+        formats |= {f"layers/0/{name}": format for name in APART}
+    manifest = replace(bare_manifest(decoder, formats, ranks), ffn_layout=layout)
+    if layout == WHOLE:
+        manifest = replace(manifest, layers=(Layer(rung="dense"),) * decoder.n_layers)
     with ArtifactWriter(path) as writer:
-        for number, (name, spec) in enumerate(array_specs(decoder, formats, ranks, profiled=False).items()):
+        for number, (name, spec) in enumerate(array_specs(decoder, formats, ranks, False, layout).items()):
             if not is_scales(name):
                 writer.add_array(name, spec, [_counted_values(name, spec, number)])
         writer.add_file("tokenizer.json", byte_tokenizer())
-        writer.finish(bare_manifest(decoder, formats, ranks))
+        writer.finish(manifest)
     return path
 
 

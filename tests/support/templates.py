@@ -2,6 +2,11 @@
 
 # ruff: noqa: E501  templates are broken where they read well
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pi_runtime.text.chat_template import ChatTemplate, SandboxLimits
+
 TURN = "{% for m in messages %}"
 END = "{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}"
@@ -166,3 +171,16 @@ ALL = {
     "hermes": HERMES,
     "apriel": APRIEL,
 }
+
+
+def render(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    variables: Mapping[str, Any],
+    add_generation_prompt: bool = True,
+    limits: SandboxLimits = SandboxLimits(),
+) -> str:
+    """Render one prompt by a template that is not kept."""
+    with ChatTemplate(template, limits) as kept:
+        return kept.render(messages, variables=variables, add_generation_prompt=add_generation_prompt)

@@ -22,7 +22,7 @@ tokens; R rows of k vectors of D values.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,7 +39,7 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.guess_head import PREFIX
 from pi_runtime.artifact.quantisation import as_stored, dequantise, quantise
-from pi_runtime.artifact.sizes import ALL_MATRICES, array_specs
+from pi_runtime.artifact.sizes import ALL_MATRICES, APART, array_specs
 
 Array = npt.NDArray[np.float32]
 Losses = npt.NDArray[np.float64]
@@ -83,15 +83,22 @@ def packed_values(
     checkpoint: Checkpoint, formats: Mapping[str, str], quantised: QuantisedWeights | None = None
 ) -> Values:
     """The values of each array as an artifact has them: rounded already in `quantised`, or by its format."""
-    d = checkpoint.decoder
+    d, checkpoint = checkpoint.decoder, checkpoint.with_formats(formats)
     specs = array_specs(d, formats, [None] * d.n_layers, False, checkpoint.layout)
+
+    def stored(name: str) -> Iterator[Array]:
+        """Blocks of a matrix; keys and values that stand apart follow queries."""
+        layer, _, local = name.rpartition("attention/qkv")
+        for own in (name, *(f"{layer}{apart}" for apart in APART if not local)):
+            if own in specs:
+                yield from stored_blocks.as_stored(checkpoint, own, specs[own].format)
 
     def values(name: str, source: Array) -> Array:
         fmt = specs[name].format
         if quantised is not None and name in quantised:
             return dequantise(FORMATS[fmt], *quantised[name], source.shape[-1])
         kept = FORMATS[fmt].number == "float32" or (FORMATS[fmt].quantised and checkpoint.keeps(name, fmt))
-        return source if kept else np.concatenate(list(stored_blocks.as_stored(checkpoint, name, fmt)))
+        return source if kept else np.concatenate(list(stored(name)))
 
     return values
 

@@ -1,9 +1,9 @@
 """Quantise: round the matrices of attention and FFN, layer by layer, so that the model's outputs change least.
 
 A layer's second moments are those of a text as the layers before, already rounded, have left it. So layers follow one
-another. The text is split into at most `PARTS` parts; a part's way through a layer is a task, and any number of workers
-share them. Sums of parts are added in the order of the parts, and one task rounds a layer, so that the result is the
-same whoever does what.
+another. The text is split into at most `SHARDS` shards; a shard's way through a layer is a task, and any number of
+workers share them. Sums of shards are added in the order of the shards, and one task rounds a layer, so that the result
+is the same whoever does what.
 
 Queries, keys and values are rounded by the mean squares of their inputs alone: a softmax follows them, in which a small
 error of the key that all look at counts more than its part of the mean square. Errors of all other matrices are made
@@ -52,15 +52,15 @@ from pi_compile.torch_model import (
 from pi_compile.torch_model import decoder as td
 from pi_compile.workers import WorkFolder
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import FORMATS, Format
+from pi_runtime.artifact.formats import FORMATS, ROW_FORMATS, Format
 from pi_runtime.artifact.quantisation import dequantise, quantise
 from pi_runtime.artifact.sizes import BY_NEURON, MATRICES
 
 Tokens = npt.NDArray[np.integer]
 Progress = Callable[[int, int], None]
 
-PARTS = 8
-"""Most parts of the text: a part's second moments lie on disk until its layer is rounded."""
+SHARDS = 8
+"""Most shards of the text: a shard's second moments lie on disk until its layer is rounded."""
 REST = "ffn/rest"
 
 
@@ -88,7 +88,7 @@ class QuantiseSpec:
         """The matrices of a layer that are rounded, with their formats."""
         parts, named = MATRICES[BY_NEURON].items(), self.formats
         found = {name: named.get(f"layers/{layer}/{name}", named[part]) for name, part in parts}
-        return {name: FORMATS[fmt] for name, fmt in found.items() if coarse(FORMATS[fmt])}
+        return {name: FORMATS[fmt] for name, fmt in found.items() if coarse(FORMATS[fmt]) and fmt in ROW_FORMATS}
 
     @property
     def rounds(self) -> bool:
@@ -116,7 +116,7 @@ def estimate(d: Decoder, tokens: int, spec: QuantiseSpec) -> Estimate:
     rounding = 2 * sum(k**3 for k in sizes(d).values()) + 2 * layer_parameters(d, d.n_experts) * d.d_model
     # A weight's rounding takes about as long as 500 operations of a product.
     seconds = d.n_layers * (text + rounding + 500 * layer_parameters(d, d.n_experts)) / products
-    return Estimate(seconds, tokens * d.d_model * 8 + PARTS * 8 * moments, memory_bytes(d, spec))
+    return Estimate(seconds, tokens * d.d_model * 8 + SHARDS * 8 * moments, memory_bytes(d, spec))
 
 
 def quantise_weights(
@@ -158,10 +158,10 @@ class _Run:
         return range(self.checkpoint.decoder.n_layers)
 
     @property
-    def parts(self) -> list[torch.Tensor]:
-        """The windows of each part: whole batches, as evenly as they go."""
+    def shards(self) -> list[torch.Tensor]:
+        """The windows of each shard: whole batches, as evenly as they go."""
         batches = torch.split(self.ids_NT, self.spec.batch)
-        count = min(PARTS, len(batches))
+        count = min(SHARDS, len(batches))
         bounds = [len(batches) * n // count for n in range(count + 1)]
         return [torch.cat(batches[start:stop]) for start, stop in pairwise(bounds)]
 
@@ -169,33 +169,35 @@ class _Run:
         """Every task by the file that it makes, layer by layer."""
         found: dict[str, Callable[[], None]] = {}
         for layer in self.layers:
-            found |= {self._pushed(layer, n): partial(self._push, layer, n) for n in range(len(self.parts))}
+            found |= {self._pushed(layer, n): partial(self._push, layer, n) for n in range(len(self.shards))}
             found[self.rounded(layer)] = partial(self._round, layer)
         return found
 
     def needs(self) -> dict[str, list[str]]:
-        """A layer is rounded when all parts are there; a part goes on when the layer before is rounded."""
-        parts = range(len(self.parts))
-        rounded = {self.rounded(layer): [self._pushed(layer, n) for n in parts] for layer in self.layers}
-        return rounded | {self._pushed(layer, n): [self.rounded(layer - 1)] for layer in self.layers[1:] for n in parts}
+        """A layer is rounded when all shards are there; a shard goes on when the layer before is rounded."""
+        shards = range(len(self.shards))
+        rounded = {self.rounded(layer): [self._pushed(layer, n) for n in shards] for layer in self.layers}
+        return rounded | {
+            self._pushed(layer, n): [self.rounded(layer - 1)] for layer in self.layers[1:] for n in shards
+        }
 
     def rounded(self, layer: int) -> str:
         """File of a layer's rounded matrices."""
         return f"layer-{layer}.npz"
 
     def _pushed(self, layer: int, n: int) -> str:
-        """File that says that a part's second moments in a layer are there."""
+        """File that says that a shard's second moments in a layer are there."""
         return f"pushed-{layer}-{n}"
 
     def _moments(self, layer: int, n: int) -> Path:
         return self.folder / f"moments-{layer}-{n}.npz"
 
     def _states(self, layer: int, n: int) -> Path:
-        """File of a part's states before a layer."""
+        """File of a shard's states before a layer."""
         return self.folder / f"states-{layer}-{n}.npz"
 
     def _push(self, layer: int, n: int) -> None:
-        """Push a part through the rounded layer before, and sum the second moments of this one."""
+        """Push a shard through the rounded layer before, and sum the second moments of this one."""
         d = self.checkpoint.decoder
         batches = list(self._before(layer, n))
         (w,) = self.resident.weights(range(layer, layer + 1))
@@ -207,9 +209,9 @@ class _Run:
         self._states(layer - 1, n).unlink(missing_ok=True)
 
     def _before(self, layer: int, n: int) -> Iterator[torch.Tensor]:
-        """The states of a part before a layer, batch by batch, on the CPU."""
+        """The states of a shard before a layer, batch by batch, on the CPU."""
         if layer < 2:
-            batches = [self.resident.embed(ids).cpu() for ids in torch.split(self.parts[n], self.spec.batch)]
+            batches = [self.resident.embed(ids).cpu() for ids in torch.split(self.shards[n], self.spec.batch)]
         else:
             states = read_arrays(self._states(layer - 1, n))["states"]
             batches = list(torch.split(torch.from_numpy(states), self.spec.batch))
@@ -231,11 +233,11 @@ class _Run:
         return found
 
     def _round(self, layer: int) -> None:
-        """Round the matrices of a layer by the second moments of all parts."""
-        parts = [self._moments(layer, n) for n in range(len(self.parts))]
+        """Round the matrices of a layer by the second moments of all shards."""
+        shards = [self._moments(layer, n) for n in range(len(self.shards))]
 
         def moment(name: str) -> torch.Tensor:
-            return reduce(add, (torch.from_numpy(read_arrays(path, names=[name])[name]) for path in parts))
+            return reduce(add, (torch.from_numpy(read_arrays(path, names=[name])[name]) for path in shards))
 
         values = self.checkpoint.layer_values(layer)
         found: dict[str, npt.NDArray[np.generic]] = {}
@@ -248,7 +250,7 @@ class _Run:
                 stored = _along_inputs(fmt, values[name], moment(name))
             found |= stored_entries(name, stored)
         write_arrays(self.folder / self.rounded(layer), found)
-        for path in parts:
+        for path in shards:
             path.unlink(missing_ok=True)
 
     def _round_rest(self, fmt: Format, rest: npt.NDArray[np.float32], moment: Callable[[str], torch.Tensor]) -> Stored:

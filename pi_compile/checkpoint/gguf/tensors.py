@@ -12,13 +12,14 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 
 from pi_compile.checkpoint.gguf.architectures import ROPE_DIVISORS, architecture
+from pi_compile.checkpoint.gguf.blocks import KEPT, has_lowest, taken
 from pi_compile.checkpoint.gguf.file import BLOCK_TYPES, GgufFile
 from pi_compile.checkpoint.gguf.of_families import LONG_FACTORS
 from pi_compile.checkpoint.tensors import BF16, Array, Index, Values, as_float32
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import BLOCK, FORMATS, Format
+from pi_runtime.artifact.formats import FORMATS, ROW_FORMATS, Format
 
-_GRIDS = {Type[f.gguf]: f for f in FORMATS.values() if f.gguf and f.quantised}
+_GRIDS = {kind: FORMATS[name] for name, kind in KEPT.items()}
 """Tensor type → the block format that has its integers and scales."""
 _EXPERTS = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))_exps(\.weight)")
 _FUSED = re.compile(r"(blk\.\d+\.attn_)qkv(\.(?:weight|bias))")
@@ -68,41 +69,19 @@ class _GgufRows:
     def grids(self) -> tuple[str, ...]:
         """The block format of the tensor's type, if there is one, and those that have more bits for the same."""
         own = _GRIDS.get(self.tensor_type)
-        if own is None or (own.mirrored and _has_lowest(self._blocks(slice(None))[..., 2:])):
+        parts = range(0, len(self) if own is not None and own.mirrored else 0, 4096)
+        if own is None or any(has_lowest(own, self._rows(slice(n, n + 4096))) for n in parts):
             return ()
-        return tuple(f.name for f in FORMATS.values() if f.quantised and f.offset == own.offset and f.bits >= own.bits)
+        others = () if own.grouped else (FORMATS[name] for name in ROW_FORMATS)
+        wider = (f for f in others if f.quantised and f.offset == own.offset and f.bits > own.bits)
+        return (own.name, *(f.name for f in wider))
 
     def on_grid(self, fmt: Format, index: Index) -> tuple[Array, Array] | None:
-        """Blocks of 32: 2 bytes of scale, 2 of a minimum, 4 of fifth bits, then nibbles; or a byte for each."""
-        if fmt.name not in self.grids:
-            return None
-        own, blocks = _GRIDS[self.tensor_type], self._blocks(index)
-        head = 4 if own.offset else 2
-        beside = np.ascontiguousarray(blocks[..., :head]).view("<f2").swapaxes(1, 2)
-        return _integers(own, blocks[..., head:]).reshape(len(blocks), -1), beside if own.offset else beside[:, 0]
+        """Blocks that a format holds, and their scales."""
+        return taken(_GRIDS[self.tensor_type], self._rows(index)) if fmt.name in self.grids else None
 
-    def _blocks(self, index: Index) -> Array:
-        """The bytes (R, B, …) of the blocks of some rows."""
-        data = np.ascontiguousarray(self.data[index if self.order is None else self.order[index]]).view(np.uint8)
-        return data.reshape(len(data), self.shape[-1] // BLOCK, -1)
-
-
-def _has_lowest(integers: Array) -> bool:
-    """Whether a byte is −128, which has no counterpart above 0."""
-    return any((integers[row : row + 4096] == 128).any() for row in range(0, len(integers), 4096))
-
-
-def _integers(fmt: Format, stored: Array) -> Array:
-    """The integers that multiply the scales, int8."""
-    if fmt.bits == 8:
-        return stored.view(np.int8)
-    upper = 4 * (fmt.bits - 4)
-    nibbles = stored[..., upper:]
-    q = np.concatenate([nibbles & np.uint8(15), nibbles >> np.uint8(4)], axis=-1)
-    if upper:
-        q |= np.unpackbits(stored[..., :upper], axis=-1, bitorder="little") << np.uint8(4)
-    found: Array = (q - np.uint8(fmt.zero)).view(np.int8)
-    return found
+    def _rows(self, index: Index) -> Array:
+        return self.data[index if self.order is None else self.order[index]]
 
 
 class GgufTensors:

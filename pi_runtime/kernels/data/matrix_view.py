@@ -32,6 +32,8 @@ _BITS_F = np.array([f.bits for f in _WEIGHTS])
 """Bits of a value, by the codes of the weight formats."""
 _ALIGN_F = np.array([f.row_align for f in _WEIGHTS])
 """Bytes to a multiple of which rows are padded."""
+_RECORD_F = np.array([f.record_nbytes if f.grouped else 0 for f in _WEIGHTS])
+"""Bytes of a group's scales where they are stored together; else 0."""
 assert [f.code for f in _WEIGHTS] == list(range(len(_WEIGHTS)))
 
 
@@ -155,9 +157,10 @@ def scales_nbytes(columns: int) -> int:
 @public
 def matrix(fmt: int, values: int, scales: int, columns: int) -> MatrixView:
     """The view of a whole stored matrix."""
-    beside = scales_nbytes(columns)
-    offsets = beside if fmt in _WITH_OFFSETS else 0
-    return MatrixView(fmt, values, scales, row_stride(fmt, columns), beside + offsets, columns, offsets, 0)
+    beside, record = scales_nbytes(columns), _RECORD_F[fmt]
+    offsets = beside if fmt in _WITH_OFFSETS and record == 0 else 0
+    stride = beside + offsets if record == 0 else (columns // (8 * BLOCK) * record + 7) // 8 * 8
+    return MatrixView(fmt, values, scales, row_stride(fmt, columns), stride, columns, offsets, 0)
 
 
 @public

@@ -2,7 +2,7 @@
 
 x has D columns, padded with zeros to P = 128 ⌈D / 128⌉, in blocks of 32 with the scale s = max |x| / 127 each:
 
-    float32 x [P]   int8 q [P]   float32 s [P/32]   int32 −Σ q of each block [P/32]   int8 q [P]
+    float32 x [P]   int8 q [P]   float32 s [P/32]   int32 −Σ q of each block [P/32], and of its first half   int8 q [P]
 
 q = round(x / s), half to even, so that x ≈ s q. It stands there twice: in the order of stored rows (see
 `artifact.formats`) for products, and in the order of the columns, from which that is made. The sums turn products with
@@ -18,7 +18,7 @@ from pi_runtime.artifact.footprint import INPUT, PAD
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen.intrinsics import padded_width
 from pi_runtime.kernels.codegen.jit import device, public
-from pi_runtime.kernels.data.matrix_view import Floats, is_quantised, pointer_of
+from pi_runtime.kernels.data.matrix_view import Bytes, Floats, is_quantised, pointer_of
 from pi_runtime.kernels.data.weight_formats import GROUP_COLUMNS
 
 _TINY = np.float32(2.0**-126)
@@ -41,6 +41,12 @@ def scales_at(input_at: int, p: int) -> int:
 def block_sums_at(input_at: int, p: int) -> int:
     """Address of the blocks' negative sums."""
     return input_at + p // PAD * INPUT.block_sums
+
+
+@public
+def half_sums_at(input_at: int, p: int) -> int:
+    """Address of the negative sums of the blocks' first halves."""
+    return input_at + p // PAD * INPUT.half_sums
 
 
 @public
@@ -71,6 +77,7 @@ def _quantise(p: int, input_at: int) -> None:
     q_P = carray(pointer_of(column_order_at(input_at, p)), (p,), np.int8)
     s_B = carray(pointer_of(scales_at(input_at, p)), (p // BLOCK,), np.float32)
     sum_B = carray(pointer_of(block_sums_at(input_at, p)), (p // BLOCK,), np.int32)
+    half_B = carray(pointer_of(half_sums_at(input_at, p)), (p // BLOCK,), np.int32)
     for block in range(p // BLOCK):
         x_J, bits_J = x_P[block * BLOCK : (block + 1) * BLOCK], bits_P[block * BLOCK : (block + 1) * BLOCK]
         q_J = q_P[block * BLOCK : (block + 1) * BLOCK]
@@ -82,12 +89,19 @@ def _quantise(p: int, input_at: int) -> None:
         usable = scale >= _TINY
         inverse = np.float32(1) / scale if usable else np.float32(0)
         s_B[block] = np.float32(0) if scale < _TINY else scale
-        total = np.int32(0)
-        for j in range(BLOCK):
-            q = np.int32(np.rint(x_J[j] * inverse))
-            q_J[j] = np.int8(q)
-            total -= q
-        sum_B[block] = total
+        half_B[block] = _rounded(x_J[: BLOCK // 2], inverse, q_J[: BLOCK // 2])
+        sum_B[block] = half_B[block] + _rounded(x_J[BLOCK // 2 :], inverse, q_J[BLOCK // 2 :])
+
+
+@device
+def _rounded(x_J: Floats, inverse: np.float32, q_J: Bytes) -> np.int32:
+    """q ← round(x / s) for half a block; returns −Σ q."""
+    total = np.int32(0)
+    for j in range(BLOCK // 2):
+        q = np.int32(np.rint(x_J[j] * inverse))
+        q_J[j] = np.int8(q)
+        total -= q
+    return total
 
 
 @device

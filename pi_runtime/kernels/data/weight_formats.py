@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
@@ -69,6 +70,28 @@ class Run(NamedTuple):
     """How many integers they are."""
 
 
+class Beside(NamedTuple):
+    """What blocks of some rows side by side have beside their integers, as float32."""
+
+    scales: Any
+    offsets: Any
+    """Minima or zeros; the scales again where they have none."""
+    halves: Sequence[Any] = ()
+    """What the sums of each half of a block are multiplied by before they are added, where halves have scales."""
+
+    def folded(self, b: Any, sums: Sequence[Any]) -> Any:
+        """The sum of products of whole blocks, from those of their halves, as float32: exact."""
+        if not self.halves:
+            return sums[0]
+        return v.fma(b, sums[1], self.halves[1], b.fmul(sums[0], self.halves[0]))
+
+    @property
+    def each(self) -> tuple[Any, Any, Any, Any]:
+        """Scale and offset, and the factors of both halves."""
+        one, other = self.halves or [v.const(v.F32, self.scales.type.count, 1.0)] * 2
+        return self.scales, self.offsets, one, other
+
+
 class BlockFormat(ABC):
     """Integers in blocks of `BLOCK` columns that share a scale; a weight is scale · (stored integer − `zero`).
 
@@ -78,16 +101,13 @@ class BlockFormat(ABC):
     The integers of a run lie in `per_byte` parts: byte k holds index k of each part (see `artifact.formats`).
     """
 
-    bits: int
-    """Bits of one weight."""
-    zero: int
-    """The unsigned integer that stands for 0."""
     unsigned: bool
     """Whether `factors` are unsigned bytes, as `unpack` gives them, or signed ones."""
     per_byte: int
     """Weights that share a byte."""
-    offset = ""
-    """What blocks have beside their scales: nothing, a "minimum" or a "zero"."""
+
+    def __init__(self, fmt: Format) -> None:
+        self.fmt, self.bits, self.zero, self.offset = fmt, fmt.bits, fmt.zero, fmt.offset
 
     @abstractmethod
     def unpack(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
@@ -140,13 +160,62 @@ class BlockFormat(ABC):
         found = v.join(b, [v.load(b, row, b.mul(block, v.offset(2)), v.vec(v.HALF, n)) for row in rows])
         return b.fpext(found, v.vec(v.F32, n * len(rows)))
 
-    def beside(self, b: Any, rows: Sequence[Any], offsets: Any, block: Any, n: int) -> tuple[Any, Any]:
-        """The scales of n blocks from `block` on, of some rows side by side, as float32; and their minima or zeros,
-        which lie `offsets` bytes behind them, or the scales again where they have none."""
+    def beside(self, b: Any, rows: Sequence[Any], offsets: Any, block: Any, n: int) -> Beside:
+        """What n blocks from `block` on of some rows side by side have; minima or zeros lie `offsets` bytes behind
+        scales. Where groups have them, the blocks are a group."""
+        if self.fmt.grouped:
+            at = b.mul(b.udiv(block, v.offset(8)), v.offset(self.fmt.record_nbytes))
+            fields = v.join(b, [self._fields(b, row, at) for row in rows])
+            shifts = [shift for _ in rows for _, shift in self.fmt.fields]
+            return self._of_record(b, [b.gep(row, [at]) for row in rows], v.moved(b, fields, shifts))
         scales = self.scales(b, rows, block, n)
         if not self.offset:
-            return scales, scales
-        return scales, self.scales(b, [b.gep(row, [offsets]) for row in rows], block, n)
+            return Beside(scales, scales)
+        return Beside(scales, self.scales(b, [b.gep(row, [offsets]) for row in rows], block, n))
+
+    def beside_one(self, b: Any, row: Any, offsets: Any, block: Any) -> Beside:
+        """The same of one block, in vectors of one lane, on every processor."""
+        if self.fmt.grouped:
+            at = b.mul(b.udiv(block, v.offset(8)), v.offset(self.fmt.record_nbytes))
+            bit, last = b.mul(b.urem(block, v.offset(8)), v.offset(self.fmt.field_bits)), self.fmt.field_bits - 2
+            start = b.udiv(bit, v.offset(8))
+            start = b.select(b.icmp_signed("<", start, v.offset(last)), start, v.offset(last))
+            field = v.load(b, row, b.add(b.add(at, start), v.offset(self.fmt.head_nbytes)), v.I16)
+            moved = b.lshr(b.zext(field, v.I32), b.trunc(b.sub(bit, b.mul(start, v.offset(8))), v.I32))
+            return self._of_record(b, [b.gep(row, [at])], v.splat(b, moved, 1))
+        at = b.mul(block, v.offset(2))
+        found = [v.load(b, row, place, v.I16) for place in ((at, b.add(at, offsets)) if self.offset else (at,))]
+        ones = [v.splat(b, widen_half(b, one), 1) for one in found]
+        return Beside(ones[0], ones[-1])
+
+    def _fields(self, b: Any, row: Any, at: Any) -> Any:
+        """The fields of a record as eight words of 32 bits, whose lower halves they begin in."""
+        nbytes = min(16, self.fmt.record_nbytes)
+        head = nbytes - self.fmt.field_bits
+        kind = v.vec(v.I8, nbytes)
+        stored = v.load(b, row, b.add(at, v.offset(self.fmt.record_nbytes - nbytes)), kind)
+        lanes = [lane for start, _ in self.fmt.fields for lane in (head + start, head + start + 1, nbytes, nbytes)]
+        return b.bitcast(v.shuffle(b, stored, v.const(v.I8, nbytes, 0), lanes), v.vec(v.I32, 8))
+
+    def _of_record(self, b: Any, records: Sequence[Any], fields: Any) -> Beside:
+        """What lies beside blocks, from pointers to records and the fields of their blocks."""
+        lanes, n = fields.type.count // len(records), fields.type.count
+
+        def head(at: int) -> Any:
+            halves = [widen_half(b, v.load(b, record, v.offset(at), v.I16)) for record in records]
+            return v.join(b, [v.splat(b, half, lanes) for half in halves])
+
+        def integers(bit: int, zero: int) -> Any:
+            mask = v.const(v.I32, n, (1 << self.fmt.scale_bits) - 1)
+            part = b.and_(v.moved(b, fields, [bit] * n), mask)
+            return b.sitofp(b.sub(part, v.const(v.I32, n, zero)), v.vec(v.F32, n))
+
+        first = integers(0, self.fmt.scale_zero)
+        if self.fmt.scales > 1:
+            d = head(0)
+            return Beside(d, d, (first, integers(self.fmt.scale_bits, self.fmt.scale_zero)))
+        scales = b.fmul(head(0), first)
+        return Beside(scales, b.fmul(head(2), integers(self.fmt.scale_bits, 0)) if self.offset else scales)
 
     def value(self, b: Any, q: Any, scale: Any, offset: Any) -> Any:
         """Signed integers, as float32, as weights."""
@@ -175,7 +244,7 @@ class BlockFormat(ABC):
 
 
 class _Bytes(BlockFormat):
-    bits, zero, unsigned, per_byte = 8, 128, ISA.dot, 1
+    unsigned, per_byte = ISA.dot, 1
 
     def _stored(self, b: Any, run: Run, k: int, n: int) -> Any:
         return v.load(b, run.row, b.add(run.at, v.offset(k)), v.vec(v.I8, n))
@@ -201,7 +270,7 @@ class _HalfBytes(BlockFormat):
     unsigned, per_byte = True, 2
 
     def __init__(self, fmt: Format) -> None:
-        self.bits, self.zero, self.offset = fmt.bits, fmt.zero, fmt.offset
+        super().__init__(fmt)
         self._upper = fmt.bits - 4
 
     def unpack(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
@@ -273,9 +342,11 @@ _NUMBERS = {
 FLOAT_FORMATS = {f.code: _NUMBERS[f.number] for f in FORMATS.values() if f.number}
 """By code."""
 BLOCK_FORMATS: dict[int, BlockFormat] = {
-    f.code: _Bytes() if f.bits == 8 else _HalfBytes(f) for f in FORMATS.values() if f.quantised
+    f.code: _Bytes(f) if f.bits == 8 else _HalfBytes(f) for f in FORMATS.values() if f.quantised
 }
 """By code."""
+SUMMED_FORMATS = {code: f for code, f in BLOCK_FORMATS.items() if not f.fmt.grouped}
+"""Those whose rows are summed."""
 
 
 @emits(types.float32(types.intp, types.intp, types.intp))
@@ -298,6 +369,20 @@ def block_product(b: Any, fmt: Any, total: Any, sums: Any, scales: Any) -> Any:
     ones = [v.splat(b, value, 1) for value in values]
     cases = {code: partial(f.scaled, b, *ones) for code, f in BLOCK_FORMATS.items()}
     return b.extract_element(v.switch(b, fmt, cases), v.I32(0))
+
+
+@emits(types.UniTuple(types.float32, 4)(*[types.intp] * 4))
+def beside_block(b: Any, fmt: Any, scales: Any, offsets: Any, block: Any) -> Any:
+    """What a block of a row has beside its integers, whose scales are given: `Beside.each`."""
+
+    def emit(f: BlockFormat) -> Any:
+        found = f.beside_one(b, v.pointer(b, scales), offsets, block).each
+        array = ir.Constant(ir.ArrayType(v.F32, 4), ir.Undefined)
+        for k, one in enumerate(found):
+            array = b.insert_value(array, b.extract_element(one, v.I32(0)), k)
+        return array
+
+    return v.switch(b, fmt, {code: partial(emit, f) for code, f in BLOCK_FORMATS.items()})
 
 
 @emits(types.int32(*[types.intp] * 4))

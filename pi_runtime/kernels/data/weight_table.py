@@ -16,7 +16,7 @@ from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.layer_classes import layer_classes
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer, Manifest
-from pi_runtime.artifact.sizes import ALL_MATRICES, scales_name
+from pi_runtime.artifact.sizes import ALL_MATRICES, APART, scales_name
 from pi_runtime.kernels.codegen.indirect_calls import record_dtype
 
 
@@ -30,6 +30,12 @@ class LayerRecord:
     attention_norm_bias: Annotated[int, "attention/norm/bias"]
     qkv: Annotated[int, "attention/qkv"]
     qkv_scales: Annotated[int, "attention/qkv_scales"]
+    k: Annotated[int, "attention/k"]
+    """0 where `qkv` has the keys' rows."""
+    k_scales: Annotated[int, "attention/k_scales"]
+    v: Annotated[int, "attention/v"]
+    """0 where `qkv` has the values' rows."""
+    v_scales: Annotated[int, "attention/v_scales"]
     qkv_bias: Annotated[int, "attention/qkv_bias"]
     out: Annotated[int, "attention/out"]
     out_scales: Annotated[int, "attention/out_scales"]
@@ -73,6 +79,8 @@ class LayerRecord:
     predictor_up_scales: Annotated[int, "predictor/up_scales"]
     predictor_bias: Annotated[int, "predictor/bias"]
     qkv_format: int
+    k_format: int
+    v_format: int
     out_format: int
     first_format: int
     rest_format: int
@@ -306,7 +314,8 @@ def fill(w_X: LayerRecords, settings: Mapping[str, int | np.float32], address_of
 
 def formats_of(formats: Mapping[str, str], layer: int) -> dict[str, int]:
     """The fields of a layer's record that say which formats its matrices have."""
-    named = {name: formats.get(f"layers/{layer}/{name}", formats[part]) for name, part in ALL_MATRICES.items()}
+    matrices = ALL_MATRICES | APART
+    named = {name: formats.get(f"layers/{layer}/{name}", formats[part]) for name, part in matrices.items()}
     return {f"{name.split('/')[1]}_format": FORMATS[fmt].code for name, fmt in named.items()}
 
 

@@ -88,7 +88,8 @@ def add_batch(f: Ffn, e: Batch, given: bool, threads: bool | None, tally_T3: Int
     elif few_at_a_time(e):
         for first in range(0, e.token_N.shape[0], FEW_TOKENS):
             some = some_tokens(e, first, e.low, e.high)
-            _run_chunks(f, some)
+            list_chunks(f, some, 0, CHUNKS)
+            sum_chunks(f, some, 0, CHUNKS)
             merge(f, some, y_TD)
     else:
         factor_chunks(f, e, 0, CHUNKS)
@@ -172,11 +173,11 @@ def _list_chunk(f: Ffn, e: Batch, chunk: int) -> None:
 
 
 @loop_body
-def _sum_chunk(f: Ffn, e: Batch, chunk: int, listed: bool) -> None:
-    """Compute the sums of one chunk for a few tokens, of what is listed. `listed`: that of the next chunk is, too."""
+def _sum_chunk(f: Ffn, e: Batch, chunk: int) -> None:
+    """Compute the sums of one chunk for a few tokens, of what is listed."""
     own = lists_of(f, chunk)
     known = own.size_2[1]
-    if listed and chunk + 1 < CHUNKS:  # what this thread reads next is fetched with the last rows of this chunk
+    if chunk + 1 < CHUNKS:  # what this thread reads next is fetched with the last rows of this chunk
         after = lists_of(f, chunk + 1)
         for k in range(min(after.size_2[1], SUM_NEURONS)):
             own.list_K[known + k] = after.list_K[k]
@@ -286,15 +287,7 @@ def _list_chunks(f: Ffn, e: Batch, begin: int, end: int) -> None:
 def _sum_chunks(f: Ffn, e: Batch, begin: int, end: int) -> None:
     """Compute the sums of the chunks [begin, end), of what is listed for a few tokens."""
     for chunk in prange(begin, end):
-        _sum_chunk(f, e, chunk, True)
-
-
-@parallel(_list_chunk, _sum_chunk)
-def _run_chunks(f: Ffn, e: Batch) -> None:
-    """Both for all chunks in one parallel region: threads wait for each other once less."""
-    for chunk in prange(CHUNKS):
-        _list_chunk(f, e, chunk)
-        _sum_chunk(f, e, chunk, False)
+        _sum_chunk(f, e, chunk)
 
 
 @parallel(_factor_chunk)

@@ -46,7 +46,7 @@ from pi_runtime.kernels.data.matrix_view import (
     vector,
 )
 from pi_runtime.kernels.data.row_loading import offset_of, scale_of, single_block, stored_index
-from pi_runtime.kernels.data.weight_formats import BLOCK_FORMATS, GROUP_COLUMNS, BlockFormat, Run, integer_weight
+from pi_runtime.kernels.data.weight_formats import GROUP_COLUMNS, SUMMED_FORMATS, BlockFormat, Run, integer_weight
 
 _LOW = [lane for k in (0, 8) for j in range(4) for lane in (k + j, 16 + k + j)]
 WORDS = [_LOW, [lane + 4 for lane in _LOW]]
@@ -60,7 +60,7 @@ _SINGLE_TOKENS, _SINGLES_AHEAD = ((8, 2, 1) if ISA.lanes == 16 else (2, 1)), 16
 """Tokens whose sums of a block outside the groups stay in registers; how many rows ahead these blocks are fetched."""
 _BLOCKS = STRIP // BLOCK
 TINY = 2.0**-126
-WITH_ZEROS = tuple(code for code, f in BLOCK_FORMATS.items() if f.offset == "zero")
+WITH_ZEROS = tuple(code for code, f in SUMMED_FORMATS.items() if f.offset == "zero")
 """Codes of the formats whose blocks have zeros of their own."""
 
 
@@ -207,7 +207,7 @@ class _Singles:
 def _add_single_blocks(b: Any, fmt: Any, arguments: Any) -> Any:
     """Emit `add_singles`; the tuple has the values of `_Singles`, in order."""
     call = _Singles(b, *cgutils.unpack_tuple(b, arguments))
-    v.switch(b, fmt, {code: partial(call.emit, f) for code, f in BLOCK_FORMATS.items()})
+    v.switch(b, fmt, {code: partial(call.emit, f) for code, f in SUMMED_FORMATS.items()})
 
 
 @dataclass
@@ -274,7 +274,9 @@ class _Factors:
             v.store(b, both, n, b.add(b.mul(k, v.offset(2 * _BLOCKS)), at))
             b.store(b.sub(b.load(total), b.add(one, other)), total)
 
-        cases = {code: partial(self._finish, f, b.load(total), rounded, starts, c) for code, f in BLOCK_FORMATS.items()}
+        cases = {
+            code: partial(self._finish, f, b.load(total), rounded, starts, c) for code, f in SUMMED_FORMATS.items()
+        }
         v.switch(b, self.fmt, cases)
 
     def _finish(self, f: BlockFormat, total: Any, rounded: Callable[[Any], Any], starts: Any, c: Any) -> None:
@@ -421,4 +423,4 @@ def _sum_groups(b: Any, fmt: Any, arguments: Any) -> Any:
     −Σ n z and Σ h m [blocks]; blocks; groups; y's address, and that of the addresses of rows to prefetch.
     """
     values = cgutils.unpack_tuple(b, arguments)
-    v.switch(b, fmt, {code: partial(_emit_sum, f, b, values) for code, f in BLOCK_FORMATS.items()})
+    v.switch(b, fmt, {code: partial(_emit_sum, f, b, values) for code, f in SUMMED_FORMATS.items()})

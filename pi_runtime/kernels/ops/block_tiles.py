@@ -21,7 +21,7 @@ from pi_runtime.kernels.codegen.intrinsics import emits
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import public
 from pi_runtime.kernels.data.matrix_view import Floats, MatrixView, address_of
-from pi_runtime.kernels.data.weight_formats import BLOCK_FORMATS, GROUP_COLUMNS, BlockFormat
+from pi_runtime.kernels.data.weight_formats import GROUP_COLUMNS, SUMMED_FORMATS, BlockFormat
 from pi_runtime.kernels.ops.block_sums import OWNERS, TINY, WORDS, add_block_rows, add_finished, add_singles
 
 _HAS_VECTORS = ISA.lanes > 0
@@ -194,7 +194,7 @@ class _TileCall:
 def _emit_block_tile(b: Any, fmt: Any, call: Any) -> Any:
     """Emit the sums over whole groups; `call` is a tuple of the values of `_TileCall`, in order."""
     call = _TileCall(b, *cgutils.unpack_tuple(b, call))
-    v.switch(b, fmt, {code: partial(call.emit, f) for code, f in BLOCK_FORMATS.items()})
+    v.switch(b, fmt, {code: partial(call.emit, f) for code, f in SUMMED_FORMATS.items()})
 
 
 @public

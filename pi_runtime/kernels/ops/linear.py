@@ -33,7 +33,7 @@ def linear(m: MatrixView, rows: int, bias: int, x_TD: Floats, inputs_at: int, y_
     `inputs_at`: memory for T inputs.
     """
     prepare_inputs(m.fmt, x_TD, inputs_at)
-    product(m, rows, bias, inputs_at, y_TN)
+    product(m, 0, rows, bias, inputs_at, y_TN)
 
 
 _prepare_input = by_address(prepare_input)
@@ -55,11 +55,13 @@ def _prepare_inputs(fmt: int, x_TD: Floats, inputs_at: int) -> None:
 
 
 @loop_body
-def _some_rows(m: MatrixView, first: int, rows: int, known: int, bias: int, inputs_at: int, y_TN: Floats) -> None:
+def _some_rows(
+    m: MatrixView, begin: int, first: int, rows: int, known: int, bias: int, inputs_at: int, y_TN: Floats
+) -> None:
     tokens, width = y_TN.shape
     out = address_of(y_TN) + 4 * first
     x = Vectors(inputs_at, input_nbytes(m.columns), 0, tokens)
-    row_products(m, RowList(first, 0, rows, known), x, out, 4 * width)
+    row_products(m, RowList(first - begin, 0, rows, known), x, out, 4 * width)
     if bias != 0:
         bias_N = vector(bias, first + rows)
         for t in range(tokens):
@@ -68,11 +70,11 @@ def _some_rows(m: MatrixView, first: int, rows: int, known: int, bias: int, inpu
 
 
 @parallel(_some_rows)
-def product(m: MatrixView, rows: int, bias: int, inputs_at: int, y_TN: Floats) -> None:
-    """y ← x Wᵀ + bias for inputs that are prepared."""
-    for part in prange((rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE):
-        first = part * ROWS_AT_ONCE
-        _some_rows(m, first, min(rows - first, ROWS_AT_ONCE), rows - first, bias, inputs_at, y_TN)
+def product(m: MatrixView, begin: int, end: int, bias: int, inputs_at: int, y_TN: Floats) -> None:
+    """y ← x Wᵀ + bias for inputs that are prepared, in the columns [begin, end) of y: m has a row for each."""
+    for part in prange((end - begin + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE):
+        first = begin + part * ROWS_AT_ONCE
+        _some_rows(m, begin, first, min(end - first, ROWS_AT_ONCE), end - first, bias, inputs_at, y_TN)
 
 
 @public

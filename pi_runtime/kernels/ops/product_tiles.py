@@ -16,7 +16,7 @@ from numba.core import cgutils
 from pi_runtime.artifact.footprint import INPUT, PAD
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen import simd as v
-from pi_runtime.kernels.data.weight_formats import GROUP_COLUMNS, REGISTER, BlockFormat, FloatFormat
+from pi_runtime.kernels.data.weight_formats import GROUP_COLUMNS, REGISTER, Beside, BlockFormat, FloatFormat
 
 LANES = 8
 """Lanes that a product of a row of a block format and a vector is summed in."""
@@ -103,12 +103,13 @@ class _FloatTile:
 
 
 class _Input:
-    """Pointers into a quantised input: its bytes, its scales, and the negative sums of its blocks."""
+    """Pointers into a quantised input: its bytes, its scales, and the negative sums of its blocks and of their first
+    halves."""
 
     def __init__(self, b: Any, base: Any, columns: Any) -> None:
         pads = b.udiv(b.add(columns, v.offset(PAD - 1)), v.offset(PAD))
-        parts = INPUT.row_order, INPUT.scales, INPUT.block_sums
-        self.bytes, self.scales, self.block_sums = (b.gep(base, [b.mul(pads, v.offset(at))]) for at in parts)
+        places = (b.gep(base, [b.mul(pads, v.offset(at))]) for at in INPUT[:4])
+        self.bytes, self.scales, self.block_sums, self.half_sums = places
 
 
 class BlockTile:
@@ -131,8 +132,9 @@ class BlockTile:
             self._group(loop.index)
         done, at_once = b.mul(groups, v.offset(8)), f.per_byte  # blocks outside the groups that share their bytes
         left = b.udiv(b.add(b.sub(blocks, done), v.offset(at_once - 1)), v.offset(at_once))
-        with cgutils.for_range(b, left) as loop:
-            self._single(b.add(done, b.mul(loop.index, v.offset(at_once))))
+        if not f.fmt.grouped:
+            with cgutils.for_range(b, left) as loop:
+                self._single(b.add(done, b.mul(loop.index, v.offset(at_once))))
 
     def _sums(self, start: Any, count: int) -> list[v.ByteSums]:
         """Integer sums of so many rows."""
@@ -144,18 +146,18 @@ class BlockTile:
         for one, w_r in zip(found, w, strict=True):
             one.add(self.b, w_r[half], q_J)
 
-    def _add(self, found: list[list[Any]], beside: list[tuple[Any, Any]], t: list[Any], negative: list[Any]) -> None:
-        """Add integer sums [T][registers of R] times the scales of their blocks: of each register, and of a vector.
-
-        `beside` are scales and offsets of each register, `negative` the negative sums of each vector's integers.
+    def _add(self, found: list[Any], beside: list[Beside], t: list[Any], negative: list[Any]) -> None:
+        """Add integer sums [T][registers of R][of a block, or of its halves] times the scales of their blocks: of each
+        register, and of a vector. `negative` are the negative sums of each vector's integers.
         """
         b = self.b
         for found_t, t_8, negative_8, into in zip(found, t, negative, self.sums, strict=True):
             t_L = v.join(b, [t_8] * self.rows.a_register)
             negative_L = v.join(b, [b.sitofp(negative_8, t_8.type)] * self.rows.a_register)
-            for whole, (s_L, offset_L), total in zip(found_t, beside, into, strict=True):
-                value = b.sitofp(whole, s_L.type)
-                b.store(self.f.scaled(b, b.load(total), value, negative_L, s_L, t_L, offset_L), total)
+            for sums, own, total in zip(found_t, beside, into, strict=True):
+                value = own.folded(b, [b.sitofp(one, own.scales.type) for one in sums])
+                found_L = self.f.scaled(b, b.load(total), value, negative_L, own.scales, t_L, own.offsets)
+                b.store(found_L, total)
 
     def _group(self, group: Any) -> None:
         b, size, part = self.b, 4 * REGISTER, GROUP_COLUMNS // self.f.per_byte
@@ -164,15 +166,27 @@ class BlockTile:
             v.prefetch(b, row, b.add(runs[0].at, v.offset(line)), self.rows.level)
         at = b.mul(block, v.offset(4))
         negative = [v.load(b, x.block_sums, at, v.vec(v.I32, LANES)) for x in self.inputs]
-        found = [self._sums(self._start(sums), len(runs)) for sums in negative]
+        found = [
+            [self._sums(self._start(half), len(runs)) for half in self._by_half(x, at, whole)]
+            for x, whole in zip(self.inputs, negative, strict=True)
+        ]
         for k in range(0, part, size):
             w = [self.f.factors(b, run, k, size) for run in runs]
             for half, (n, x) in product(range(len(w[0])), enumerate(self.inputs)):
                 at = b.add(b.mul(group, v.offset(GROUP_COLUMNS)), v.offset(k + half * part))
-                self._multiply(found[n], w, half, x, at)
+                self._multiply(found[n][half % self.f.fmt.scales], w, half, x, at)
         beside = [self.f.beside(b, some, self.rows.offsets, block, LANES) for some in self.scales]
         t = [v.load(b, x.scales, b.mul(block, v.offset(4)), v.vec(v.F32, LANES)) for x in self.inputs]
-        self._add([self._whole(found_t) for found_t in found], beside, t, negative)
+        whole = [zip(*[self._whole(half) for half in found_t], strict=True) for found_t in found]
+        self._add(whole, beside, t, negative)
+
+    def _by_half(self, x: _Input, at: Any, whole: Any) -> list[Any]:
+        """The negative sums of a group's blocks, or of their halves where these have scales: a group has the first
+        halves of all its blocks before the second ones."""
+        if self.f.fmt.scales == 1:
+            return [whole]
+        first = v.load(self.b, x.half_sums, at, whole.type)
+        return [first, self.b.sub(whole, first)]
 
     def _start(self, negative: Any) -> Any:
         """What the integer sums of a group start at, in the first of the lanes."""
@@ -199,11 +213,11 @@ class BlockTile:
                 negative.append(self._fours(x, place))
                 eight = self._sums(self.f.start(b, negative[-1]), len(w))
                 self._multiply(eight, w, half, x, place)
-                found.append([v.join(b, some) for some in by_register(self.rows, [one.total(b) for one in eight])])
+                found.append([[v.join(b, some)] for some in by_register(self.rows, [one.total(b) for one in eight])])
             each = [0] * LANES
             lanes = [row for row in range(self.rows.a_register) for _ in each]
             beside = [self.f.beside(b, some, self.rows.offsets, one, 1) for some in self.scales]
-            beside = [(v.shuffle(b, s_1, s_1, lanes), v.shuffle(b, o_1, o_1, lanes)) for s_1, o_1 in beside]
+            beside = [Beside(*[v.shuffle(b, one, one, lanes) for one in some[:2]]) for some in beside]
             t = [v.load(b, x.scales, b.mul(one, v.offset(4)), v.vec(v.F32, 1)) for x in self.inputs]
             self._add(found, beside, [v.shuffle(b, t_1, t_1, each) for t_1 in t], negative)
 

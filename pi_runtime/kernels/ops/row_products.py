@@ -46,18 +46,19 @@ from pi_runtime.kernels.data.matrix_view import (
     vector,
 )
 from pi_runtime.kernels.data.quantised_input import row_order_at, scales_at
-from pi_runtime.kernels.data.row_loading import offset_of, scale_of, stored_index
+from pi_runtime.kernels.data.row_loading import stored_index
 from pi_runtime.kernels.data.weight_formats import (
     BLOCK_FORMATS,
     FLOAT_FORMATS,
     FLOAT_LANES,
     REGISTER,
+    beside_block,
     block_product,
     float_weight,
     integer_weight,
 )
 from pi_runtime.kernels.ops.product_tiles import LANES, BlockTile, Rows, float_tile
-from pi_runtime.kernels.ops.tile_packing import TILE
+from pi_runtime.kernels.ops.tile_packing import TILE, TILED
 from pi_runtime.kernels.ops.tile_products import tile_row_products
 
 ROWS = 4
@@ -267,9 +268,11 @@ def _block_lane(m: MatrixView, values: int, row: int, input_at: int, lane: int) 
     for n in range(grouped // LANES + blocks - grouped):
         block = lane + LANES * n if LANES * n < grouped else grouped + n - grouped // LANES
         first, count = (block * BLOCK, BLOCK) if block < grouped else (block * BLOCK + 4 * lane, 4)
-        sums = _integer_sums(m.fmt, values, q_P, first, count, blocks)
-        beside = scale_of(m, row, block), t_B[block], offset_of(m, row, block)
-        total = block_product(m.fmt, total, sums, beside)
+        one, negative_one = _integer_sums(m.fmt, values, q_P, first, count // 2, blocks)
+        other, negative_other = _integer_sums(m.fmt, values, q_P, first + count // 2, count // 2, blocks)
+        scale, offset, of_one, of_other = beside_block(m.fmt, m.scales + row * m.scales_stride, m.offsets, block)
+        sums = one * of_one + other * of_other, negative_one + negative_other
+        total = block_product(m.fmt, total, sums, (scale, t_B[block], offset))
     return total
 
 
@@ -329,7 +332,7 @@ _few_row_products = by_address(vector_row_products if ISA.lanes else _without_ve
 @public
 def tiled_row_products(m: MatrixView, rows: RowList, x: Vectors, out: int, out_stride: int) -> None:
     """`row_products` by AMX's tiles where rows and vectors fill them; 16 vectors are slower so."""
-    if is_quantised(m.fmt) and x.tokens >= 2 * TILE and rows.rows >= TILE // 2:
+    if m.fmt in TILED and x.tokens >= 2 * TILE and rows.rows >= TILE // 2:
         tile_row_products(m, rows, x, out, out_stride)
     else:
         _few_row_products(m, rows, x, out, out_stride)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from sparse_model import Spec
 
 from pi_compile.machine.profile import Cpu, Gpu, Link, Machine
-from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.formats import ROW_FORMATS
 from pi_runtime.kernels.benchmarks import (
     attention_bandwidth,
     gather_bandwidth,
@@ -42,7 +42,7 @@ class Rates:
             launch_us=launch_seconds(w, threads, 3) * 1e6,
             format_gb_per_s={w.fmt: product_bandwidth(w, threads, 1) / unit},
             neurons_gb_per_s={w.fmt: neuron_bandwidth(w, threads, 1) / unit},
-            gather_gb_per_s=dict.fromkeys(WEIGHT_FORMATS, gather_bandwidth(w, threads, 3) / unit),
+            gather_gb_per_s=dict.fromkeys(ROW_FORMATS, gather_bandwidth(w, threads, 3) / unit),
             predictor_gb_per_s={self._up.fmt: predictor_bandwidth(self._up, threads, 1) / unit},
             attention_gb_per_s=attention_bandwidth(threads, 1) / unit,
         )

@@ -145,7 +145,7 @@ def test_the_order_of_tasks_changes_nothing(llama: Checkpoint, tmp_path: Path) -
                 break
             run.tasks()[ready[-1]]()
             done.add(ready[-1])
-    assert len(run.parts) > 2
+    assert len(run.shards) > 2
     for n in run.layers:
         assert (folder / run.rounded(n)).read_bytes() == (tmp_path / "first" / run.rounded(n)).read_bytes()
 

@@ -7,11 +7,11 @@ from support.paths import GOLDEN
 from support.synthetic import random_artifact, small_decoder
 
 from pi_compile.cli.rendering import artifact_text
-from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.formats import ROW_FORMATS
 from pi_runtime.artifact.inspection import inspect
 
 
-@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS)
 def test_parameters_do_not_depend_on_the_format(tmp_path: Path, fmt: str) -> None:
     decoder = small_decoder("opt", n_layers=1)
     path = random_artifact(tmp_path / "a.pi", decoder, format=fmt, ranks=[3], profiled=True)

@@ -10,10 +10,10 @@ from pi_compile.cost_model.workload import rows_read
 from pi_compile.machine.profile import Cpu, Link
 from pi_compile.results.activation_profile import LayerWork
 from pi_runtime.artifact.buffers import kv_bytes
-from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.formats import ROW_FORMATS
 from pi_runtime.artifact.sizes import PARTS
 
-PICKED = dict.fromkeys(WEIGHT_FORMATS, 20.0)
+PICKED = dict.fromkeys(ROW_FORMATS, 20.0)
 COUNTS = np.repeat([[1000, 500, 10, 0]], 64, axis=1)
 
 
@@ -59,7 +59,7 @@ def test_formats_and_gathered_rows_run_at_their_own_rates() -> None:
 
 
 @pytest.mark.parametrize("side", [CPU, GPU])
-@pytest.mark.parametrize("changed", WEIGHT_FORMATS)
+@pytest.mark.parametrize("changed", ROW_FORMATS)
 def test_a_rate_of_picking_is_that_of_its_format_on_its_processor(changed: str, side: int) -> None:
     cpu = machine().cpu.model_copy(update={"gather_gb_per_s": PICKED})
     gpu = machine().gpu.model_copy(update={"gather_gb_per_s": PICKED})  # type: ignore[union-attr]
@@ -68,7 +68,7 @@ def test_a_rate_of_picking_is_that_of_its_format_on_its_processor(changed: str, 
     after = before.model_copy(
         update={name: section.model_copy(update={"gather_gb_per_s": PICKED | {changed: 10.0}})},
     )
-    for fmt in WEIGHT_FORMATS:
+    for fmt in ROW_FORMATS:
         work = workload(COUNTS, (LayerWork(rung="predicted", rank=4),), formats=dict.fromkeys(PARTS, fmt))
         old, new = (costs_of(work, m).layers[0] for m in (before, after))
         factors = [2 if fmt == changed and side == of else 1 for of in (CPU, GPU)]

@@ -15,7 +15,7 @@ from pi_compile.machine import measurement
 from pi_compile.machine.measurement import DEPTHS, SIZES_KIB, probe_disk
 from pi_compile.machine.profile import Disk, read_machine
 from pi_runtime import console
-from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.formats import ROW_FORMATS
 
 Fails = Callable[..., str]
 DISK = Disk(name="d", sizes_kib=[4, 64], depths=[1, 16], read_mb_per_s=[[40.0, 200.0], [400.0, 1000.0]])
@@ -115,7 +115,7 @@ def test_the_command_writes_and_prints_it(tmp_path: Path, capsys: pytest.Capture
     written = read_machine(path)
     assert json.loads(capsys.readouterr().out) == written.model_dump()
     assert written == measurement.measure_machine(Path())
-    assert (written.version, [*written.cpu.gather_gb_per_s]) == (2, [*WEIGHT_FORMATS])
+    assert (written.version, [*written.cpu.gather_gb_per_s]) == (2, [*ROW_FORMATS])
 
 
 def test_the_disk_is_that_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from support.paths import GOLDEN
 from support.synthetic import bare_manifest, byte_letters, byte_tokenizer, random_artifact, random_values, small_decoder
 
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
+from pi_runtime.artifact.formats import FORMATS, ROW_FORMATS
 from pi_runtime.artifact.layout import manifest_specs, place_arrays
 from pi_runtime.artifact.quantisation import dequantise, quantise
 from pi_runtime.artifact.reader import Artifact
@@ -75,7 +75,7 @@ def assert_stored(artifact: Artifact, name: str, written: npt.NDArray[Any]) -> N
     np.testing.assert_array_equal(artifact.values(name), dequantise(fmt, stored, scales, written.shape[-1]))
 
 
-@given(decoders(), st.sampled_from(WEIGHT_FORMATS), st.booleans(), st.booleans(), st.integers(1, 100))
+@given(decoders(), st.sampled_from(ROW_FORMATS), st.booleans(), st.booleans(), st.integers(1, 100))
 def test_written_is_read(
     tmp_path_factory: pytest.TempPathFactory, decoder: Decoder, fmt: str, predicted: bool, profiled: bool, step: int
 ) -> None:

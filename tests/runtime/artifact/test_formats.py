@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pi_runtime.artifact.formats import BLOCK, FORMATS, ROW_ALIGN, WEIGHT_FORMATS
+from pi_runtime.artifact.formats import BLOCK, FORMATS, ROW_ALIGN, ROW_FORMATS, WEIGHT_FORMATS
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 FLOATS = ("f32", "f16", "bf16", "scale")
@@ -116,9 +116,14 @@ def test_names_and_codes() -> None:
         "q6": ("q6", 6),
         "q4_1": ("q4_1", 7),
         "q4z": ("q4z", 8),
-        "scale": ("scale", 15),
-        "u32": ("u32", 16),
-        "u64": ("u64", 17),
+        "q5_1": ("q5_1", 9),
+        "q4_k": ("q4_k", 10),
+        "q5_k": ("q5_k", 11),
+        "q6_k": ("q6_k", 12),
+        "scale": ("scale", 28),
+        "u8": ("u8", 29),
+        "u32": ("u32", 30),
+        "u64": ("u64", 31),
     }
 
 
@@ -129,12 +134,19 @@ def test_rows_fill_whole_lines(name: str, rows: int, columns: int) -> None:
     assert items * fmt.itemsize % fmt.row_align == 0
     assert items * fmt.itemsize - fmt.row_align < fmt.row_nbytes(columns) <= items * fmt.itemsize
     assert 8 * items * fmt.itemsize >= columns * fmt.bits
-    assert columns > 8 * items * fmt.itemsize // fmt.bits - fmt.columns_per_line - 2 * BLOCK * (fmt.bits < 8)
+    # Whole blocks of 5 bits fill no line of 32 bytes: two lines may hold more pairs of them than twice what one does.
+    assert columns > 8 * items * fmt.itemsize // fmt.bits - 8 * fmt.row_align // fmt.bits - 2 * BLOCK * (fmt.bits < 8)
     assert fmt.nbytes((rows, columns)) == rows * items * fmt.itemsize
 
 
 def test_bits_per_weight() -> None:
     bits = {name: 8 * FORMATS[name].nbytes((1, 1024)) / 1024 for name in WEIGHT_FORMATS}
-    assert bits == {"f32": 32, "f16": 16, "bf16": 16, "q8": 8, "q4": 4, "q5": 5, "q6": 6, "q4_1": 4, "q4z": 4}
-    assert all(FORMATS[name].row_align == (32 if FORMATS[name].offset else ROW_ALIGN) for name in WEIGHT_FORMATS)
+    grouped = {"q4_k": 4, "q5_k": 5, "q6_k": 6}
+    plain = {"f32": 32, "f16": 16, "bf16": 16, "q8": 8, "q4": 4, "q5": 5, "q6": 6, "q4_1": 4, "q4z": 4, "q5_1": 5}
+    assert bits == plain | grouped
+    assert [*plain] == ROW_FORMATS
+    narrow = {name for name in WEIGHT_FORMATS if FORMATS[name].offset or FORMATS[name].grouped}
+    assert all(FORMATS[name].row_align == (32 if name in narrow else ROW_ALIGN) for name in WEIGHT_FORMATS)
+    beside = {name: 8 * FORMATS["u8"].nbytes(FORMATS[name].scales_shape((1, 1024))) / 1024 for name in grouped}
+    assert beside == {"q4_k": 0.5, "q5_k": 0.5, "q6_k": 0.5625}  # 4.5, 5.5 and 6.5625 bits, as in GGUF
     assert 8 * FORMATS["scale"].nbytes((1, 1024 // BLOCK)) / 1024 == 0.5

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from support.synthetic import FACTS, random_artifact, small_decoder
+from support.synthetic import FACTS, counted_artifact, random_artifact, small_decoder
 
 from pi_runtime.artifact.features import COMPUTED_BY, lacking
 from pi_runtime.artifact.reader import Artifact
@@ -29,3 +29,9 @@ def test_what_the_gpu_tier_lacks_is_refused_by_name(tmp_path: Path) -> None:
             open_on_gpu(artifact, "auto", 64, 1, index=0, vram_budget=0)
         told = f"the GPU tier does not compute what this model does\n  found: {', '.join(found[name])}\n"
         assert str(caught.value).startswith(told)
+
+
+def test_formats_with_scales_of_groups_are_refused_by_name(tmp_path: Path) -> None:
+    path = counted_artifact(tmp_path / "a.pi", small_decoder(d_model=256, n_heads=8, head_dim=32, d_ff=256), "q6_k")
+    with Artifact.open(path) as artifact, pytest.raises(DoesNotFitError, match=r"found: formats\.apart, formats\.q6_k"):
+        open_on_gpu(artifact, "auto", 64, 1, index=0, vram_budget=0)

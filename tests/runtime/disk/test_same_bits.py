@@ -10,7 +10,7 @@ from support.disk_models import from_disk, rows_of
 from support.synthetic import FACTS, random_artifact, small_decoder
 
 from pi_runtime import Model, load
-from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.formats import ROW_FORMATS
 from pi_runtime.artifact.schema import Text
 from pi_runtime.disk.whole_experts import ExpertStore
 from pi_runtime.execution import disk_ahead, disk_rows
@@ -54,7 +54,7 @@ def same(one: list[np.ndarray], other: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS)
 def test_every_format(tmp_path: Path, fmt: str) -> None:
     path = artifact(tmp_path, fmt)
     with load(path, device="cpu") as model:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.stored import WEIGHT_FORMATS
+from support.stored import ROW_FORMATS
 from support.synthetic import FACTS, random_artifact, small_decoder
 
 from pi_runtime.artifact.reader import Artifact
@@ -28,7 +28,7 @@ ANSWER = (5, 9, 11)
 
 
 CASES = [
-    *((fmt, shape, "auto") for fmt in WEIGHT_FORMATS for shape in SHAPES),
+    *((fmt, shape, "auto") for fmt in ROW_FORMATS for shape in SHAPES),
     *(("f16", shape, "q8") for shape in SHAPES),
     ("f32", "plain", "f16"),
     *(("f16", shape, "auto") for shape in FURTHER),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numba.core.runtime import _nrt_python, rtsys
 from support.steps import step
-from support.stored import WEIGHT_FORMATS, ffn_layer, store
+from support.stored import ROW_FORMATS, ffn_layer, store
 from support.synthetic import random_artifact, small_decoder
 
 from pi_runtime import load
@@ -41,7 +41,7 @@ def allocations() -> Iterator[Count]:
     _nrt_python.memsys_disable_stats()
 
 
-@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS)
 def test_a_product(fmt: str, allocations: Count) -> None:
     w, x_TD, y_TN = store(fmt, np.ones((70, 300))), np.ones((1, 300), np.float32), np.empty((1, 70), np.float32)
     room = np.empty(input_nbytes(300), np.uint8)
@@ -50,7 +50,7 @@ def test_a_product(fmt: str, allocations: Count) -> None:
 
 @pytest.mark.parametrize("run", [network.add_neurons, network.serial_add_neurons], ids=["threaded", "serial"])
 @pytest.mark.parametrize("rung", RUNGS)
-@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS)
 def test_an_ffn(run: Any, rung: str, fmt: str, allocations: Count) -> None:
     layer = ffn_layer(small_decoder(d_ff=300), fmt, 5, 0)
     x_1D = np.random.default_rng(0).standard_normal((1, 32), np.float32)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pi_runtime.artifact.footprint import input_nbytes
-from pi_runtime.artifact.formats import WEIGHT_FORMATS
+from pi_runtime.artifact.formats import ROW_FORMATS
 from pi_runtime.artifact.sizes import ArraySpec
 from pi_runtime.kernels import benchmarks
 
@@ -21,7 +21,7 @@ def test_a_rate_comes_out() -> None:
     assert benchmarks.read_bandwidth(1 << 20, threads=1, repeats=2) > 1e6
 
 
-@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS)
 def test_every_format_gives_its_rates(fmt: str) -> None:
     w = benchmarks.timed_matrix(fmt, 1, columns=96, rows=300)
     assert (w.columns, len(w), w.row_nbytes) == (96, 300, ArraySpec(fmt, (1, 96)).nbytes_with_scales)
@@ -36,7 +36,7 @@ def test_every_format_gives_its_rates(fmt: str) -> None:
     assert benchmarks.product_flops(fmt, threads=1, tokens=2, rows=8, repeats=1) > 1e6
 
 
-@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS)
 def test_just_the_picked_neurons_are_read(fmt: str) -> None:
     w, up = benchmarks.timed_matrix(fmt, 1, columns=96, rows=300), benchmarks.timed_matrix(fmt, 1, columns=32, rows=100)
     layer = benchmarks._TimedFfn(w, up, rank=32, neurons=100)

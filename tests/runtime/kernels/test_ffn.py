@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from support.rounding import blocks_of
-from support.stored import WEIGHT_FORMATS, Layer, ffn_layer
+from support.stored import ROW_FORMATS, Layer, ffn_layer
 from support.synthetic import small_decoder
 
 from pi_runtime.artifact.decoder import ACTIVATIONS, GATED_ACTIVATIONS, SPARSE_ACTIVATIONS, Decoder
@@ -130,7 +130,7 @@ def assert_close(found: np.ndarray, wanted: np.ndarray, fmt: str = "f32") -> Non
 
 @pytest.mark.parametrize("run", [network.add_neurons, network.serial_add_neurons], ids=["threaded", "serial"])
 @FEW
-@given(decoders(), st.sampled_from(WEIGHT_FORMATS), RUNG, st.integers(1, 9), st.integers(0, 99))
+@given(decoders(), st.sampled_from(ROW_FORMATS), RUNG, st.integers(1, 9), st.integers(0, 99))
 @example(small_decoder(d_ff=2 * GROUP), "f32", "predicted", 4, 0)
 @example(small_decoder(d_ff=GROUP + 1, d_model=1), "f16", "gate", 1, 0)
 @example(small_decoder(d_ff=1, d_model=33), "bf16", "dense", 1, 0)
@@ -151,7 +151,7 @@ def test_one_token(run: Any, decoder: Decoder, fmt: str, rung: str, rank: int, s
 
 
 @FEW
-@given(decoders(), st.sampled_from(WEIGHT_FORMATS), RUNG, st.integers(1, 7), st.integers(0, 99))
+@given(decoders(), st.sampled_from(ROW_FORMATS), RUNG, st.integers(1, 7), st.integers(0, 99))
 @example(small_decoder(d_ff=GROUP + 3, d_model=31), "f16", "predicted", BLOCK_TOKENS, 0)
 @example(small_decoder(d_ff=GROUP + 3, d_model=131), "q8", "dense", BLOCK_TOKENS, 0)
 @example(small_decoder(d_ff=GROUP + 3, d_model=301), "q4", "gate", BLOCK_TOKENS, 0)
@@ -201,7 +201,7 @@ def test_a_block_adds_to_what_is_there() -> None:
 
 
 @FEW
-@given(decoders(), st.sampled_from(WEIGHT_FORMATS), RUNG, st.data())
+@given(decoders(), st.sampled_from(ROW_FORMATS), RUNG, st.data())
 def test_ranges_of_neurons_add_up_to_the_whole(decoder: Decoder, fmt: str, rung: str, data: st.DataObject) -> None:
     layer = ffn_layer(decoder, fmt, 4, 0)
     cut = data.draw(st.integers(0, decoder.d_ff))
@@ -256,7 +256,7 @@ def test_drelu_reads_no_row_of_down_that_counts_for_nothing(rung: str, fmt: str)
 
 @pytest.mark.parametrize("run", [network.add_neurons, network.serial_add_neurons], ids=["threaded", "serial"])
 @pytest.mark.parametrize("rung", ["gate", "dense"])
-@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS)
 def test_no_neuron_fires(run: Any, rung: str, fmt: str) -> None:
     first = -np.abs(np.random.default_rng(0).standard_normal((70, 32), np.float32))
     layer = ffn_layer(small_decoder(d_ff=70), fmt, 2, 0, ffn__first=first)

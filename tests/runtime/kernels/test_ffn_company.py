@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.stored import WEIGHT_FORMATS, Layer, ffn_layer
+from support.stored import ROW_FORMATS, Layer, ffn_layer
 from support.synthetic import small_decoder
 
 from pi_runtime.artifact.decoder import ACTIVATIONS, GATED_ACTIVATIONS, Decoder
@@ -77,7 +77,7 @@ def decoders() -> st.SearchStrategy[Decoder]:
 
 @FEW
 @given(
-    decoders(), st.sampled_from(WEIGHT_FORMATS), st.sampled_from(list(RUNGS)), st.integers(1, MOST_TOKENS),
+    decoders(), st.sampled_from(ROW_FORMATS), st.sampled_from(list(RUNGS)), st.integers(1, MOST_TOKENS),
     st.integers(0, 99),
 )  # fmt: skip
 @example(PLAIN, "q8", "predicted", MOST_TOKENS, 0)
@@ -107,9 +107,7 @@ def test_company_changes_no_bit(decoder: Decoder, fmt: str, rung: str, tokens: i
 
 
 @FEW
-@given(
-    decoders(), st.sampled_from(WEIGHT_FORMATS), st.sampled_from(list(RUNGS)), st.integers(1, MOST_TOKENS), st.data()
-)
+@given(decoders(), st.sampled_from(ROW_FORMATS), st.sampled_from(list(RUNGS)), st.integers(1, MOST_TOKENS), st.data())
 def test_a_range_of_neurons_has_one_sum(
     decoder: Decoder, fmt: str, rung: str, tokens: int, data: st.DataObject
 ) -> None:
@@ -133,7 +131,7 @@ def test_a_range_of_neurons_has_one_sum(
 
 
 @FEW
-@given(decoders(), st.sampled_from(WEIGHT_FORMATS), st.integers(1, 4), st.integers(0, 99))
+@given(decoders(), st.sampled_from(ROW_FORMATS), st.integers(1, 4), st.integers(0, 99))
 def test_a_list_of_neurons_gives_what_their_predictor_gives(decoder: Decoder, fmt: str, tokens: int, seed: int) -> None:
     rung = "predicted"
     layer, some = ffn_layer(decoder, fmt, 5, seed), random_tokens(decoder, tokens, seed)

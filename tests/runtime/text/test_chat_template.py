@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.templates import render
 
 from pi_runtime.errors import PromptError, TemplateError, UsageError
-from pi_runtime.text.chat_template import ChatTemplate, SandboxLimits, render
+from pi_runtime.text.chat_template import ChatTemplate, SandboxLimits
 
 USER = [{"role": "user", "content": "hi"}]
 TALK = [

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.templates import render
 
 from pi_runtime.errors import TemplateError
 from pi_runtime.text import chat_template, sandbox
-from pi_runtime.text.chat_template import ChatTemplate, SandboxLimits, render
+from pi_runtime.text.chat_template import ChatTemplate, SandboxLimits
 
 pytestmark = pytest.mark.slow
 

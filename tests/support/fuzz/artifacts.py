@@ -12,7 +12,7 @@ from typing import Any
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import canonical_json, decode, default_of
 from pi_runtime.artifact.features import used
-from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
+from pi_runtime.artifact.formats import FORMATS, ROW_FORMATS
 from pi_runtime.artifact.layout import chunk_name, documents
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs
@@ -117,7 +117,7 @@ class Forger:
             else:
                 decoder[name] = mutations.near(rng, decoder[name])
         if rng.random() < 0.5:
-            manifest["formats"] = {part: rng.choice(WEIGHT_FORMATS) for part in PARTS}
+            manifest["formats"] = {part: rng.choice(ROW_FORMATS) for part in PARTS}
         try:
             specs = specs_of(manifest)
             sizes = [spec.nbytes for spec in specs.values()]

@@ -17,7 +17,7 @@ from pi_runtime.cuda.kernels.tiling import Tiling
 from pi_runtime.execution.pages import PAGE_POSITIONS
 from pi_runtime.execution.plan_layout import Cuts
 from support.gpu_kernels import Stored, integers, normal
-from support.stored import WEIGHT_FORMATS
+from support.stored import ROW_FORMATS
 
 CPU = torch.device("cpu")
 TILING = Tiling()
@@ -260,8 +260,8 @@ def _of_experts() -> Iterator[Case]:
 ODD, EVEN = 300, 1024
 """Columns of a matrix: no multiple of 16, nor whole groups of blocks; and both."""
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
-    **{f"{fmt} × {ODD}": partial(of_rows, fmt, ODD) for fmt in WEIGHT_FORMATS},
-    **{f"{fmt} × {EVEN}": partial(of_rows, fmt, EVEN, 1, TILING, TILING) for fmt in WEIGHT_FORMATS},
+    **{f"{fmt} × {ODD}": partial(of_rows, fmt, ODD) for fmt in ROW_FORMATS},
+    **{f"{fmt} × {EVEN}": partial(of_rows, fmt, EVEN, 1, TILING, TILING) for fmt in ROW_FORMATS},
     "attention": _of_attention,
     "lists": _of_lists,
     "residual": _of_residual,

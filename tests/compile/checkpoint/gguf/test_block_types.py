@@ -57,9 +57,9 @@ def written(folder: Path, path: Path, kinds: dict[str, Type]) -> Path:
 
 @pytest.fixture
 def mixed(folder: Path, tmp_path: Path) -> Path:
-    """What llama-quantize makes as Q4_K_M: some tensors have more bits."""
+    """As llama-quantize makes files: some tensors have more bits."""
     more = {"attn_v", "ffn_down"}
-    kinds = {name: Type.Q6_K if name in more else Type.Q4_K for name in SHAPES}
+    kinds = {name: Type.Q3_K if name in more else Type.Q2_K for name in SHAPES}
     return written(folder, tmp_path / "model.gguf", kinds)
 
 
@@ -82,7 +82,7 @@ def test_init_writes_q8_and_the_size_in_each_format(mixed: Path, tmp_path: Path)
         **dict.fromkeys(("embedding", "head", "predictor"), "keep"),
         **dict.fromkeys(("attention", "ffn"), "q8"),
     }
-    assert any(line.startswith("ffn: Q4_K and Q6_K, 5.2 bits a value, is quantised again, to q8;") for line in notices)
+    assert any(line.startswith("ffn: Q2_K and Q3_K, 2.9 bits a value, is quantised again, to q8;") for line in notices)
     # Sizes alone are looked at: random weights lose 5 % in q4.
     recipe.write_text(recipe.read_text().replace("perplexity_increase", "rounding_increase = 0.0\nperplexity_increase"))
     line = next(line for line in notices if line.startswith("the artifact takes about "))
@@ -118,7 +118,7 @@ def test_the_loss_is_stated(mixed: Path, tmp_path: Path) -> None:
 
 def test_keep_is_refused_before_any_stage(mixed: Path) -> None:
     recipe = default_recipe(mixed.name, corpus=["any"])
-    with pytest.raises(CheckpointError, match=r"\[pack\] attention = .keep.: .* in Q4_K and Q6_K, which no") as caught:
+    with pytest.raises(CheckpointError, match=r"\[pack\] attention = .keep.: .* in Q2_K and Q3_K, which no") as caught:
         recipe_checkpoint(recipe, mixed.parent)
     assert '"q8" or "q4", with a loss that `pack` states' in str(caught.value)
 

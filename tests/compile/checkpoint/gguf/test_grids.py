@@ -9,20 +9,25 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
+import gguf
 from gguf import GGMLQuantizationType as Type
 from support.gguf_files import random_blocks, rounded_checkpoint, write_byte_tokenizer, write_gguf
 from support.small_project import no_progress
 
 from pi_compile.checkpoint import Checkpoint, open_checkpoint, stored_blocks
+from pi_compile.checkpoint.gguf.blocks import taken
 from pi_compile.errors import CheckpointError
 from pi_compile.packing import ALL_KEPT, PackSpec, pack
 from pi_compile.pipeline.packed import pack_model
+from pi_runtime import load
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
-from pi_runtime.artifact.quantisation import as_stored
+from pi_runtime.artifact.quantisation import as_stored, dequantise, pack_rows
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import PARTS, WHOLE
+from pi_runtime.kernels import reference
 
-GRIDS = {Type.Q4_0: "q4", Type.Q4_1: "q4_1", Type.Q5_0: "q5", Type.Q8_0: "q8"}
+GRIDS = {Type.Q4_0: "q4", Type.Q4_1: "q4_1", Type.Q5_0: "q5", Type.Q8_0: "q8", Type.Q5_1: "q5_1"}
+GROUPED = {Type.Q4_K: "q4_k", Type.Q5_K: "q5_k", Type.Q6_K: "q6_k"}
 SHAPES = {
     **dict.fromkeys(("attn_q", "attn_output"), (256, 256)),
     **dict.fromkeys(("attn_k", "attn_v"), (128, 256)),
@@ -70,7 +75,7 @@ def test_formats_with_more_bits_hold_the_same(folder: Path, tmp_path: Path, kind
     checkpoint, name = opened(folder, tmp_path / "model.gguf", kind), "layers/0/attention/qkv"
     own, meant = FORMATS[GRIDS[kind]], checkpoint.values(name)
     for fmt in (FORMATS[name] for name in WEIGHT_FORMATS if FORMATS[name].quantised):
-        wider = fmt.bits >= own.bits and fmt.offset == own.offset
+        wider = fmt.bits >= own.bits and fmt.offset == own.offset and not fmt.grouped
         assert checkpoint.keeps(name, fmt.name) == wider, fmt.name
         if wider:
             np.testing.assert_array_equal(
@@ -142,3 +147,61 @@ def test_other_formats_are_quantised(folder: Path, tmp_path: Path) -> None:
     with Artifact.open(tmp_path / "a.pi") as artifact:
         meant = checkpoint.values("layers/0/ffn/first")
         np.testing.assert_array_equal(artifact.values("layers/0/ffn/first"), as_stored("q8", meant))
+
+
+@pytest.mark.parametrize(("kind", "fmt"), (GRIDS | GROUPED).items(), ids=(GRIDS | GROUPED).values())
+def test_random_bytes_mean_what_ggml_says(kind: Type, fmt: str) -> None:
+    """Any bytes, scales that are no numbers among them."""
+    columns, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    data = np.random.default_rng(0).integers(0, 256, (64, 1536 // columns * nbytes), np.uint8)
+    with np.errstate(all="ignore"):
+        meant, f = gguf.dequantize(data, kind), FORMATS[fmt]
+        np.testing.assert_array_equal(dequantise(f, *pack_rows(f, *taken(f, data)), 1536), meant)
+    assert np.isnan(meant).any()
+    assert np.isfinite(meant).mean() > 0.5
+
+
+def mixed(folder: Path, path: Path, kinds: dict[str, Type]) -> Path:
+    """A file with a type for each tensor of the layer, and an embedding in Q6_K."""
+    blocks = {f"blk.0.{n}.weight": (random_blocks(kinds[n], *SHAPES[n], 0), kinds[n]) for n in SHAPES}
+    write_gguf(folder, path, "f16", tensors=blocks)
+    return path
+
+
+@pytest.mark.parametrize("apart", [(), ("attn_v",), ("attn_k", "attn_v"), ("attn_k",)])
+def test_whole_matrices_keep_their_types(folder: Path, tmp_path: Path, apart: tuple[str, ...]) -> None:
+    """What llama-quantize makes as Q4_K_M: values, or keys too, and `down` have more bits than the others."""
+    kinds = dict.fromkeys(SHAPES, Type.Q4_K) | {"ffn_down": Type.Q6_K} | dict.fromkeys(apart, Type.Q5_K)
+    checkpoint = open_checkpoint(mixed(folder, tmp_path / "model.gguf", kinds)).in_layout(WHOLE)
+    pack_model(str(tmp_path / "model.gguf"), tmp_path / "a.pi", progress=no_progress, notice=lambda _: None)
+    names = ["k", "v"][-len({*apart, "attn_v"}) :] if apart else []
+    with Artifact.open(tmp_path / "a.pi") as artifact:
+        m = artifact.manifest
+        assert ("formats.apart" in m.features) == bool(apart)
+        assert [n for n in ("k", "v") if f"layers/0/attention/{n}" in m.arrays] == names
+        assert {m.formats[f"layers/0/ffn/{n}"] for n in ("first", "up")} == {"q4_k"}
+        parts = [artifact.values(f"layers/0/attention/{name}") for name in ("qkv", *names)]
+        np.testing.assert_array_equal(np.concatenate(parts), checkpoint.values("layers/0/attention/qkv"))
+        for name in ("attention/out", "ffn/first", "ffn/up", "ffn/down"):
+            np.testing.assert_array_equal(artifact.values(f"layers/0/{name}"), checkpoint.values(f"layers/0/{name}"))
+        wanted_TV = reference.forward(artifact, [1, 5, 9, 11], "dense")
+    with load(tmp_path / "a.pi") as model:
+        found_TV = model.logits([1, 5, 9, 11])
+    assert np.median(np.abs(found_TV - wanted_TV)) < 0.02 * np.abs(wanted_TV).max()
+
+
+def test_a_number_of_a_group_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
+    for kind in GROUPED:
+        data = random_blocks(kind, *SHAPES["ffn_up"], 0)
+        place = gguf.GGML_QUANT_SIZES[kind][1] - 2 if kind == Type.Q6_K else 0
+        data[7, place : place + 2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)
+        write_gguf(folder, tmp_path / "model.gguf", "f16", tensors={"blk.0.ffn_up.weight": (data, kind)})
+        with pytest.raises(CheckpointError, match=r"ffn_up\.weight holds NaN or infinity"):
+            pack_model(str(tmp_path / "model.gguf"), tmp_path / "a.pi", progress=no_progress, notice=lambda _: None)
+
+
+def test_rows_that_are_summed_are_refused(folder: Path, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(mixed(folder, tmp_path / "model.gguf", dict.fromkeys(SHAPES, Type.Q4_K)))
+    spec = PackSpec(formats=dict.fromkeys(PARTS, "keep") | {"ffn": "q4_k", "predictor": "q8"})
+    with pytest.raises(CheckpointError, match="layers/0/ffn/rest: not in q4_k"):
+        pack(checkpoint, spec, output=tmp_path / "a.pi", recipe={})

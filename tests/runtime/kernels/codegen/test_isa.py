@@ -18,7 +18,7 @@ from llvmlite import ir
 from support.golden_logits import FORMATS
 from support.long_form import marked_long
 from support.paths import SUPPORT
-from support.stored import WEIGHT_FORMATS
+from support.stored import ROW_FORMATS
 
 from pi_runtime.errors import UsageError
 from pi_runtime.kernels.codegen import isa, simd
@@ -149,8 +149,8 @@ def test_avxvnni_through_avx512_keeps_to_256_bits() -> None:
     assert not any(f.startswith("-") for f in found)
 
 
-GOLDEN = ("f16", "q6", "q4_1")
-"""Numbers, blocks, and blocks with an offset. In the short form these have golden logits, and others are checked."""
+GOLDEN = ("f16", "q6", "q4_1", "q4_k", "q6_k")
+"""Numbers, blocks, blocks with an offset, and groups. In the short form these have golden logits, and others are checked."""
 
 
 @pytest.mark.slow
@@ -167,9 +167,9 @@ def test_each_set_computes_the_same(name: str, tmp_path: Path, long: bool) -> No
     if name == "portable" and long:
         environment["PI_CACHE_DIR"] = str(tmp_path / "cache")
     logits, operators = SUPPORT / "golden_logits.py", SUPPORT / "isa_checks.py"
-    golden, others = list(FORMATS), list(WEIGHT_FORMATS)
+    golden, others = list(FORMATS), list(ROW_FORMATS)
     if name != there[0] and not long:
-        golden, others = list(GOLDEN), [fmt for fmt in WEIGHT_FORMATS if fmt not in GOLDEN]
+        golden, others = list(GOLDEN), [fmt for fmt in ROW_FORMATS if fmt not in GOLDEN]
     children = [(logits, tmp_path, "1", *golden), (logits, tmp_path, "3", *golden), (operators, *others)]
     if name != there[0] and not long:
         del children[0]

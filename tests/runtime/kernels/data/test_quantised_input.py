@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rounding import input_blocks
-from support.stored import WEIGHT_FORMATS, quantised_inputs
+from support.stored import ROW_FORMATS, quantised_inputs
 
 from pi_runtime.artifact.footprint import input_nbytes
 from pi_runtime.artifact.formats import BLOCK, FORMATS
@@ -13,7 +13,7 @@ from pi_runtime.kernels import reference
 from pi_runtime.kernels.data import quantised_input
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
-QUANTISED = [FORMATS[name].code for name in WEIGHT_FORMATS if FORMATS[name].quantised]
+QUANTISED = [FORMATS[name].code for name in ROW_FORMATS if FORMATS[name].quantised]
 
 
 def padded_columns(columns: int) -> int:
@@ -23,7 +23,8 @@ def padded_columns(columns: int) -> int:
 def parts_of(x_at: np.ndarray, columns: int) -> dict[str, np.ndarray]:
     """The parts of an input, by the layout in the docstring of `quantised_input`."""
     p, parts, at = padded_columns(columns), {}, 0
-    layout = {"x": (p, "f4"), "stored": (p, "i1"), "s": (p // 32, "f4"), "sum": (p // 32, "i4"), "q": (p, "i1")}
+    layout = {"x": (p, "f4"), "stored": (p, "i1"), "s": (p // 32, "f4"), "sum": (p // 32, "i4")}
+    layout |= {"half": (p // 32, "i4"), "q": (p, "i1")}
     for name, (n, dtype) in layout.items():
         nbytes = n * np.dtype(dtype).itemsize
         parts[name] = x_at[at : at + nbytes].view(dtype)
@@ -50,6 +51,7 @@ def check(fmt: int, x_D: np.ndarray) -> None:
     np.testing.assert_array_equal(q_P, np.pad(q_BJ.ravel(), (0, p - blocks * BLOCK)))
     np.testing.assert_array_equal(s_B, np.pad(t_B, (0, p // BLOCK - blocks)))
     np.testing.assert_array_equal(parts["sum"], -q_P.reshape(-1, BLOCK).sum(1))
+    np.testing.assert_array_equal(parts["half"], -q_P.reshape(-1, BLOCK)[:, : BLOCK // 2].sum(1))
     np.testing.assert_array_equal(parts["stored"], in_stored_order(q_P, blocks))
     meant_D = (q_P * np.repeat(s_B, BLOCK)).astype(np.float32)[:columns]
     np.testing.assert_array_equal(meant_D, reference.rounded(x_D[None])[0])
@@ -101,7 +103,7 @@ def test_what_bytes_cannot_say_is_said_by_the_scale(fmt: int, wrong: float) -> N
     assert not np.isfinite(s_B[1])
 
 
-@pytest.mark.parametrize("fmt", sorted({FORMATS[name].code for name in WEIGHT_FORMATS} - set(QUANTISED)))
+@pytest.mark.parametrize("fmt", sorted({FORMATS[name].code for name in ROW_FORMATS} - set(QUANTISED)))
 def test_float_formats_need_the_floats_alone(fmt: int) -> None:
     x_D = np.random.default_rng(0).standard_normal(37, np.float32)
     x_at = quantised_inputs(fmt, x_D[None])[0]

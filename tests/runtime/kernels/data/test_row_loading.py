@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.stored import BLOCK_FORMATS, WEIGHT_FORMATS, StoredMatrix, ends, store, store_integers
+from support.stored import BLOCK_FORMATS, ROW_FORMATS, StoredMatrix, ends, store, store_integers
 
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.kernels.data.row_loading import load_row, stored_index
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
-FMT = st.sampled_from(WEIGHT_FORMATS)
+FMT = st.sampled_from(ROW_FORMATS)
 
 
 def random(seed: int, *shape: int) -> np.ndarray:

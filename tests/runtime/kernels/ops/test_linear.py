@@ -5,14 +5,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rounding import product
-from support.stored import WEIGHT_FORMATS, StoredMatrix, store, store_integers
+from support.stored import ROW_FORMATS, StoredMatrix, store, store_integers
 
 from pi_runtime.artifact.footprint import input_nbytes
 from pi_runtime.kernels.data.matrix_view import rows_from, strided_rows
 from pi_runtime.kernels.ops.linear import ROWS_AT_ONCE, add_vector, linear, norm
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
-FMT = st.sampled_from(WEIGHT_FORMATS)
+FMT = st.sampled_from(ROW_FORMATS)
 SEED = st.integers(0, 999)
 
 
@@ -53,7 +53,7 @@ def test_linear(fmt: str, tokens: int, columns: int, rows: int, biased: bool, se
     check(store(fmt, random(seed, rows, columns)), random(seed + 1, tokens, columns), bias_N)
 
 
-@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS)
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("columns", [256, 257, 521, 1024, 1025, 1121])
 def test_many_columns(fmt: str, tokens: int, columns: int) -> None:
@@ -84,7 +84,7 @@ def test_linear_over_some_rows_gives_their_part_of_the_whole(fmt: str, tokens: i
     np.testing.assert_allclose(part, whole[:, low:high], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS)
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_linear_takes_every_second_row(fmt: str, tokens: int) -> None:
     rest, x_TD = store(fmt, random(1, 40, 2, 330)), random(2, tokens, 330)
@@ -97,7 +97,7 @@ def test_linear_takes_every_second_row(fmt: str, tokens: int) -> None:
         assert product(one, x_TD).holds(y_TN)
 
 
-@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS)
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("scale", [1e-40, 1e-6, 2e4])
 def test_linear_of_small_and_large_weights(fmt: str, tokens: int, scale: float) -> None:
@@ -107,7 +107,7 @@ def test_linear_of_small_and_large_weights(fmt: str, tokens: int, scale: float) 
     assert bool(times(w, x_TD).any()) == bool(w.values.any())
 
 
-@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS)
 @pytest.mark.parametrize("scale", [1e-40, 1e-30, 1e30])
 def test_linear_of_small_and_large_inputs(fmt: str, scale: float) -> None:
     w = store(fmt, random(6, 40, 69))
@@ -128,7 +128,7 @@ def test_integer_sums_are_exact_in_a_block_too(fmt: str, tokens: int, columns: i
     np.testing.assert_array_equal(found, q_TD @ q_ND.T * 2.0**2)
 
 
-@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS)
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_infinities_and_nan_come_through(fmt: str, tokens: int) -> None:
     """Where inputs become bytes an infinite one is NaN. Other tokens are not touched."""

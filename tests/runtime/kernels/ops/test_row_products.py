@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.rounding import product
 from support.row_products import at_the_end_of_memory, products
-from support.stored import BLOCK_FORMATS, WEIGHT_FORMATS, StoredMatrix, ends, store, store_integers
+from support.stored import BLOCK_FORMATS, ROW_FORMATS, StoredMatrix, ends, store, store_integers
 
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.kernels.codegen.isa import ISA
@@ -38,23 +38,21 @@ def check(w: StoredMatrix, x_D: np.ndarray) -> None:
     assert exact.holds(portable_dots(w, x_D))
 
 
-@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS)
 @pytest.mark.parametrize("columns", EDGES)
 def test_widths_at_the_edges(fmt: str, columns: int) -> None:
     check(store(fmt, random(columns, 3, columns)), random(1, columns))
 
 
 @FEW
-@given(
-    st.sampled_from(WEIGHT_FORMATS), st.integers(1, 700), st.integers(-20, 15), st.integers(-4, 3), st.integers(0, 99)
-)
+@given(st.sampled_from(ROW_FORMATS), st.integers(1, 700), st.integers(-20, 15), st.integers(-4, 3), st.integers(0, 99))
 def test_any_width_and_magnitude(fmt: str, columns: int, input_exponent: int, exponent: int, seed: int) -> None:
     w = random(seed, 3, columns) * np.float32(10.0**exponent)
     x_D = random(seed + 1, columns) * np.repeat(10.0 ** np.random.default_rng(seed).integers(-3, 4, 22), 32)[:columns]
     check(store(fmt, w), (x_D * 10.0**input_exponent).astype(np.float32))
 
 
-@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS)
 @pytest.mark.parametrize(("weights", "inputs"), [(1e-40, 1e4), (1e-6, 1e-40), (1e-20, 1e-20), (2e4, 1e30), (1, 1e36)])
 def test_small_and_large_numbers(fmt: str, weights: float, inputs: float) -> None:
     """1e-40 is denormal in f32 and bf16 and nothing in f16, 1e-6 denormal in f16, and 65504 the largest there."""
@@ -99,7 +97,7 @@ def test_every_block_takes_its_own_scales(fmt: str) -> None:
         assert dots(w, x_D).tolist() == [n * 3 * 127 * scale_B[block] * 2.0 ** (block - 9)]
 
 
-@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS)
 @pytest.mark.parametrize("columns", [*EDGES, 1, 5, 97, 193])
 def test_other_rows_do_not_matter(fmt: str, columns: int) -> None:
     """The rows before and after hold NaN and the largest bytes, in values and in scales."""
@@ -112,7 +110,7 @@ def test_other_rows_do_not_matter(fmt: str, columns: int) -> None:
     assert portable_dots(w, x_D)[1] == wanted[1]
 
 
-@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS)
 @pytest.mark.parametrize("columns", [5, 40, 300])
 def test_nan_and_infinities_come_through(fmt: str, columns: int) -> None:
     """Bytes have no sign of infinity: of an infinite input block formats make NaN."""
@@ -136,7 +134,7 @@ def test_every_bit_pattern_multiplies(fmt: str, lane: int) -> None:
 
 
 @FEW
-@given(st.sampled_from(WEIGHT_FORMATS), st.integers(1, 14), st.integers(1, 20), st.integers(1, 700), st.integers(0, 99))
+@given(st.sampled_from(ROW_FORMATS), st.integers(1, 14), st.integers(1, 20), st.integers(1, 700), st.integers(0, 99))
 @example("f16", 13, 9, 2048, 0)
 @example("q8", 13, 9, 2048, 0)
 @example("q4", 13, 9, 1120, 0)
@@ -152,7 +150,7 @@ def test_a_product_has_the_same_bits_in_any_company(fmt: str, tokens: int, rows:
     assert product(w, x_TD).holds(alone_TN)
 
 
-@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
+@pytest.mark.parametrize("fmt", ROW_FORMATS)
 def test_no_rows_and_no_columns_past_the_last_are_read(fmt: str) -> None:
     """A matrix that ends where memory ends."""
     w, x_D = store(fmt, random(0, 3, 45)), random(1, 45)
