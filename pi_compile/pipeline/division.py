@@ -1,7 +1,7 @@
 """Which format each matrix has, within a budget of bytes or of perplexity: divided exactly.
 
 A part's format in [pack] is the widest that its matrices may have. Each of them takes it, or a block format of fewer
-bytes, so that
+bytes (with scales of groups where FFNs are whole matrices, as these are not for GPUs), so that
 
     the divergence that all cost together is least,   within so many bytes,      or
     the bytes of all are fewest,                      within so much divergence.
@@ -24,9 +24,18 @@ from pi_compile.checkpoint.part_formats import KEEP
 from pi_compile.packing import PackSpec, part_formats
 from pi_compile.placement.solvers.constrained_path import most_value
 from pi_compile.results import Division
-from pi_runtime.artifact.formats import FORMATS, ROW_FORMATS
+from pi_runtime.artifact.formats import FORMATS, ROW_FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.layout import ALIGN, ALIGN_LARGE, LARGE_FROM
-from pi_runtime.artifact.sizes import ALL_MATRICES, BY_NEURON, PARTS, ArraySpec, array_specs, is_scales
+from pi_runtime.artifact.sizes import (
+    ALL_MATRICES,
+    BY_NEURON,
+    PARTS,
+    WHOLE,
+    ArraySpec,
+    array_specs,
+    is_scales,
+    misfits,
+)
 from pi_runtime.errors import NotMetError, size
 
 Tokens = npt.NDArray[np.integer]
@@ -35,6 +44,8 @@ _HEADER = 256
 """At most the bytes of what stands before an array in the file."""
 _MANIFEST = 512
 """The same of what the manifest and the directories say about an array."""
+_REST = 8192
+"""The same of all else that the manifest says: decoder, recipe, what it was made from."""
 _UNITS = 1e11
 """Divergences are whole numbers of so many parts of a nat."""
 
@@ -92,7 +103,7 @@ def _divided(
     specs = array_specs(d, formats, [None] * d.n_layers, checkpoint.layout == BY_NEURON, checkpoint.layout)
     groups = _groups(specs)
     plain = {name: _stored(spec) for name, spec in specs.items() if not is_scales(name)}
-    fixed = _MANIFEST * len(specs) + sum(map(len, checkpoint.text_files.files.values())) + sum(plain.values())
+    fixed = _REST + _MANIFEST * len(specs) + sum(map(len, checkpoint.text_files.files.values())) + sum(plain.values())
     fixed -= sum(plain[name] for names in groups.values() for name in names)
     options = {}
     for done, (key, names) in enumerate(groups.items()):
@@ -127,10 +138,10 @@ def _options(checkpoint: Checkpoint, found: Mapping[str, Sensitivity], specs: Ma
     """The formats that some matrices may have together: more bytes cost less."""
     widest = next(iter(specs.values())).format
     values = {name: checkpoint.values(name) for name in specs if name in found}
-    options = []
-    for name in dict.fromkeys((widest, *(name for name in ROW_FORMATS if FORMATS[name].quantised))):
+    options, tried = [], WEIGHT_FORMATS if checkpoint.layout == WHOLE else ROW_FORMATS
+    for name in dict.fromkeys((widest, *(name for name in tried if FORMATS[name].quantised))):
         own = {array: ArraySpec(name, spec.shape) for array, spec in specs.items()}
-        if all(own[array].nbytes <= specs[array].nbytes for array in specs):
+        if not misfits(own) and all(own[array].nbytes <= specs[array].nbytes for array in specs):
             as_is = {array: checkpoint.kept_rows(array, name) for array in values}
             cost = sum(found[array].divergence(FORMATS[name], v, as_is[array]) for array, v in values.items())
             options.append(Option(name, sum(map(_stored, own.values())), round(cost * _UNITS)))

@@ -23,7 +23,8 @@ from pi_compile.checkpoint.tokenizer_files import TOKENIZER
 from pi_compile.corpus import Streams, source_files
 from pi_compile.errors import ProfileError
 from pi_compile.files import file_digest
-from pi_compile.machine import Machine, find_machine
+from pi_compile.machine import Machine, find_machine, to_units
+from pi_compile.packing import PackSpec, part_formats, specs_of
 from pi_compile.pipeline import stages
 from pi_compile.pipeline.division import divide
 from pi_compile.pipeline.packed import PackRecord, divide_settings
@@ -40,6 +41,8 @@ from pi_compile.training import TrainingWork, TrainSpec
 from pi_compile.training.candidates import searches_for
 from pi_compile.workers import HEARTBEAT, LONE, Rank, Worker, WorkFolder
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.layout import place_arrays
+from pi_runtime.artifact.rows import PROCESS_NBYTES
 from pi_runtime.artifact.rungs import DENSE
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.console import Progress
@@ -297,14 +300,10 @@ class Pipeline:
         """The placements as an artifact stores them."""
         return tuple(placement.plan for placement in self.placements)
 
-    @property
-    def mixed(self) -> bool:
-        """Whether the FFNs of dense layers can be matrices: on a machine whose memory holds all, without a GPU."""
-        return not self.placements and self.quantised is None and self.checkpoint.decoder.n_experts == 1
-
     def pack(self, output: Path) -> dict[str, Any]:
         """Write the artifact, unless the file is up to date, and report on it."""
         profile, trained = (None, None) if self.only_dense else (self.profile, self.trained)
+        mixed = has_matrices(self)
         recipe, quantised, guess = self.recipe.model_dump(), self.quantised, self.guess
         key = key_of(
             checkpoint=self.checkpoint.digest(),
@@ -314,7 +313,7 @@ class Pipeline:
             guess=guess and guess.digest,
             plans=[asdict(p) for p in self.plans],
             formats=dict(self.formats),
-            mixed=self.mixed,
+            mixed=mixed,
             recipe=recipe,
             output=str(output.resolve()),
             code=code_digest("pi_compile.packing"),
@@ -334,9 +333,9 @@ class Pipeline:
                     predictors=trained,
                     quantised=quantised,
                     guess=guess,
-                    placements=self.placements,
+                    placements=() if mixed else self.placements,
                     formats=self.formats,
-                    mixed=self.mixed,
+                    mixed=mixed,
                     recipe=recipe,
                     progress=progress,
                 )
@@ -348,9 +347,24 @@ class Pipeline:
         return record.made_by(write, self.worker)
 
 
+def _in_memory(pipeline: Pipeline) -> bool:
+    """Whether the machine has no GPU, and its RAM, or what the recipe allows of it, holds all."""
+    machine, checkpoint, place = pipeline.machine, pipeline.checkpoint, pipeline.recipe.place
+    specs = specs_of(checkpoint, part_formats(checkpoint, PackSpec(formats=pipeline.formats)))
+    ram = to_units(place.ram_gib or machine.cpu.ram_gib, 2**30)
+    return machine.gpu is None and place_arrays(specs)[1] + PROCESS_NBYTES <= ram
+
+
+def has_matrices(pipeline: Pipeline) -> bool:
+    """Whether the FFNs of dense layers are stored as matrices, without plans."""
+    dense = pipeline.only_dense or any(row.kind.dense for row in pipeline.trained.rows)
+    alone = pipeline.checkpoint.decoder.n_experts == 1 and pipeline.quantised is None
+    return dense and alone and _in_memory(pipeline)
+
+
 def forecast(pipeline: Pipeline, artifact: Path) -> str:
-    """What a token takes by the recipe's machine, in a line; empty where placements say it."""
-    if pipeline.placements:
+    """What a token takes by the recipe's machine, in a line; empty where it has a GPU, or too little memory."""
+    if not _in_memory(pipeline):
         return ""
     profile = profile_of_dense(pipeline.checkpoint.decoder) if pipeline.only_dense else pipeline.refined
     return forecast_line(artifact, profile, pipeline.recipe.place.context, pipeline.machine)

@@ -233,8 +233,8 @@ class Formulation:
     """Sides of embedding and head in each graph."""
     sides: tuple[int, ...]
     """Sides of the nodes of a layer."""
-    cuts: Ints
-    """Options of a layer's nodes, in order of preference."""
+    cuts: Sequence[Ints]
+    """The cut of each option of each layer's nodes, in order of preference."""
 
     def within(self, vram: int, ram: int | None) -> list[LayeredGraph]:
         """The graphs, with budgets."""
@@ -244,7 +244,7 @@ class Formulation:
         embedding, head = self.ends[path.graph]
         return Assignment(
             sides=tuple(self.sides[k] for k in path.nodes[1:-1]),
-            cuts=tuple(int(self.cuts[o]) for o in path.options[1:-1]),
+            cuts=tuple(int(cuts[o]) for cuts, o in zip(self.cuts, path.options[1:-1], strict=True)),
             embedding=embedding,
             head=head,
         )
@@ -256,7 +256,7 @@ def _formulate(costs: Costs, sizes: Sizes) -> Formulation:
     indices = np.arange(len(costs.cuts))[::-1] if len(sides) > 1 else np.zeros(1, np.int64)
     layers = [[_layer_node(costs, sizes, n, side, indices) for side in sides] for n in range(len(costs.layers))]
     graphs, ends = graphs_of(costs, sizes, sides, layers)
-    return Formulation(graphs, ends, sides, costs.cuts[indices])
+    return Formulation(graphs, ends, sides, [costs.cuts[indices]] * len(layers))
 
 
 def graphs_of(

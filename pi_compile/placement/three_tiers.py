@@ -11,9 +11,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pi_compile.cost_model import CPU, GPU, RowChoice, RowModel, RowOptions, TokenTime
-from pi_compile.placement.formulation import Assignment, Problem, Sizes, Solution, all_cpu, graphs_of, layer_caches
+from pi_compile.placement.formulation import (
+    Assignment,
+    Formulation,
+    Problem,
+    Sizes,
+    Solution,
+    all_cpu,
+    graphs_of,
+    layer_caches,
+)
 from pi_compile.placement.solvers.constrained_path import solve
-from pi_compile.placement.solvers.layered_graph import LayeredGraph, Node, ShortestPath, least_ram
+from pi_compile.placement.solvers.layered_graph import LayeredGraph, Node, least_ram
 from pi_runtime.artifact.buffers import cache_format
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.rows import (
@@ -94,16 +103,18 @@ class ThreeTiers:
         room = ram - self.buffers(ram)
         if room < 0:
             return None
-        graphs, ends, options = self._graphs()
-        path = solve([_within(graph, self._room_on_gpu, room) for graph in graphs])
+        formulation, options = self._formulated()
+        path = solve([_within(graph, self._room_on_gpu, room) for graph in formulation.graphs])
         if path is None:
             return None
-        assignment, rows = self._decoded(path, ends, options)
+        assignment = formulation.assignment(path)
+        rows = tuple(o.choice(i) for o, i in zip(options, path.options[1:-1], strict=True))
+        assert self.time(assignment, rows).total == path.cost
         return Solution(assignment=assignment, gap=0.0, bound_ns=-(-path.bound // 1000), rows=rows)
 
     def least_ram(self) -> int:
         """The smallest budget of RAM with which there is a placement."""
-        graphs, _, _ = self._graphs()
+        graphs = self._formulated()[0].graphs
         room = sum(max(int(n.ram.max()) for n in stage) for stage in graphs[0].stages)
         path = solve([_within(least_ram(graph), self._room_on_gpu, room) for graph in graphs])
         assert path is not None
@@ -113,12 +124,12 @@ class ThreeTiers:
     def _room_on_gpu(self) -> int | None:
         return self.vram - self.problem.sizes.workspace[GPU] if self.gpu else None
 
-    def _graphs(self) -> tuple[tuple[LayeredGraph, ...], tuple[tuple[int, int], ...], list[RowOptions]]:
+    def _formulated(self) -> tuple[Formulation, list[RowOptions]]:
         layers = range(self.problem.work.decoder.n_layers)
         options = [self.model.options(n, gpu=self.gpu) for n in layers]
         nodes = [[self._node(n, side, options[n]) for side in self._sides] for n in layers]
         graphs, ends = graphs_of(self.problem.costs, self._sizes, self._sides, nodes)
-        return graphs, ends, options
+        return Formulation(graphs, ends, self._sides, [o.cuts for o in options]), options
 
     def _node(self, layer: int, side: int, options: RowOptions) -> Node:
         costs, sizes, cuts = self.problem.costs, self._sizes, options.cuts
@@ -132,21 +143,6 @@ class ThreeTiers:
             preference=-side,
             stratum=int(side == GPU),
         )
-
-    def _decoded(
-        self, path: ShortestPath, ends: tuple[tuple[int, int], ...], options: list[RowOptions]
-    ) -> tuple[Assignment, tuple[RowChoice, ...]]:
-        embedding, head = ends[path.graph]
-        chosen = list(zip(options, path.options[1:-1], strict=True))
-        assignment = Assignment(
-            sides=tuple(self._sides[k] for k in path.nodes[1:-1]),
-            cuts=tuple(int(o.cuts[i]) for o, i in chosen),
-            embedding=embedding,
-            head=head,
-        )
-        rows = tuple(o.choice(i) for o, i in chosen)
-        assert self.time(assignment, rows).total == path.cost
-        return assignment, rows
 
     def time(self, assignment: Assignment, rows: tuple[RowChoice, ...]) -> TokenTime:
         """The predicted time of a token."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812  its usual name
 
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.errors import CorpusError
-from pi_runtime.artifact.decoder import CLAMP, LATENT_EPS, SWIGLU_SLOPE, Decoder
+from pi_runtime.artifact.decoder import CLAMP, LATENT_EPS, SWIGLU_SLOPE, Decoder, query_factors
 from pi_runtime.artifact.features import refuse_lacking
 from pi_runtime.artifact.guess_head import PREFIX
 
@@ -317,6 +317,8 @@ def _of_heads(d: Decoder, w: Mapping[str, Tensor], qkv: Tensor) -> Tensor:
     if d.positions == "rope":
         cos, sin = _rotary(d, tokens, qkv.device)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    if d.query_growth:
+        q = q * torch.from_numpy(query_factors(d, tokens)).to(q.device)[:, None]
     group = d.n_heads // d.n_kv_heads
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     seen = _in_window(d, tokens, qkv.device) if d.window or d.attention_sinks else None

@@ -237,6 +237,14 @@ class Decoder:
         Rule("as many as `rotary_frequencies`", lambda d: len(d.windowed_frequencies) == len(d.rotary_frequencies)),
         of="windowed_layers",
     )
+    windowed_scale: float = fact(
+        "factor of cosine and sine in layers with a window; 0.0 for `rotary_scale`", FROM_0, of="windowed_frequencies"
+    )
+    query_growth: float = fact(
+        "a query at position p is times 1 + this · ln(1 + ⌊p / `query_period`⌋)", FROM_0,
+        Rule("without `latent_rank`", lambda d: not d.latent_rank), of="query_period", bodies=WITHOUT_GPU,
+    )
+    query_period: int = fact("positions in which that factor stays", COUNT, of="query_growth")
     position_offset: int = fact(
         "row of position 0 in the table", COUNT, Rule("with learned positions", lambda d: d.positions == "learned")
     )
@@ -288,6 +296,7 @@ class Decoder:
         differences: dict[str, Any] = {"window": 0}
         if layer in self.windowed_layers:
             differences = {"rotary_frequencies": self.windowed_frequencies or self.rotary_frequencies}
+            differences["rotary_scale"] = self.windowed_scale or self.rotary_scale
         if layer in self.unrotated_layers:
             differences["rotary_frequencies"] = ()
         if layer in self.dense_layers:
@@ -387,3 +396,9 @@ def rotary_table(decoder: Decoder, length: int) -> tuple[npt.NDArray[np.float32]
     angles = np.outer(np.arange(length, dtype=np.float32), frequency_J).astype(np.float64)
     scale = np.float32(decoder.rotary_scale)
     return np.cos(angles).astype(np.float32) * scale, np.sin(angles).astype(np.float32) * scale
+
+
+def query_factors(decoder: Decoder, length: int) -> npt.NDArray[np.float32]:
+    """(length,): 1 + growth · ln(1 + ⌊position / period⌋), the factors of queries; rounded from 64 bits."""
+    turns = np.arange(length) // max(1, decoder.query_period)
+    return (1 + decoder.query_growth * np.log1p(turns)).astype(np.float32)

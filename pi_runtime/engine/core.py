@@ -169,6 +169,8 @@ class Core:
                 if len(sequence.tokens) == sequence.prompt_tokens:
                     sequence.cached_tokens += gained
                     self.cached_tokens += gained * (sequence.rank is Rank.ASKED)
+                if sequence.num_pending == 0:  # it was only to be read, and another has read it all
+                    self.leave(sequence)
 
     def _plan(self) -> list[tuple[TokenSequence, SequenceStep]]:
         """What runs in the next step: tokens for which there is memory, and what may come after them."""

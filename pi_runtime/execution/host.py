@@ -31,7 +31,9 @@ def _rotary_tables(d: Decoder, context: int) -> tuple[Floats, Floats]:
     """Cosines and sines of the angles, behind them those of layers with a window that have others."""
     tables = [rotary_table(d, context)]
     if d.windowed_frequencies:
-        tables.append(rotary_table(replace(d, rotary_frequencies=d.windowed_frequencies), context))
+        scale = d.windowed_scale or d.rotary_scale
+        own = replace(d, rotary_frequencies=d.windowed_frequencies, rotary_scale=scale)
+        tables.append(rotary_table(own, context))
     cos_SJ, sin_SJ = (np.concatenate(parts) for parts in zip(*tables, strict=True))
     return cos_SJ, sin_SJ
 

@@ -6,6 +6,7 @@ of a token's queries, keys and values, S positions, J rotary frequencies, N toke
 wanted, V vocabulary, C·D the states of some layers side by side.
 """
 
+from math import log1p
 from typing import NamedTuple
 
 import numpy as np
@@ -210,6 +211,11 @@ def _mix(
     if w.unrotated == 0:
         first = cos_SJ.shape[0] // 2 * w.second_angles
         rotate(cos_SJ[first:], sin_SJ[first:], at.position_T, cfg.heads + cfg.kv_heads, cfg.head_dim, qkv_TQ)
+    if cfg.query_growth != 0:
+        for t in range(tokens):
+            factor = np.float32(1 + cfg.query_growth * log1p(at.position_T[t] // cfg.query_period))
+            for i in range(cfg.heads * cfg.head_dim):
+                qkv_TQ[t, i] *= factor
     store_kv(cache, qkv_TQ, at.run_R4)
     attend(cache, qkv_TQ, at.run_R4, ws.unpacked_CBE, ws.attention_CX, mixed_TQ)
 

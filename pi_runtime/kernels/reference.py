@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.decoder import CLAMP, LATENT_EPS, SWIGLU_SLOPE, Decoder, rotary_table
+from pi_runtime.artifact.decoder import CLAMP, LATENT_EPS, SWIGLU_SLOPE, Decoder, query_factors, rotary_table
 from pi_runtime.artifact.features import refuse_lacking
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.reader import Artifact
@@ -307,6 +307,7 @@ def attention(decoder: Decoder, w: WeightSource, x_TD: F32) -> F32:
         q_THE, k_SGE = _norm_heads(d, w["attention/q_norm"], q_THE), _norm_heads(d, w["attention/k_norm"], k_SGE)
     if d.positions == "rope":
         q_THE, k_SGE = rotate(d, q_THE), rotate(d, k_SGE)
+    q_THE = q_THE * query_factors(d, n_tokens)[:, None, None]
     k_SGE, v_SGE = w.as_cached(k_SGE), w.as_cached(v_SGE)
     group = d.n_heads // d.n_kv_heads
     k_SHE, v_SHE = np.repeat(k_SGE, group, 1), np.repeat(v_SGE, group, 1)

@@ -156,7 +156,7 @@ class Running:
             model.use_template(_template(flags, folder))
             return Engine(model, slots=slots)
 
-        self.app = build_app(settings, opened, lambda _: None)
+        self.app = build_app(settings, opened, lambda line: print(line, file=sys.stderr))
         app: ASGIApp = Names(self.app, flags)
         if "hf-repo" in flags and flags["hf-repo"] not in AT_HAND:
             app = refusing

@@ -8,7 +8,7 @@ from support.fuzz.artifacts import Forger, Lie
 from support.fuzz.cases import Cases
 from support.fuzz.watched import watched
 from support.paths import GOLDEN
-from support.synthetic import random_artifact, small_decoder
+from support.synthetic import counted_artifact, random_artifact, small_decoder
 
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.verification import verify
@@ -27,6 +27,7 @@ def forgers(tmp_path_factory: pytest.TempPathFactory) -> list[Forger]:
         GOLDEN,
         random_artifact(folder / "opt.pi", small_decoder("opt"), format="f16", ranks=[2, None], profiled=True),
         random_artifact(folder / "experts.pi", experts, format="q8"),
+        counted_artifact(folder / "groups.pi", small_decoder(d_model=256, n_heads=8, head_dim=32, d_ff=256), "q6_k"),
     ]
     return [Forger(path) for path in paths]
 

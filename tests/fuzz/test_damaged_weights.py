@@ -11,7 +11,8 @@ from random import SystemRandom
 import pytest
 from support.fuzz.cases import SHARES
 from support.paths import GOLDEN, ROOT
-from support.synthetic import random_artifact, small_decoder
+from support.stored import GROUPED_FORMATS
+from support.synthetic import counted_artifact, random_artifact, small_decoder
 
 SHORT, AT_ONCE = 60, 200
 SECONDS = 10
@@ -29,6 +30,8 @@ def test_runs_on_damaged_weights_do_not_crash(
     random_artifact(tmp_path / "experts.pi", experts, format="q8", ranks=[2, None])
     random_artifact(tmp_path / "opt.pi", small_decoder("opt"), format="f16", ranks=[2, None], profiled=True)
     random_artifact(tmp_path / "plain.pi", small_decoder(activation="silu"), format="q4")
+    for name in GROUPED_FORMATS:
+        counted_artifact(tmp_path / f"{name}.pi", small_decoder(d_model=256, n_heads=8, head_dim=32, d_ff=256), name)
     seed = pytestconfig.getoption("--seed")
     if seed is None:
         seed = 1 if minutes is None else SystemRandom().randrange(1 << 32)

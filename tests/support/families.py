@@ -208,6 +208,28 @@ CASES: dict[str, Case] = {
     ),
     "olmo2": Case("Olmo2", OLMO2),
     "olmo2-biases": Case("Olmo2", OLMO2 | {"attention_bias": True, "num_key_value_heads": 6, "hidden_act": "relu"}),
+    "olmo3": Case("Olmo3", OLMO2 | {"sliding_window": 7}, {"layer_types": None}),
+    "olmo3-four": Case("Olmo3", OLMO2 | {"num_hidden_layers": 4, "sliding_window": 7}),
+    "olmo3-yarn": Case(
+        "Olmo3",
+        OLMO2
+        | {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5, "attention_bias": True}
+        | {"rope_parameters": {"full_attention": SCALED["yarn"], "sliding_attention": {"rope_theta": 90.0}}},
+        not_in_gguf="llama.cpp has a window in three layers of four",
+    ),
+    "ministral3": Case(
+        "Ministral3",
+        LLAMA
+        | {"hidden_act": "relu"}
+        | {"rope_parameters": SCALED["yarn"] | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "ministral3-tied": Case(
+        "Ministral3",
+        LLAMA
+        | {"tie_word_embeddings": True, "sliding_window": 19}
+        | {"rope_parameters": MLA_YARN | {"llama_4_scaling_beta": 0.7, "original_max_position_embeddings": 5}},
+        not_in_gguf="llama.cpp takes an mscale of 1, and the converter leaves out the window",
+    ),
     "granite-biases": Case(
         "Granite", LLAMA | GRANITE | {"attention_bias": True, "mlp_bias": True, "hidden_act": "relu"}
     ),

@@ -71,11 +71,11 @@ FACTS: dict[str, dict[str, Any]] = {
     },
     "windows, experts by sigmoid of what enters": {
         "n_experts": 3, "experts_per_token": 2, "router_score": "sigmoid", "router_early": True, "window": 7,
-        "windowed_layers": (1,),
+        "windowed_layers": (1,), "query_growth": 0.4, "query_period": 3,
     },
     "norms before and after, two kinds of angles": {
         "block": "sandwich", "window": 9, "windowed_layers": (0,),
-        "windowed_frequencies": (1.0, 0.5, 0.25, 0.125),
+        "windowed_frequencies": (1.0, 0.5, 0.25, 0.125), "windowed_scale": 1.3,
     },
     "shared experts, dense layers, a bias for choosing in groups": {
         "n_experts": 5, "experts_per_token": 3, "experts_shared": 1, "dense_layers": (0,), "dense_ff": 130,

@@ -5,6 +5,7 @@ differs.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -23,8 +24,6 @@ ACTIVATIONS = {
     **dict.fromkeys(_GELU_TANH, "gelu_tanh"),
 }
 """transformers' name of an activation → ours."""
-KINDS = ("full_attention", "sliding_attention")
-"""Names of layers without and with a window."""
 FATRELU = "fatrelu"
 """The activation z where z is above a threshold, `hidden_act_param`, else 0 (ProSparse)."""
 DRELU = "drelu"
@@ -128,12 +127,32 @@ def layers_marked(config: Config, key: str, default: list[int]) -> list[int]:
 
 def windowed_layers(config: Config, default: Sequence[bool]) -> tuple[int, ...]:
     """The layers with a window: by `layer_types`, else by `default`, which has a value for each layer."""
-    kinds = config.get("layer_types", [KINDS[has_window] for has_window in default])
-    if not (isinstance(kinds, list) and len(kinds) == len(default) and all(kind in KINDS for kind in kinds)):
+    kinds = config.get("layer_types", [rope.KINDS[has_window] for has_window in default])
+    if not (isinstance(kinds, list) and len(kinds) == len(default) and all(kind in rope.KINDS for kind in kinds)):
         raise config.error(
-            "layer_types", kinds, expected=f"one of {', '.join(KINDS)} for each of {len(default)} layers"
+            "layer_types", kinds, expected=f"one of {', '.join(rope.KINDS)} for each of {len(default)} layers"
         )
-    return tuple(n for n, kind in enumerate(kinds) if kind == KINDS[True])
+    return tuple(n for n, kind in enumerate(kinds) if kind == rope.KINDS[True])
+
+
+def with_windows(
+    config: Config, decoder: Decoder, local: Mapping[str, Any], default: Sequence[bool], window: int = 4096
+) -> Decoder:
+    """A decoder whose layers of `windowed_layers` have the config's window, and `local`, the fields of their angles."""
+    windowed = windowed_layers(config, default)
+    if not windowed:
+        return decoder
+    if config.fields.get("sliding_window", window) is None:
+        raise config.error("sliding_window", None, expected=f"a window, which {len(windowed)} layers have")
+    angles, scale = local["rotary_frequencies"], local["rotary_scale"]
+    others = (angles, scale) != (decoder.rotary_frequencies, decoder.rotary_scale)
+    return replace(
+        decoder,
+        window=config.size("sliding_window", window),
+        windowed_layers=windowed,
+        windowed_frequencies=angles if others else (),
+        windowed_scale=scale if scale != decoder.rotary_scale else 0.0,
+    )
 
 
 def softcap(config: Config, key: str, default: float) -> float:

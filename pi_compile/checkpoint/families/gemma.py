@@ -10,31 +10,12 @@ from typing import Any
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import llama, rope
 from pi_compile.checkpoint.families.adapter import SourceTensor, Table
-from pi_compile.checkpoint.families.fields import KINDS, biases, softcap, usual_decoder, windowed_layers
+from pi_compile.checkpoint.families.fields import biases, softcap, usual_decoder, with_windows
 from pi_runtime.artifact.decoder import Decoder
 
 
-def _angles_of(config: Config, kind: str, theta: str) -> Config:
-    """The config with the rope parameters of one kind of layers alone; `theta` is the key that older configs have.
-
-    Older configs have a `rope_scaling` for the layers without a window. It is joined to their parameters, and does not
-    take their place.
-    """
-    nested = config.get("rope_parameters", {})
-    if not isinstance(nested, dict) or not {*nested} <= {*KINDS}:
-        raise config.error("rope_parameters", nested, expected=f"those of {' and of '.join(KINDS)} layers, each apart")
-    own = {"rope_type": "default"} if nested.get(kind) is None else nested[kind]
-    scaling = config.get("rope_scaling", {}) if kind == KINDS[False] else {}
-    if not isinstance(own, dict) or not isinstance(scaling, dict):
-        raise config.error("rope_parameters", nested, expected="an object for each kind of layers")
-    fields = {key: value for key, value in config.fields.items() if key not in rope.KEYS}
-    fields["rope_scaling" if scaling else "rope_parameters"] = own | scaling
-    base = {} if config.get(theta) is None else {"rope_theta": config.get(theta)}
-    return config.with_fields(fields | base)
-
-
 def _decoder(config: Config) -> Decoder:
-    whole = _angles_of(config, KINDS[False], "rope_theta")
+    whole = rope.of_kind(config, rope.KINDS[False], "rope_theta")
     bias = biases(attention=config.flag("attention_bias", default=False), ffn=False)
     options: dict[str, Any] = {"context": 131072, "n_kv_heads": 4, "head_width": 256, "theta": 1e6, "tied": True}
     found = usual_decoder(
@@ -48,26 +29,12 @@ def _decoder(config: Config) -> Decoder:
         **options,
         **bias,
     )
-    scale = found.rotary_scale
-    scores = (found.head_dim / config.number("query_pre_attn_scalar", 256.0)) ** 0.25
-    found = replace(found, embedding_scale=found.d_model**0.5, rotary_scale=scale * scores)
     every = config.size("sliding_window_pattern", 6)
-    windowed = windowed_layers(config, [(n + 1) % every != 0 for n in range(found.n_layers)])
-    if not windowed:
-        return found
-    if config.fields.get("sliding_window", 4096) is None:
-        raise config.error("sliding_window", None, expected=f"a window, which {len(windowed)} layers have")
-    local = rope.rotary(_angles_of(config, KINDS[True], "rope_local_base_freq"), found.head_dim)
-    angles = local["rotary_frequencies"]
-    if local["rotary_scale"] != scale:
-        expected = f"one scale of cosine and sine for both kinds of layers, not {scale:g} and {local['rotary_scale']:g}"
-        raise config.error("rope_parameters", config.get("rope_parameters"), expected=expected)
-    return replace(
-        found,
-        window=config.size("sliding_window", 4096),
-        windowed_layers=windowed,
-        windowed_frequencies=() if angles == found.rotary_frequencies else angles,
-    )
+    local = rope.rotary(rope.of_kind(config, rope.KINDS[True], "rope_local_base_freq"), found.head_dim)
+    found = with_windows(config, found, local, [(n + 1) % every != 0 for n in range(found.n_layers)])
+    scores = (found.head_dim / config.number("query_pre_attn_scalar", 256.0)) ** 0.25
+    scales = {"rotary_scale": found.rotary_scale * scores, "windowed_scale": found.windowed_scale * scores}
+    return replace(found, embedding_scale=found.d_model**0.5, **scales)
 
 
 def _norm(name: str) -> tuple[SourceTensor, ...]:

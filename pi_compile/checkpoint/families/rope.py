@@ -21,6 +21,8 @@ F32 = npt.NDArray[np.float32]
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
 """Config keys that are read; `partial_rotary_factor` too, where the family has it."""
 THETA = 10000.0
+KINDS = ("full_attention", "sliding_attention")
+"""Names of layers without and with a window."""
 MOST_COLUMNS = 1 << 16
 """Rotated columns of a head: far more than any model has, and few enough to compute with."""
 
@@ -44,6 +46,24 @@ def rotary(config: Config, head_dim: int, *, theta: float = THETA, partial: floa
         raise rope.error("angles", f"rope_theta {rope.theta:g}", "angles that float32 can hold", None)
     found = {"positions": "rope", "rotary_frequencies": tuple(frequencies_J.tolist()), "rotary_scale": scale}
     return found | ({"context_length": rope.cut_context()} if rope.rope_type in _LONG else {})
+
+
+def of_kind(config: Config, kind: str, base: str) -> Config:
+    """The config with the rope parameters of one kind of layers (`fields.KINDS`) alone.
+
+    `base` is the key that configs without such parameters have for its base. A `rope_scaling` beside them is that of
+    layers without a window: it is joined to theirs, and does not take their place.
+    """
+    nested = config.get("rope_parameters", {})
+    if not isinstance(nested, dict) or not {*nested} <= {*KINDS}:
+        raise config.error("rope_parameters", nested, expected=f"those of {' and of '.join(KINDS)} layers, each apart")
+    own = {"rope_type": "default"} if nested.get(kind) is None else nested[kind]
+    scaling = config.get("rope_scaling", {}) if kind == KINDS[False] else {}
+    if not isinstance(own, dict) or not isinstance(scaling, dict):
+        raise config.error("rope_parameters", nested, expected="an object for each kind of layers")
+    fields = {key: value for key, value in config.fields.items() if key not in KEYS}
+    fields["rope_scaling" if scaling else "rope_parameters"] = own | scaling
+    return config.with_fields(fields | ({} if config.get(base) is None else {"rope_theta": config.get(base)}))
 
 
 class _Rope:

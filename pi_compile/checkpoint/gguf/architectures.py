@@ -27,7 +27,7 @@ from pi_compile.checkpoint.families.adapter import (
 from pi_compile.checkpoint.families.fields import ACTIVATIONS as HF_ACTIVATIONS
 from pi_compile.checkpoint.families.fields import head_dim, usual_decoder
 from pi_compile.checkpoint.gguf.file import GgufFile
-from pi_compile.checkpoint.gguf.of_families import OF_FAMILIES, OfFamily, family_layer, rope_divisors
+from pi_compile.checkpoint.gguf.of_families import OF_FAMILIES, WITH_WINDOWS, OfFamily, family_layer, rope_divisors
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import ACTIVATIONS, GATED_ACTIVATIONS, Decoder
 
@@ -57,6 +57,10 @@ class Architecture:
         return f"attention.layer_norm{'' if self.differences.get('norm') == 'layer' else '_rms'}_epsilon"
 
 
+def _of(m: OfFamily) -> Architecture:
+    return Architecture(family=m.adapter.family, of_family=m, partly_rotated=m.partly_rotated, permuted=m.permuted)
+
+
 # llama.cpp has one GELU, the usual approximation, for Falcon too.
 _JOINT = {"qk_norm": True, "joint_qk_norm": True}
 _PLAIN = {"norm": "layer", "ffn": "plain", "activation": "gelu_tanh"}
@@ -75,10 +79,7 @@ ARCHITECTURES = {
     "qwen3": Architecture(family="qwen3", differences={"qk_norm": True}),
     "qwen3moe": Architecture(family="qwen3_moe", differences={"qk_norm": True}),
     "smollm3": Architecture(family="smollm3", permuted=True, unrotated_every=4),
-    **{
-        name: Architecture(family=m.adapter.family, of_family=m, partly_rotated=m.partly_rotated)
-        for name, m in OF_FAMILIES.items()
-    },
+    **{name: _of(m) for name, m in OF_FAMILIES.items()},
 }
 """The architectures of llama.cpp that are read."""
 _POWERINFER = {
@@ -117,6 +118,8 @@ def architecture(file: GgufFile) -> Architecture:
             remedy="more families are read from a Hugging Face checkpoint, in safetensors",
         )
     found = known[file.architecture]
+    if file.architecture in WITH_WINDOWS and file.metadata.get(f"{file.architecture}.attention.sliding_window"):
+        return _of(WITH_WINDOWS[file.architecture])
     experts = found.family == "llama" and file.metadata.get("llama.expert_count")
     return replace(found, family="mixtral") if experts else found
 

@@ -13,9 +13,9 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from pi_compile.checkpoint.config import Config
-from pi_compile.checkpoint.families import deepseek, gemma, glm, gpt_oss, phi, smallthinker
+from pi_compile.checkpoint.families import deepseek, gemma, glm, gpt_oss, mistral, olmo, phi, smallthinker
 from pi_compile.checkpoint.families.adapter import Adapter, SourceTensor, Table, cut_ffn, stored
-from pi_compile.checkpoint.families.fields import KINDS
+from pi_compile.checkpoint.families.rope import KINDS
 from pi_compile.checkpoint.gguf.file import GgufFile
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import Decoder
@@ -47,6 +47,8 @@ class OfFamily:
     attention: Callable[[Decoder, Collection[str]], Table] = field(default=lambda _d, _names: {})
     """Makes the arrays of a layer's attention and norms that differ, of the names of a file's tensors."""
     partly_rotated: bool = False
+    permuted: bool = False
+    """See `architectures.Architecture`."""
     notices: tuple[str, ...] = ()
 
 
@@ -199,6 +201,36 @@ def _gemma3(_file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
     }
 
 
+def _olmo3(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
+    """Layers with a window, every fourth one without unless the file says which; those angles are not scaled."""
+    window, marks = keys.pop("attention.sliding_window"), keys.pop("attention.sliding_window_pattern", _PERIOD)
+    parameters = fields["rope_parameters"]
+    base = keys.pop("rope.freq_base_swa", parameters["rope_theta"])
+    if parameters["rope_type"] == "yarn":
+        parameters["attention_factor"] = keys.pop("rope.scaling.yarn_attn_factor", None)
+    if not isinstance(marks, list):
+        marks = [(n + 1) % marks != 0 for n in range(fields["num_hidden_layers"])]
+    return {
+        "rope_parameters": dict(zip(KINDS, (parameters, {"rope_type": "default", "rope_theta": base}), strict=True)),
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in file.tensors),
+        "layer_types": [KINDS[bool(mark)] for mark in marks],
+        "sliding_window": window,
+    }
+
+
+def _mistral3(_file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
+    """Ministral 3, or a Mistral without YaRN. llama.cpp's `mscale` is 1 where there is one."""
+    parameters, beta = fields["rope_parameters"], keys.pop("attention.temperature_scale", 0.0)
+    if weight := keys.pop("rope.scaling.yarn_log_multiplier", 0.0):
+        parameters |= {"mscale": 1.0, "mscale_all_dim": weight}
+    return {"rope_parameters": parameters | ({mistral.BETA: beta} if beta else {}), "sliding_window": None}
+
+
+def _mistral3_decoder(config: Config) -> Decoder:
+    grows = mistral.BETA in config.fields["rope_parameters"]
+    return (mistral.MINISTRAL3 if grows else mistral.ADAPTER).decoder(config)
+
+
 def _gemma3_attention(_d: Decoder, _names: Collection[str]) -> Table:
     return {
         "attention/out_norm/weight": stored("blk.{n}.post_attention_norm.weight"),
@@ -289,7 +321,12 @@ OF_FAMILIES = {
         attention=_deepseek_attention,
     ),
     "gemma3": OfFamily(adapter=gemma.ADAPTER, fields=_gemma3, attention=_gemma3_attention),
+    "mistral3": OfFamily(
+        adapter=replace(mistral.MINISTRAL3, decoder=_mistral3_decoder), fields=_mistral3, permuted=True
+    ),
     "phi3": OfFamily(adapter=phi.PHI3, fields=_phi3, partly_rotated=True),
     "smallthinker": OfFamily(adapter=smallthinker.ADAPTER, fields=_smallthinker, names=smallthinker.NAMES),
 }
 """The architectures, by llama.cpp's names."""
+WITH_WINDOWS = {"olmo2": OfFamily(adapter=olmo.OLMO3, fields=_olmo3, ffn_norm="post_ffw_norm")}
+"""Those of files with a window, where such a file is another family's."""

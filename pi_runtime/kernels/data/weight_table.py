@@ -158,6 +158,9 @@ class KernelConfig(NamedTuple):
     centred: int
     """1: layer norm, 0: rms norm."""
     joint_qk_norm: int
+    query_growth: float
+    """0: queries have no factor."""
+    query_period: int
     block: int
     position_offset: int
     activation: int

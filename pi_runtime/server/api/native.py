@@ -30,10 +30,6 @@ ENDS = (*REPOSITORY, *FILE, "<|fim_pad|>", "<fim_pad>", "<|endoftext|>")
 """Tokens that end what is filled in."""
 
 
-class NativeRequest(CompletionRequest):
-    """A text to be continued, until its end where no number of tokens is given."""
-
-
 class Extra(Body):
     """Another file, or a part of one, that may help."""
 
@@ -75,9 +71,9 @@ class NativeAnswer(TypedDict):
     prompt_progress: NotRequired[dict[str, float]]
 
 
-def native_request(body: NativeRequest, served: Served) -> Prompt:
+def native_request(body: CompletionRequest, served: Served) -> Prompt:
     """Make the engine's prompt of a request for llama-server's completion. Raises ApiError for what is wrong."""
-    return completion_request(_unbounded(body), served)
+    return completion_request(_unbounded(body, served), served)
 
 
 def infill_request(body: InfillRequest, served: Served) -> Prompt:
@@ -85,15 +81,15 @@ def infill_request(body: InfillRequest, served: Served) -> Prompt:
     ids = fill_in(served, body.input_prefix + body.prompt, body.input_suffix, "input_suffix")
     room = served.model.context - len(ids) - max(body.most_tokens or 0, 0) - 1
     extra = _extra_tokens(body.input_extra or [], served)[-room:] if room > 0 else []
-    prompt = completion_request(_unbounded(body, prompt=[*extra, *ids]), served)
+    prompt = completion_request(_unbounded(body, served, prompt=[*extra, *ids]), served)
     ends = [name for name in ENDS if served.model.tokenizer.added_token(name) is not None]
     prompt.settings["stop"] = [*prompt.settings.get("stop", ()), *ends]
     return prompt
 
 
-def _unbounded(body: Any, **changed: Any) -> Any:
-    """The request with these fields, and without a bound where it gives none."""
-    bound = {} if body.most_tokens is not None else {"n_predict": -1}
+def _unbounded(body: Any, served: Served, **changed: Any) -> Any:
+    """The request with these fields, and without a bound where neither it nor the server gives one."""
+    bound = {} if body.most_tokens is not None or served.settings.max_tokens else {"n_predict": -1}
     return body.model_copy(update={**bound, **changed})
 
 

@@ -33,6 +33,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         "q6": 3.5e9,
         "q4_1": 2e9,
         "q4z": 2e9,
+        "q5_1": 2e9,
     }
     monkeypatch.setattr(measurement, "most_threads", lambda: 6)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(12), raising=False)
@@ -64,6 +65,7 @@ def test_everything_is_measured_at_the_best_number_of_threads() -> None:
         "q6": 14.0,
         "q4_1": 8.0,
         "q4z": 8.0,
+        "q5_1": 8.0,
     }
     assert found.cpu.neurons_gb_per_s == {
         "f32": 25.6,
@@ -75,6 +77,7 @@ def test_everything_is_measured_at_the_best_number_of_threads() -> None:
         "q6": 11.2,
         "q4_1": 6.4,
         "q4z": 6.4,
+        "q5_1": 6.4,
     }
     assert found.cpu.predictor_gb_per_s == {
         "f32": 12.8,
@@ -86,6 +89,7 @@ def test_everything_is_measured_at_the_best_number_of_threads() -> None:
         "q6": 5.6,
         "q4_1": 3.2,
         "q4z": 3.2,
+        "q5_1": 3.2,
     }
     assert found.cpu.attention_gb_per_s == 24.0
     assert found.cpu.gather_gb_per_s == {
@@ -98,6 +102,7 @@ def test_everything_is_measured_at_the_best_number_of_threads() -> None:
         "q6": 7.0,
         "q4_1": 4.0,
         "q4z": 4.0,
+        "q5_1": 4.0,
     }
     assert "GB/s by threads 1: 11.0, 2: 16.0, 4: 20.0, 6: 16.0; products on 4 threads" in found.source
     assert found.cpu.ram_gib > 0.1

@@ -244,7 +244,7 @@ def test_values_too_large_for_the_format(tmp_path: Path, fmt: str, largest: floa
     pack_folder(tmp_path, tmp_path / "model.pi", {"attention": "bf16"})
 
 
-@pytest.mark.parametrize("fmt", ["f16", "q8", "q6", "q5", "q4", "q4_1", "q4z"])
+@pytest.mark.parametrize("fmt", ["f16", "q8", "q6", "q5", "q4", "q4_1", "q4z", "q5_1"])
 @pytest.mark.parametrize(
     ("others", "refused"), [(0.0, True), (20.0, True), (200.0, False)], ids=["all", "a notable share", "few"]
 )

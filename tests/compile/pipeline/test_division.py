@@ -19,12 +19,15 @@ from pi_compile.errors import RecipeError
 from pi_compile.pipeline.division import Option, _fewest_bytes, _least_divergence, divide
 from pi_compile.pipeline.packed import pack_plain
 from pi_compile.pipeline.pipeline import Pipeline
+from pi_compile.pipeline.stages import pack
 from pi_compile.recipe import default_recipe, read_recipe
 from pi_compile.results import Division
 from pi_compile.results.predictor_set import store_folder
 from pi_runtime import load
+from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.quantisation import as_stored
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.sizes import LAYOUTS, WHOLE
 from pi_runtime.errors import NotMetError
 
 WIDEST = {"embedding": "q8", "attention": "q8", "ffn": "q8", "head": "q8"}
@@ -54,6 +57,27 @@ def project(tmp_path: Path) -> Path:
     small_project(tmp_path)
     hf.random_llama(tmp_path / "model", hidden_size=192, intermediate_size=384, num_hidden_layers=2)
     return tmp_path
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scales_of_groups_are_options_where_rows_are_whole(tmp_path: Path, layout: str) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "hidden_act": "silu"}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    hf.random_llama(tmp_path, **sizes)
+    checkpoint, tokens = open_checkpoint(tmp_path).in_layout(layout), np.arange(64) % 90 + 3
+
+    def divided(mib: float) -> Division:
+        return divide(checkpoint, tokens, formats=WIDEST, file_mib=mib, window=32)
+
+    narrow = divide(checkpoint, tokens, formats=WIDEST, perplexity_increase=1.0, window=32)
+    found = divided(narrow.nbytes * 1.1 / 2**20)
+    grouped = {name for name, fmt in found.formats.items() if "/" in name and FORMATS[fmt].grouped}
+    assert bool(grouped) == (layout == WHOLE)
+    assert not any(name.endswith("ffn/down") for name in grouped)  # 384 columns are no whole groups
+    path = pack(checkpoint, tmp_path / "a.pi", formats=found.formats).path
+    assert path.stat().st_size <= found.nbytes
+    with Artifact.open(path) as artifact:
+        assert {name: artifact.manifest.formats[name] for name in grouped} == {n: found.formats[n] for n in grouped}
 
 
 def limit(project: Path) -> float:

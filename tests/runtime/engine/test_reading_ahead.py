@@ -274,3 +274,13 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
                 read([])
     with pytest.raises(UsageError, match="closed"):
         engine.read([1])
+
+
+@pytest.mark.parametrize("length", [15, 16, 31, 32, 33, 48, 64])
+@pytest.mark.parametrize("readers", [2, 3])
+def test_a_prompt_that_another_has_read_whole_is_read(model: Model, length: int, readers: int) -> None:
+    """Who only reads is done where it comes to what another has read: nothing of it is left to run."""
+    stepped, prompt = Stepped(model, slots=readers), [n % 200 for n in range(length)]
+    read = [stepped.read(prompt, client) for client in "abc"[:readers]]
+    stepped.run()
+    assert all(one.complete and not one.cancelled for one in read)

@@ -12,17 +12,17 @@ from typing import Any
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import canonical_json, decode, default_of
 from pi_runtime.artifact.features import used
-from pi_runtime.artifact.formats import FORMATS, ROW_FORMATS
+from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.layout import chunk_name, documents
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs
+from pi_runtime.artifact.sizes import BY_NEURON, PARTS, ArraySpec, array_specs
 from support.forge import Forged, put_together, seal, take_apart
 from support.fuzz import mutations
 
 MANIFEST = b"manifest.json"
 LARGEST = 4 << 20
 """Most bytes of arrays that a forged decoder may ask for."""
-SIZES = (1, 2, 3, 5, 8, 31, 32, 33, 40, 63, 64, 65, 72, 96, 100, 128)
+SIZES = (1, 2, 3, 5, 8, 31, 32, 33, 40, 63, 64, 65, 72, 96, 100, 128, 256)
 OFFSETS = (0, 1, 64, 0xFFFF, 1 << 31, 0xFFFFFFFE, 0xFFFFFFFF)
 
 
@@ -117,7 +117,7 @@ class Forger:
             else:
                 decoder[name] = mutations.near(rng, decoder[name])
         if rng.random() < 0.5:
-            manifest["formats"] = {part: rng.choice(ROW_FORMATS) for part in PARTS}
+            manifest["formats"] = {part: rng.choice(WEIGHT_FORMATS) for part in PARTS}
         try:
             specs = specs_of(manifest)
             sizes = [spec.nbytes for spec in specs.values()]
@@ -232,7 +232,8 @@ def specs_of(manifest: dict[str, Any]) -> dict[str, ArraySpec]:
         ranks = [None] * decoder.n_layers if decoder.n_layers <= 8 else ranks
         manifest["layers"] = [{**manifest["layers"][0], "rung": "dense", "rank": None} for _ in ranks]
     manifest["plans"] = []
-    return array_specs(decoder, manifest["formats"], ranks, manifest["profiled_tokens"] > 0)
+    layout = manifest.get("ffn_layout", BY_NEURON)
+    return array_specs(decoder, manifest["formats"], ranks, manifest["profiled_tokens"] > 0, layout)
 
 
 def sensible_bytes(rng: Random, spec: ArraySpec) -> bytes:

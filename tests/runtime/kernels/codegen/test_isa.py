@@ -150,7 +150,7 @@ def test_avxvnni_through_avx512_keeps_to_256_bits() -> None:
 
 
 GOLDEN = ("f16", "q6", "q4_1", "q4_k", "q6_k")
-"""Numbers, blocks, blocks with an offset, and groups. In the short form these have golden logits, and others are checked."""
+"""Numbers, blocks, blocks with an offset, and groups: in the short form these have golden logits, others checks."""
 
 
 @pytest.mark.slow

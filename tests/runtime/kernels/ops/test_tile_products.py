@@ -21,8 +21,9 @@ import pytest
 from support.paths import SUPPORT
 from support.plain_tiles import PlainTiles
 from support.row_products import at_the_end_of_memory, products
-from support.stored import BLOCK_FORMATS, quantised_inputs, store, store_integers
+from support.stored import BLOCK_FORMATS, GROUPED_FORMATS, quantised_inputs, store, store_integers
 
+from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.kernels.codegen import amx, isa
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.data.matrix_view import MatrixView, RowList, Vectors
@@ -159,3 +160,15 @@ def test_the_machine_code(native: Any) -> None:
         "%tmm5, %tmm3, %tmm1",
         "%tmm7, %tmm6, %tmm0",
     }
+
+
+@pytest.mark.parametrize("fmt", [name for name in GROUPED_FORMATS if FORMATS[name].scales == 1])
+def test_groups_with_scales_of_their_own(fmt: str, by_numpy: Any, by_amx: Any) -> None:
+    check(by_numpy, fmt, (17, 33, 512))
+    for tokens, rows, columns in ((16, 16, 256), (33, 18, 1280), (64, 37, 3072)):
+        check(by_amx, fmt, (tokens, rows, columns))
+    w, x_TD = store(fmt, random(0, 19, 512)), random(1, 18, 512)
+    assert w.scales is not None
+    last = replace(w, stored=at_the_end_of_memory(w.stored), scales=at_the_end_of_memory(w.scales))
+    for kernel in (by_amx, OTHERS):
+        np.testing.assert_array_equal(products(kernel, last, x_TD), products(OTHERS, w, x_TD))
