@@ -34,6 +34,7 @@ from pi_compile.cost_model.processors import (
     PICO,
     PREDICTOR_LAUNCHES,
     Processor,
+    accesses,
     interconnect_of,
     processors_of,
 )
@@ -191,12 +192,12 @@ def _layer(work: Workload, processors: Sequence[Processor], layer: int, parts: P
 
 def ffn_ps(work: Workload, layer: int, p: Processor, parts: PartBytes, first: Ints, rest: Ints) -> tuple[Ints, Ints]:
     """The two halves of T_u for so many rows of `first` and of `rest` over all profiled tokens."""
-    fmt, kind = work.formats["ffn"], work.layers[layer].kind
+    fmt, (first_access, rest_access) = work.formats["ffn"], accesses(work.layers[layer].kind)
     # Python's integers: the products do not fit into 64 bits.
     first_bytes = first.astype(object) * parts.first
     rest_bytes = rest.astype(object) * (parts.neuron - parts.first)
-    first_ps = -(-first_bytes * PICO // (work.tokens * p.rate(fmt, "gather" if kind.picks else "neurons")))
-    rest_ps = -(-rest_bytes * PICO // (work.tokens * p.rate(fmt, "neurons" if kind.dense else "gather")))
+    first_ps = -(-first_bytes * PICO // (work.tokens * p.rate(fmt, first_access)))
+    rest_ps = -(-rest_bytes * PICO // (work.tokens * p.rate(fmt, rest_access)))
     times = [np.where(first > 0, p.launch_ps + ps.astype(np.int64), 0) for ps in (first_ps, rest_ps)]
     return times[0], times[1]
 

@@ -43,10 +43,12 @@ from typing import Self
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import BLOCK, FORMATS, GROUP
+from pi_runtime.artifact.rungs import DENSE
 
-LAYOUTS = BY_NEURON, WHOLE = "neurons", "matrices"
-"""How FFNs are stored: by neuron, so that neurons can be skipped, placed, and read one by one; or as the matrices that
-checkpoints have, which keeps the blocks of `down` and is only for models that compute every neuron."""
+LAYOUTS = BY_NEURON, WHOLE, MIXED = "neurons", "matrices", "mixed"
+"""How FFNs are stored: by neuron, so that neurons can be skipped, placed, and read one by one; as the matrices that
+checkpoints have, which keeps the blocks of `down`, is quicker, and is only for layers that compute every neuron; or
+mixed: as matrices where the layer's rung is dense, else by neuron."""
 PARTS = ("embedding", "attention", "ffn", "head", "predictor")
 _ATTENTION_MATRICES = dict.fromkeys(("attention/qkv", "attention/gate", "attention/out"), "attention")
 MATRICES = {
@@ -57,6 +59,11 @@ MATRICES = {
 ALL_MATRICES = MATRICES[BY_NEURON] | MATRICES[WHOLE]
 APART = dict.fromkeys(("attention/k", "attention/v"), "attention")
 """Matrices that `qkv` has the rows of, unless they have a format of their own; keys only where values do."""
+
+
+def layer_layouts(layout: str, rungs: Iterable[str]) -> tuple[str, ...]:
+    """How the FFN of each layer is stored, by neuron or as matrices."""
+    return tuple(WHOLE if layout == WHOLE or (layout == MIXED and rung == DENSE) else BY_NEURON for rung in rungs)
 
 
 @dataclass(frozen=True)
@@ -130,13 +137,18 @@ class FfnBytes:
 
 
 def array_specs(
-    decoder: Decoder, formats: Mapping[str, str], ranks: Sequence[int | None], profiled: bool, layout: str = BY_NEURON
+    decoder: Decoder,
+    formats: Mapping[str, str],
+    ranks: Sequence[int | None],
+    profiled: bool,
+    layout: str | Sequence[str] = BY_NEURON,
 ) -> dict[str, ArraySpec]:
     """Every array of an artifact, in the order in which it is written.
 
     `formats` maps each of `PARTS` to a weight format, and may name matrices (`layers/N/` and one of `MATRICES`) with
     another one. `ranks` has a predictor rank or None for each layer. `profiled` says whether neuron order and
-    counts are stored, `layout` how FFNs are (see `LAYOUTS`). Norms, biases and routers are always f32.
+    counts are stored, `layout` how FFNs are, or those of each layer (see `LAYOUTS`). Norms, biases and routers are
+    always f32.
     """
     plain = _plain_specs(decoder, formats, ranks, profiled, layout)
     return with_scales((name, ArraySpec(formats.get(name, spec.format), spec.shape)) for name, spec in plain)
@@ -153,8 +165,9 @@ def with_scales(arrays: Iterable[tuple[str, ArraySpec]]) -> dict[str, ArraySpec]
 
 
 def _plain_specs(
-    d: Decoder, formats: Mapping[str, str], ranks: Sequence[int | None], profiled: bool, layout: str
+    d: Decoder, formats: Mapping[str, str], ranks: Sequence[int | None], profiled: bool, layout: str | Sequence[str]
 ) -> Iterator[tuple[str, ArraySpec]]:
+    layouts = [layout] * len(ranks) if isinstance(layout, str) else layout
     narrow = d.d_embedding != d.d_model
     yield "embedding", ArraySpec(formats["embedding"], (d.vocab_size, d.d_embedding))
     if narrow:
@@ -163,8 +176,8 @@ def _plain_specs(
         yield "positions", ArraySpec(formats["embedding"], (d.context_length + d.position_offset, d.d_model))
     if d.embedding_norm:
         yield from _norm(d, "embedding_norm")
-    for n, rank in enumerate(ranks):
-        for name, spec in layer_specs(d.of_layer(n), formats, rank, profiled, layout):
+    for n, (rank, own) in enumerate(zip(ranks, layouts, strict=True)):
+        for name, spec in layer_specs(d.of_layer(n), formats, rank, profiled, own):
             if name == "attention/qkv":
                 yield from _apart(d, f"layers/{n}/", formats, spec)
             else:
@@ -217,7 +230,7 @@ def layer_specs(
             yield "ffn/expert_bias", ArraySpec("f32", (d.n_experts, d.d_model))
         else:
             yield "ffn/down_bias", ArraySpec("f32", (d.d_model,))
-    if profiled:
+    if profiled and layout == BY_NEURON:
         yield "ffn/order", ArraySpec("u32", (d.neurons,))
         yield "ffn/counts", ArraySpec("u64", (d.neurons,))
     if rank is not None:

@@ -20,6 +20,7 @@ from pi_runtime.artifact.sizes import (
     ArraySpec,
     array_specs,
     is_scales,
+    layer_layouts,
     with_scales,
 )
 from pi_runtime.artifact.writer import ArtifactWriter
@@ -140,7 +141,9 @@ def random_artifact(
     formats = {**dict.fromkeys(PARTS, format), **(matrices or {})}
     manifest = bare_manifest(decoder, formats, ranks, 1000 if profiled else 0)
     layout = manifest_fields.get("ffn_layout", BY_NEURON)
-    specs = array_specs(decoder, manifest.formats, ranks, profiled, layout)
+    layers = manifest_fields.get("layers", manifest.layers)
+    layouts = layer_layouts(layout, (layer.rung for layer in layers))
+    specs = array_specs(decoder, manifest.formats, ranks, profiled, layouts)
     if (guess := manifest_fields.get("guess")) is not None:
         specs |= with_scales(guess.arrays(decoder))
     if manifest_fields.get("guess_layers"):
