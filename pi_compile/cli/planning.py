@@ -96,12 +96,11 @@ def plan_text(found: Mapping[str, Any]) -> str:
 
 def _answer(found: Mapping[str, Any], main: Mapping[str, Any]) -> str:
     """Whether it runs within the budget, how fast, and what more memory would give."""
-    room = f"{size(main['vram_bytes'])} of GPU memory and " if main["vram_bytes"] else ""
     rate, more = main["decode_tokens_per_s"], found["more_ram"]
     gain = more["decode_tokens_per_s"] / rate - 1
     further = size(more["ram_bytes"] - main["ram_bytes"])
     would = f"give {more['decode_tokens_per_s']:.1f} (+{gain:.0%})" if gain >= 0.005 else "change nothing"
-    runs = f"it runs within {room}{size(main['ram_bytes'])} of RAM, at {rate:.1f} tokens/s"
+    runs = f"it runs within {_gpu_room(main)}{size(main['ram_bytes'])} of RAM, at {rate:.1f} tokens/s"
     return f"{runs}; {further} more RAM would {would}"
 
 
@@ -185,11 +184,10 @@ def _ram_rows(budgets: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 def formats_text(found: Mapping[str, Any]) -> str:
     """Every format as text: whether it runs and what to take, the model and the machine, and a row for each format."""
-    count, active = (_in_words(found[key]) for key in ("parameters", "active_parameters"))
     lines = [
         ("answer", _formats_answer(found)),
         ("take", found["file"] or (found["format"] and f"its weights, packed in {found['format']}")),
-        ("model", f"{found['model']}, {count} parameters, {active} active for a token"),
+        ("model", f"{found['model']}, {_in_words(found['parameters'])} parameters"),
         ("machine", f"{found['machine']}; context {found['context']:,}"),
         ("", found["machine_source"]),
     ]
@@ -197,27 +195,28 @@ def formats_text(found: Mapping[str, Any]) -> str:
 
 
 def _formats_answer(found: Mapping[str, Any]) -> str:
-    rows = found["formats"]
-    room = f"{size(found['vram_bytes'])} of GPU memory and " if found["vram_bytes"] else ""
-    room += f"{size(found['ram_bytes'])} of RAM"
-    if found["format"] is None:
-        least = min(rows, key=lambda row: row["all_in_ram_bytes"])
-        disk = "" if found["disk"] else ", and no disk in the machine profile"
-        needs = f"{least['format']}, the smallest, takes {size(least['all_in_ram_bytes'])} in memory"
-        return f"it does not run: {needs}; there are {room}{disk}"
-    row = next(row for row in rows if row["format"] == found["format"])
-    where = "runs" if row["runs"] == "in memory" else "runs from disk"
-    return f"it {where}: in {row['format']}, within {room}, at {row['decode_tokens_per_s']:.1f} tokens/s"
+    room = f"{_gpu_room(found)}{size(found['ram_bytes'])} of RAM"
+    for row in found["formats"]:
+        if row["format"] == found["format"]:
+            where = "runs" if row["runs"] == "in memory" else "runs from disk"
+            return f"it {where}: in {row['format']}, within {room}, at {row['decode_tokens_per_s']:.1f} tokens/s"
+    least = min(found["formats"], key=lambda row: row["all_in_ram_bytes"])
+    disk = "" if found["disk"] else ", and no disk in the machine profile"
+    needs = f"{least['format']}, the smallest, takes {size(least['all_in_ram_bytes'])} in memory"
+    return f"it does not run: {needs}; there are {room}{disk}"
+
+
+def _gpu_room(budget: Mapping[str, Any]) -> str:
+    return f"{size(budget['vram_bytes'])} of GPU memory and " if budget["vram_bytes"] else ""
 
 
 def _format_row(row: Mapping[str, Any]) -> dict[str, str]:
-    runs, speeds = row["runs"] != "no", (row.get("decode_tokens_per_s", 0), row.get("first_token_s", 0))
     return {
         "format": row["format"],
         "bytes": size(row["bytes"]),
         "all in RAM": size(row["all_in_ram_bytes"]),
-        "tokens/s": f"{speeds[0]:.1f}" if runs else "–",
-        "first token of 2,000": f"{speeds[1]:.1f} s" if runs else "–",
+        "tokens/s": _rate(row, "decode"),
+        "first token of 2,000": f"{row['first_token_s']:.1f} s" if "first_token_s" in row else "–",
         "runs": row["runs"],
     }
 

@@ -19,7 +19,7 @@ from pi_compile.planning.forecast import (
 )
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.rows import PROCESS_NBYTES
-from pi_runtime.artifact.sizes import BY_NEURON, PARTS, WHOLE, active_parameters, array_specs, misfits, parameters
+from pi_runtime.artifact.sizes import BY_NEURON, PARTS, WHOLE, array_specs, misfits, parameters
 from pi_runtime.errors import DoesNotFitError
 
 PROMPT = 2000
@@ -40,7 +40,6 @@ def every_format(spec: PlanSpec, files: Mapping[str, int]) -> dict[str, Any]:
     return {
         "model": spec.model.name,
         "parameters": parameters(spec.model.decoder),
-        "active_parameters": active_parameters(spec.model.decoder),
         "machine": spec.machine.name,
         "machine_source": spec.machine.source,
         "disk": None if spec.machine.disk is None else spec.machine.disk.name,
