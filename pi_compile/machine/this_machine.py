@@ -34,7 +34,7 @@ def this_machine(notice: Callable[[str], None]) -> Machine:
         return kept
     from pi_compile.machine.measurement import measure_machine  # noqa: PLC0415  kernels, seconds to import
 
-    notice(f"measuring this machine, once, some 15 s: {path}")
+    notice(f"measuring this machine, once, some 15 s; minutes where kernels are to be compiled first: {path}")
     found = measure_machine(path.parent, notice, briefly=True)
     write_text(path, found.to_toml())
     return found
