@@ -5,7 +5,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from itertools import groupby
@@ -29,7 +29,7 @@ from pi_runtime.artifact.layout import manifest_specs, place_arrays
 from pi_runtime.artifact.quantisation import RoundingError, dequantise
 from pi_runtime.artifact.rungs import exact_rung
 from pi_runtime.artifact.schema import Layer, Manifest, Plan, RowPlan
-from pi_runtime.artifact.sizes import PARTS, ArraySpec, array_specs, is_scales
+from pi_runtime.artifact.sizes import MIXED, PARTS, WHOLE, ArraySpec, array_specs, is_scales, layer_layouts
 from pi_runtime.artifact.writer import ArtifactWriter
 
 Array = npt.NDArray[Any]
@@ -46,6 +46,8 @@ class PackSpec:
     matrices that have fewer bytes."""
     guess: PublishedHead | None = None
     """A head that drafts tokens, to be stored beside the model."""
+    mixed: bool = False
+    """Whether the FFNs of dense layers are stored as matrices, the others by neuron."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +88,13 @@ def pack(
     if profile is not None:
         profile.check_model(checkpoint.decoder)
     text, formats = checkpoint.text_files, part_formats(checkpoint, spec)
-    checkpoint = checkpoint.with_formats(formats)
+    layers = _layers(checkpoint.decoder, predictor_set)
+    checkpoint, formats = _laid_out(checkpoint.with_formats(formats), formats, layers if spec.mixed else ())
     manifest = Manifest(
         decoder=checkpoint.decoder,
         formats=formats,
-        layers=_layers(checkpoint.decoder, predictor_set),
-        ffn_layout=checkpoint.layout,
+        layers=layers,
+        ffn_layout=MIXED if spec.mixed else str(checkpoint.layout),
         profiled_tokens=0 if profile is None else profile.tokens,
         plans=tuple(plans),
         row_plans=tuple(row_plans),
@@ -133,6 +136,19 @@ def part_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
     formats = parts | {name: fmt for name, fmt in spec.formats.items() if name not in PARTS}
     check_rows(specs_of(checkpoint, formats))
     return formats
+
+
+def _laid_out(
+    checkpoint: Checkpoint, formats: Mapping[str, str], layers: Sequence[Layer]
+) -> tuple[Checkpoint, dict[str, str]]:
+    """Both with matrices where a layer is dense: `up` and `down` have the format of `rest`. Without layers as is."""
+    if not layers:
+        return checkpoint, dict(formats)
+    layouts, found = layer_layouts(MIXED, (layer.rung for layer in layers)), dict(formats)
+    for n, layout in enumerate(layouts):
+        rest = found.pop(f"layers/{n}/ffn/rest", None) if layout == WHOLE else None
+        found |= {} if rest is None else {f"layers/{n}/ffn/{name}": rest for name in ("up", "down")}
+    return replace(checkpoint, layout=layouts), found
 
 
 def _write(
@@ -197,7 +213,8 @@ class _Arrays:
     def blocks(self, name: str, fmt: str) -> Iterator[Callable[[], StoredBlock]]:
         """What makes each block of an array, on any thread."""
         layer, _, local = name.removeprefix("layers/").partition("/")
-        order = None if self.profile is None or local not in NEURON_ARRAYS else self.profile.order[int(layer)]
+        by_neuron = local in NEURON_ARRAYS and f"layers/{layer}/ffn/rest" in self.checkpoint.array_shapes
+        order = None if self.profile is None or not by_neuron else self.profile.order[int(layer)]
         if name.startswith(PREFIX) and self.guess is not None:
             yield self._whole(name, fmt, self.guess.arrays[name.removeprefix(PREFIX)])
         elif local.startswith("predictor/"):

@@ -23,7 +23,7 @@ from pi_compile.errors import CheckpointError
 from pi_compile.files import file_digest, json_digest
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.guess_head import guess_layer_arrays
-from pi_runtime.artifact.sizes import APART, BY_NEURON, LAYOUTS, PARTS, ArraySpec, array_specs
+from pi_runtime.artifact.sizes import APART, BY_NEURON, MIXED, PARTS, WHOLE, ArraySpec, array_specs
 from pi_runtime.errors import Setting, UsageError
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class Checkpoint(ResolvedCheckpoint):
 
     revision: str | None
     """Commit of a hub model; None for a local folder."""
-    layout: str = BY_NEURON
-    """How the arrays of FFNs are made of its tensors (see `sizes.LAYOUTS`)."""
+    layout: str | tuple[str, ...] = BY_NEURON
+    """How the arrays of FFNs, or those of each layer, are made of its tensors (see `sizes.LAYOUTS`)."""
     apart: frozenset[str] = frozenset()
     """Matrices of keys and values that stand apart from queries."""
     drafts: bool = False
@@ -59,8 +59,8 @@ class Checkpoint(ResolvedCheckpoint):
 
     def in_layout(self, layout: str) -> "Checkpoint":
         """The same checkpoint with FFNs in a layout. Raises UsageError for one that it cannot have."""
-        if layout not in LAYOUTS:
-            raise UsageError(setting=Setting("layout", layout), expected=", ".join(LAYOUTS))
+        if layout not in (BY_NEURON, WHOLE):
+            raise UsageError(setting=Setting("layout", layout), expected=f"{BY_NEURON}, {WHOLE}")
         if layout != BY_NEURON and (self.decoder.n_experts > 1 or self.decoder.sparse):
             raise UsageError(
                 f"{self.folder}: the layout {layout} is for models that compute every neuron",
@@ -82,7 +82,8 @@ class Checkpoint(ResolvedCheckpoint):
         """Logical shape of every artifact array that comes from the checkpoint."""
         formats, ranks = dict.fromkeys((*PARTS, *self.apart), "f32"), [None] * self.decoder.n_layers
         specs = array_specs(self.decoder, formats, ranks, False, self.layout)
-        own = dict(guess_layer_arrays(self.decoder, formats, self.layout)) if self.drafts else {}
+        layout = self.layout if isinstance(self.layout, str) else MIXED
+        own = dict(guess_layer_arrays(self.decoder, formats, layout)) if self.drafts else {}
         return {name: spec.shape for name, spec in (specs | own).items()}
 
     def tensor_names(self, array: str) -> tuple[str, ...]:
@@ -160,7 +161,7 @@ class Checkpoint(ResolvedCheckpoint):
         return np.concatenate([joined(array, [kept(*piece) for piece in block]) for block in self.pieces(array)])
 
     def _is_kept(self, tensor: SourceTensor, name: str) -> bool:
-        return not tensor.addend and name in getattr(_stored_rows(self.source, tensor), "grids", ())
+        return not tensor.is_changed and name in getattr(_stored_rows(self.source, tensor), "grids", ())
 
     def _matrices(self, part: str) -> list[str]:
         """Names of the tensors that the matrices of a part are made of."""
@@ -168,7 +169,7 @@ class Checkpoint(ResolvedCheckpoint):
 
     def _matrix_arrays(self, part: str) -> list[str]:
         arrays = [n for n, shape in self.array_shapes.items() if len(shape) > 1 and part_of(n) == part]
-        return [n for n in arrays if not n.endswith(("/router", "/expert_bias"))]
+        return [n for n in arrays if not n.endswith(("/router", "/expert_bias", "/gates", "/conv"))]
 
     def largest(self, tensor: str) -> float:
         """Largest magnitude of the values of a checkpoint tensor."""
@@ -311,7 +312,7 @@ class Checkpoint(ResolvedCheckpoint):
     def read(self, tensor: SourceTensor, matrix: RowReader, rows: Index) -> Values:
         values = matrix[rows]
         self.check_finite(tensor.name, values)
-        return values + np.float32(tensor.addend) if tensor.addend else values
+        return tensor.changed(values)
 
 
 def open_checkpoint(

@@ -70,6 +70,7 @@ def resolve_checkpoint(
     config = gguf_config(file) if file else Config(location / CONFIG_FILE, read_json(location / CONFIG_FILE))
     scheme = read_scheme(config)
     adapter = gguf_adapter(file, activation) if file else _adapter(config, scheme)
+    config = adapter.text_config(config)
     ignored = check_keys(config, adapter.read_keys | {KEY}, adapter.neutral_keys, ignore_config, in_recipe=in_recipe)
     notices = ignored_notices(config, ignored)
     if config.get("auto_map"):
@@ -92,6 +93,7 @@ def resolve_checkpoint(
             remedy="some of its files are missing, or the number of layers is wrong",
         )
     prefix = _prefix(adapter, decoder, source)
+    adapter = _as_saved(adapter, decoder, prefix, source)
     if decoder.tied_head and _head(adapter) in source.names:
         decoder = _resolve_tied_head(decoder, adapter, prefix, source, notices)
     _check_tensors(decoder, adapter, prefix, source)
@@ -146,6 +148,14 @@ def _prefix(adapter: Adapter, decoder: Decoder, source: TensorSource) -> str:
     return adapter.prefixes[0]
 
 
+def _as_saved(adapter: Adapter, decoder: Decoder, prefix: str, source: TensorSource) -> Adapter:
+    """The adapter with the layers' tensors in the form that the checkpoint has."""
+    forms = [adapter, *(replace(adapter, layer_tensors=form) for form in adapter.other_layers)]
+    if len(forms) == 1:
+        return adapter
+    return min(forms, key=lambda form: len(_expected_tensors(decoder, form, prefix).keys() - source.names))
+
+
 def _resolve_tied_head(
     decoder: Decoder, adapter: Adapter, prefix: str, source: TensorSource, notices: list[str]
 ) -> Decoder:
@@ -198,9 +208,13 @@ def _shapes(decoder: Decoder, array: str, shape: tuple[int, ...], tensors: int) 
         return
     if array.endswith("ffn/rest"):
         yield from [(shape[0] * shape[1] // tensors, shape[2])] * tensors
+    elif array.endswith("ffn/router") and tensors == 2:
+        yield (decoder.experts_routed, *shape[1:])
+        yield (1, *shape[1:])
     elif array.endswith(("attention/qkv", "attention/qkv_bias")) and tensors == 3:
-        for heads in (decoder.n_heads, decoder.n_kv_heads, decoder.n_kv_heads):
-            yield (heads * decoder.head_dim, *shape[1:])
+        own = decoder.of_layer(int(array.split("/")[1])) if array.startswith("layers/") else decoder
+        for rows in own.qkv_parts:
+            yield (rows, *shape[1:])
     else:
         yield from [(shape[0] // tensors, *shape[1:])] * tensors
 
@@ -274,6 +288,8 @@ def _draft_problem(decoder: Decoder, adapter: Adapter, prefix: str, source: Tens
     first, found = f".{decoder.n_layers}.", _draft_tensors(decoder, adapter, prefix, source)
     if not found:
         return None
+    if decoder.recurs:
+        return "beside layers with a state they draft nothing yet"
     specs = dict(guess_layer_arrays(decoder, dict.fromkeys(PARTS, "f32"), BY_NEURON))
     expected = _tensors_of(specs, decoder, adapter, prefix)
     copies = {prefix + _draft_name(adapter, name, decoder.n_layers) for name in ("embedding", "head")}

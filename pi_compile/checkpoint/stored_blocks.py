@@ -99,9 +99,9 @@ def _block(checkpoint: Checkpoint, array: str, name: str, pieces: Sequence[Piece
 
 def _piece(checkpoint: Checkpoint, array: str, name: str, piece: Piece) -> StoredBlock:
     (tensor, matrix, rows), fmt = piece, FORMATS[name]
-    found = None if tensor.addend else matrix.on_grid(fmt, rows)
+    found = None if tensor.is_changed else matrix.on_grid(fmt, rows)
     if found is None:
-        own = checkpoint.source.dtype(tensor.name) == name and not (fmt.quantised or tensor.addend)
+        own = checkpoint.source.dtype(tensor.name) == name and not (fmt.quantised or tensor.is_changed)
         return rounded(checkpoint, array, name, checkpoint.read(*piece), own=own)
     for each in beside(fmt, found[1], found[0].shape[1]):
         checkpoint.check_finite(tensor.name, each)

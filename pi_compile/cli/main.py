@@ -236,6 +236,7 @@ def build(options: BuildOptions, output: Output = None, as_json: Json = False, d
 
 def _build(options: BuildOptions, output: Path | None, as_json: bool) -> None:
     from pi_compile.files import artifact_path
+    from pi_compile.pipeline.pipeline import forecast
     from pi_compile.pipeline.summary import built_line
 
     path = artifact_path(options.recipe, output)
@@ -246,6 +247,8 @@ def _build(options: BuildOptions, output: Path | None, as_json: bool) -> None:
         if not as_json:
             trained = None if pipeline.only_dense else pipeline.trained
             built = built_line(trained, pipeline.recipe.quality.perplexity_increase, path)
+            if line := forecast(pipeline, path):
+                console.say(line)
             console.say(f"{built}; next: pi-run {shlex.quote(str(path))} --prompt 'Once upon a time' --stats")
 
 

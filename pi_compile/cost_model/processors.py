@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from pi_compile.machine import Cpu, Gpu, Machine, Rates, to_units
 from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.rungs import Rung
 from pi_runtime.artifact.schema import SIDES, Layer
 from pi_runtime.artifact.sizes import FfnBytes
 
@@ -36,8 +37,9 @@ class Processor:
     bytes_per_s: Mapping[str, int]
     """Reading a whole matrix, by number format; `""` is for other formats and for everything that is no matrix."""
     access_per_s: Mapping[str, Mapping[str, int]]
-    """Bytes a second of other accesses, by access, then by format: `neurons` reads all neurons of a layer, `gather`
-    the active ones only, `predictor` a predictor. A format that is not listed runs at its `bytes_per_s`."""
+    """Bytes a second of other accesses, by access, then by format: `neurons` reads all neurons of a layer, `dense`
+    those of a dense layer, `gather` the active ones only, `predictor` a predictor. A format that is not listed runs at
+    its `bytes_per_s`."""
     attention_per_s: int | None
     """Bytes of keys and values a second, counted once for each query; None where reading them takes longer."""
 
@@ -71,10 +73,18 @@ class Interconnect:
         return 2 * self.ps(nbytes) - self.sync_ps
 
 
+def accesses(kind: Rung) -> tuple[str, str]:
+    """How a rung reads `first` and `rest` (see `Processor.access_per_s`)."""
+    if kind.dense:
+        return "dense", "dense"
+    return "gather" if kind.picks else "neurons", "gather"
+
+
 def processors_of(machine: Machine) -> tuple[Processor, ...]:
     """(CPU,) or (CPU, GPU)."""
     sections = zip(SIDES, (machine.cpu, machine.gpu), strict=True)
-    return tuple(_processor(name, section) for name, section in sections if section is not None)
+    whole = machine.gpu is None  # dense layers are matrices then
+    return tuple(_processor(name, section, whole) for name, section in sections if section is not None)
 
 
 def interconnect_of(machine: Machine) -> Interconnect | None:
@@ -84,10 +94,11 @@ def interconnect_of(machine: Machine) -> Interconnect | None:
     return Interconnect(to_units(machine.link.sync_us, 10**6), to_units(machine.link.pcie_gb_per_s, 10**9))
 
 
-def _processor(name: str, section: Cpu | Gpu) -> Processor:
+def _processor(name: str, section: Cpu | Gpu, whole: bool) -> Processor:
     accesses = {
         "neurons": section.neurons_gb_per_s,
         "gather": section.gather_gb_per_s,
+        "dense": {} if whole else section.neurons_gb_per_s,
         "predictor": section.predictor_gb_per_s,
     }
     attention = section.attention_gb_per_s
@@ -136,8 +147,9 @@ class Reads:
         """Picoseconds on a processor, with the layer on its rung."""
         fmt, kind = neuron.ffn_format, layer.kind
         ps: float = FFN_LAUNCHES * processor.launch_ps
-        ps += _ps(self.first, processor.rate(fmt, "gather" if kind.picks else "neurons"))
-        ps += _ps(self.rest, processor.rate(fmt, "neurons" if kind.dense else "gather"))
+        first, rest = accesses(kind)
+        ps += _ps(self.first, processor.rate(fmt, first))
+        ps += _ps(self.rest, processor.rate(fmt, rest))
         if kind.picks:
             ps += PREDICTOR_LAUNCHES * processor.launch_ps
             ps += _ps(self.predictor, processor.rate(neuron.predictor_format, "predictor"))

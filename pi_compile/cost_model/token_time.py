@@ -34,12 +34,13 @@ from pi_compile.cost_model.processors import (
     PICO,
     PREDICTOR_LAUNCHES,
     Processor,
+    accesses,
     interconnect_of,
     processors_of,
 )
 from pi_compile.cost_model.workload import Ints, Workload, rows_read
 from pi_compile.machine import Machine
-from pi_runtime.artifact.buffers import kv_bytes
+from pi_runtime.artifact.buffers import read_bytes
 from pi_runtime.artifact.footprint import PartBytes
 
 
@@ -161,7 +162,7 @@ def costs_of(work: Workload, machine: Machine) -> Costs:
 def _layer(work: Workload, processors: Sequence[Processor], layer: int, parts: PartBytes, handover: int) -> LayerCost:
     how, decoder = work.layers[layer], work.decoder
     # The cache is half full on average while an answer fills it.
-    cache = kv_bytes(decoder, work.formats["attention"], decoder.seen(layer, work.context // 2))
+    cache = read_bytes(decoder, work.formats["attention"], layer, work.context // 2)
     fmt = work.formats["attention"]
     predictor = (0,) * len(processors)
     if how.kind.picks:
@@ -191,12 +192,12 @@ def _layer(work: Workload, processors: Sequence[Processor], layer: int, parts: P
 
 def ffn_ps(work: Workload, layer: int, p: Processor, parts: PartBytes, first: Ints, rest: Ints) -> tuple[Ints, Ints]:
     """The two halves of T_u for so many rows of `first` and of `rest` over all profiled tokens."""
-    fmt, kind = work.formats["ffn"], work.layers[layer].kind
+    fmt, (first_access, rest_access) = work.formats["ffn"], accesses(work.layers[layer].kind)
     # Python's integers: the products do not fit into 64 bits.
     first_bytes = first.astype(object) * parts.first
     rest_bytes = rest.astype(object) * (parts.neuron - parts.first)
-    first_ps = -(-first_bytes * PICO // (work.tokens * p.rate(fmt, "gather" if kind.picks else "neurons")))
-    rest_ps = -(-rest_bytes * PICO // (work.tokens * p.rate(fmt, "neurons" if kind.dense else "gather")))
+    first_ps = -(-first_bytes * PICO // (work.tokens * p.rate(fmt, first_access)))
+    rest_ps = -(-rest_bytes * PICO // (work.tokens * p.rate(fmt, rest_access)))
     times = [np.where(first > 0, p.launch_ps + ps.astype(np.int64), 0) for ps in (first_ps, rest_ps)]
     return times[0], times[1]
 

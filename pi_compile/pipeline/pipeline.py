@@ -23,14 +23,15 @@ from pi_compile.checkpoint.tokenizer_files import TOKENIZER
 from pi_compile.corpus import Streams, source_files
 from pi_compile.errors import ProfileError
 from pi_compile.files import file_digest
-from pi_compile.machine import Machine, find_machine
+from pi_compile.machine import Machine, find_machine, to_units
+from pi_compile.packing import PackSpec, part_formats, specs_of
 from pi_compile.pipeline import stages
 from pi_compile.pipeline.division import divide
 from pi_compile.pipeline.packed import PackRecord, divide_settings
 from pi_compile.pipeline.recipe_checkpoint import recipe_checkpoint
 from pi_compile.pipeline.rounding_check import RoundingCheck
 from pi_compile.pipeline.store import WORKERS, Store, code_digest, key_of, token_digest
-from pi_compile.pipeline.summary import pack_report
+from pi_compile.pipeline.summary import forecast_line, pack_report
 from pi_compile.placement import SECONDS, Placement
 from pi_compile.planning import profile_of_dense
 from pi_compile.recipe import OWN_HEAD, Recipe, read_recipe
@@ -40,6 +41,8 @@ from pi_compile.training import TrainingWork, TrainSpec
 from pi_compile.training.candidates import searches_for
 from pi_compile.workers import HEARTBEAT, LONE, Rank, Worker, WorkFolder
 from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.layout import place_arrays
+from pi_runtime.artifact.rows import PROCESS_NBYTES
 from pi_runtime.artifact.rungs import DENSE
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.console import Progress
@@ -300,6 +303,7 @@ class Pipeline:
     def pack(self, output: Path) -> dict[str, Any]:
         """Write the artifact, unless the file is up to date, and report on it."""
         profile, trained = (None, None) if self.only_dense else (self.profile, self.trained)
+        mixed = has_matrices(self)
         recipe, quantised, guess = self.recipe.model_dump(), self.quantised, self.guess
         key = key_of(
             checkpoint=self.checkpoint.digest(),
@@ -309,6 +313,7 @@ class Pipeline:
             guess=guess and guess.digest,
             plans=[asdict(p) for p in self.plans],
             formats=dict(self.formats),
+            mixed=mixed,
             recipe=recipe,
             output=str(output.resolve()),
             code=code_digest("pi_compile.packing"),
@@ -328,8 +333,9 @@ class Pipeline:
                     predictors=trained,
                     quantised=quantised,
                     guess=guess,
-                    placements=self.placements,
+                    placements=() if mixed else self.placements,
                     formats=self.formats,
+                    mixed=mixed,
                     recipe=recipe,
                     progress=progress,
                 )
@@ -339,6 +345,29 @@ class Pipeline:
 
         self.ran.append("pack")
         return record.made_by(write, self.worker)
+
+
+def _in_memory(pipeline: Pipeline) -> bool:
+    """Whether the machine has no GPU, and its RAM, or what the recipe allows of it, holds all."""
+    machine, checkpoint, place = pipeline.machine, pipeline.checkpoint, pipeline.recipe.place
+    specs = specs_of(checkpoint, part_formats(checkpoint, PackSpec(formats=pipeline.formats)))
+    ram = to_units(place.ram_gib or machine.cpu.ram_gib, 2**30)
+    return machine.gpu is None and place_arrays(specs)[1] + PROCESS_NBYTES <= ram
+
+
+def has_matrices(pipeline: Pipeline) -> bool:
+    """Whether the FFNs of dense layers are stored as matrices, without plans."""
+    dense = pipeline.only_dense or any(row.kind.dense for row in pipeline.trained.rows)
+    alone = pipeline.checkpoint.decoder.n_experts == 1 and pipeline.quantised is None
+    return dense and alone and _in_memory(pipeline)
+
+
+def forecast(pipeline: Pipeline, artifact: Path) -> str:
+    """What a token takes by the recipe's machine, in a line; empty where it has a GPU, or too little memory."""
+    if not _in_memory(pipeline):
+        return ""
+    profile = profile_of_dense(pipeline.checkpoint.decoder) if pipeline.only_dense else pipeline.refined
+    return forecast_line(artifact, profile, pipeline.recipe.place.context, pipeline.machine)
 
 
 def train_settings(recipe: Recipe) -> dict[str, Any]:

@@ -297,6 +297,7 @@ def pack(
     quantised: QuantisedWeights | None = None,
     guess: PublishedHead | None = None,
     formats: Mapping[str, str] = KEPT,
+    mixed: bool = False,
     recipe: Mapping[str, Any] | None = None,
     progress: Progress = lambda _done, _total: None,
 ) -> PackResult:
@@ -305,8 +306,9 @@ def pack(
     `profile` orders the neurons, `predictors` give rungs and predictors, `placements` are stored as plans, `quantised`
     has matrices that are rounded already, `guess` is a head that drafts tokens. Each may be left out: the checkpoint
     alone gives an artifact that skips nothing but what is exactly zero, and whose weights are rounded to nearest.
-    `formats` are as for `train`; predictors have the format that training chose. `recipe` is stored as it is.
-    `progress` is called with the bytes done and their total.
+    `formats` are as for `train`; predictors have the format that training chose. `mixed` stores the FFNs of dense
+    layers as matrices, which is quicker, and runs on a CPU in memory alone. `recipe` is stored as it is. `progress` is
+    called with the bytes done and their total.
 
     Returns the path, the size in bytes, the sha256 and the rounding errors of parts that are quantised. The file is
     written whole or not at all, and the same arguments give the same bytes on every machine.
@@ -319,7 +321,7 @@ def pack(
     """
     return packing.pack(
         checkpoint,
-        PackSpec(formats=_formats(checkpoint, formats, predictors), guess=guess),
+        PackSpec(formats=_formats(checkpoint, formats, predictors), guess=guess, mixed=mixed),
         Path(output),
         recipe=recipe or {},
         profile=None if profile is None else refined(profile, predictors),

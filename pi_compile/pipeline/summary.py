@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pi_compile.cost_model import CPU, PICO, Workload, costs_of, token_time
+from pi_compile.machine import Machine
 from pi_compile.placement import Placement
-from pi_compile.results import WINDOWS, ActivationProfile, PredictorSet
+from pi_compile.results import WINDOWS, ActivationProfile, LayerWork, PredictorSet
 from pi_runtime.artifact.inspection import other_bytes
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.rungs import DENSE
 from pi_runtime.artifact.sizes import PARTS, FfnBytes
 
 if TYPE_CHECKING:
@@ -79,6 +82,20 @@ def built_line(t: PredictorSet | None, budget: float, artifact: Path) -> str:
     rungs = ", ".join(f"{count} {rung}" for rung, count in Counter(row.rung for row in t.rows).most_common())
     cost = f"perplexity {t.perplexity['increase']:+.2%} (at most {budget:+.2%})"
     return f"{len(t.rows)} layers: {rungs}; {reads_line(read / dense, (others + read) / (others + dense))}; {cost}"
+
+
+def forecast_line(artifact: Path, profile: ActivationProfile, context: int, machine: Machine) -> str:
+    """What a token takes on a machine without a GPU by its profile, and where all FFNs are whole matrices."""
+    with closing(Artifact.open(artifact)) as opened:
+        work = Workload.of(profile, opened.manifest.formats, context)
+    n = work.decoder.n_layers
+
+    def ms(layers: tuple[LayerWork, ...]) -> float:
+        costs = costs_of(replace(work, layers=layers), machine)
+        return token_time(costs, [CPU] * n, [0] * n, CPU, CPU).total * 1000 / PICO
+
+    own, whole = ms(work.layers), ms((LayerWork(rung=DENSE),) * n)
+    return f"by the machine's profile a token takes {own:.3g} ms, and {whole:.3g} ms with whole matrices (pack --plain)"
 
 
 def reads_line(ffn: float, whole: float) -> str:

@@ -16,7 +16,7 @@ from pi_compile.cost_model import CPU, GPU, PICO, Costs, Workload
 from pi_compile.machine import Machine
 from pi_compile.placement import Assignment, Problem, hottest_cuts
 from pi_compile.results import LayerWork
-from pi_runtime.artifact.buffers import kv_bytes
+from pi_runtime.artifact.buffers import read_bytes
 from pi_runtime.artifact.rungs import DENSE
 
 
@@ -87,6 +87,6 @@ class Baselines:
 def _cache_ps(work: Workload, costs: Costs, a: Assignment) -> int:
     """Attention over keys and values in RAM, half full, and the hand-overs of layers whose matrices are the GPU's."""
     d = work.decoder
-    seen = (kv_bytes(d, work.formats["attention"], d.seen(n, work.context // 2)) for n in range(len(a.sides)))
+    seen = (read_bytes(d, work.formats["attention"], n, work.context // 2) for n in range(len(a.sides)))
     read = sum(costs.processors[CPU].cache_ps(nbytes, d.n_heads // d.n_kv_heads) for nbytes in seen)
     return read + a.sides.count(GPU) * costs.handover

@@ -6,7 +6,7 @@ from decimal import Decimal
 from pathlib import Path
 
 from pi_compile.checkpoint.config import Config, is_gguf, read_json
-from pi_compile.checkpoint.families.registry import decoder_of
+from pi_compile.checkpoint.families.registry import decoder_of, find_adapter
 from pi_compile.checkpoint.part_formats import AUTO, KEEP
 from pi_compile.errors import CheckpointError, ProfileError, nearest
 from pi_compile.files import bundled_folder, parse_toml
@@ -83,6 +83,7 @@ def find_planned(
             + "fetch the model's config.json and name it: its weights are not needed",
         )
     config = Config(path, read_json(path))
+    config = find_adapter(config).text_config(config)
     dtype = config.get("dtype", config.get("torch_dtype"))
     return PlannedModel(
         name=name,

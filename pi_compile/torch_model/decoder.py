@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812  its usual name
 
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.errors import CorpusError
-from pi_runtime.artifact.decoder import CLAMP, LATENT_EPS, SWIGLU_SLOPE, Decoder, query_factors
+from pi_runtime.artifact.decoder import CLAMP, LATENT_EPS, LENGTH_EPS, SWIGLU_SLOPE, Decoder, query_factors
 from pi_runtime.artifact.features import refuse_lacking
 from pi_runtime.artifact.guess_head import PREFIX
 
@@ -230,6 +230,10 @@ def _taken(d: Decoder, w: NamedTensors, x: Tensor) -> tuple[Tensor, Tensor]:
     if "ffn/router" not in w:
         return always, torch.ones_like(always, dtype=x.dtype)
     values = x[..., d.d_model :] if d.router_early else _router_values(w, x)
+    of_shared = torch.ones_like(always, dtype=values.dtype)
+    if d.shared_gate:
+        values, gate = torch.split(values, [d.experts_routed, 1], -1)
+        of_shared = of_shared * gate.sigmoid()
     choices = _choices(d, values.sigmoid() + w["ffn/router_choice_bias"] if d.router_choice_bias else values)
     # A stable sort, unlike topk, takes the lower of two equal experts.
     best = choices.sort(dim=-1, descending=True, stable=True).indices[..., : d.experts_per_token - shared]
@@ -239,7 +243,7 @@ def _taken(d: Decoder, w: NamedTensors, x: Tensor) -> tuple[Tensor, Tensor]:
     else:
         weight = values.gather(-1, best).softmax(-1) if d.router_normalised else values.softmax(-1).gather(-1, best)
     weight = weight * d.router_scale if d.router_scale != 1 else weight
-    return torch.cat([best, always], -1), torch.cat([weight, torch.ones_like(always, dtype=weight.dtype)], -1)
+    return torch.cat([best, always], -1), torch.cat([weight, of_shared], -1)
 
 
 def _router_values(w: NamedTensors, x: Tensor) -> Tensor:
@@ -296,13 +300,21 @@ def windows(tokens: np.ndarray[Any, np.dtype[Any]], length: int) -> Tensor:
 def attention(
     d: Decoder, w: Mapping[str, Tensor], x_BTD: Tensor, on_input: Callable[[str, Tensor], None] | None = None
 ) -> Tensor:
-    """Causal attention over (B, T, D) inputs, from position 0. `on_input` sees what its two matrices multiply."""
+    """Causal attention over (B, T, D) inputs, from position 0. `on_input` sees what its matrices multiply."""
     qkv = F.linear(x_BTD, w["attention/qkv"], w.get("attention/qkv_bias"))
-    attended = (_of_latents if d.latent_rank else _of_heads)(d, w, qkv)
+    if d.recurs:
+        attended = _of_states(d, w, qkv, F.linear(x_BTD, w["attention/gates"]))
+        attended = attended * F.silu(F.linear(x_BTD, w["attention/gate"]))
+    else:
+        attended = (_of_latents if d.latent_rank else _of_heads)(d, w, qkv)
+    if d.output_gate:
+        attended = attended * torch.sigmoid(F.linear(x_BTD, w["attention/gate"]))
     if d.inner_norms:
         attended = F.rms_norm(attended, attended.shape[-1:], w["attention/inner_norm"], d.norm_eps)
     if on_input is not None:
         on_input("attention/qkv", x_BTD)
+        if "attention/gate" in w:
+            on_input("attention/gate", x_BTD)
         on_input("attention/out", attended)
     return F.linear(attended, w["attention/out"], w.get("attention/out_bias"))
 
@@ -331,6 +343,29 @@ def _of_heads(d: Decoder, w: Mapping[str, Tensor], qkv: Tensor) -> Tensor:
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     attended = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None)
     return attended.transpose(1, 2).reshape(batch, tokens, -1)
+
+
+def _of_states(d: Decoder, w: Mapping[str, Tensor], qkv: Tensor, gates: Tensor) -> Tensor:
+    """What each head's state gives, token by token, normed; see `recurrence` of the definition."""
+    batch, tokens, _ = qkv.shape
+    padded = F.pad(qkv.mT, (d.state_columns - 1, 0))
+    mixed = F.silu(F.conv1d(padded, w["attention/conv"].mT[:, None].contiguous(), groups=d.qkv_width)).mT
+    q, k, v = torch.split(mixed, [*d.qkv_parts], -1)
+    q, k = (part.reshape(batch, tokens, d.state_key_heads, d.state_key_dim) for part in (q, k))
+    q, k = (part * torch.rsqrt((part * part).sum(-1, keepdim=True) + LENGTH_EPS) for part in (q, k))
+    shared, q = d.state_heads // d.state_key_heads, q / d.state_key_dim**0.5
+    q, k = (u.repeat(1, 1, shared, 1) if d.state_heads_tiled else u.repeat_interleave(shared, 2) for u in (q, k))
+    v = v.reshape(batch, tokens, d.state_heads, d.state_value_dim)
+    b, a = gates.chunk(2, -1)
+    b, kept = b.sigmoid(), torch.exp(-w["attention/decay"] * F.softplus(a + w["attention/decay_bias"]))
+    state, sums = qkv.new_zeros(batch, d.state_heads, d.state_key_dim, d.state_value_dim), list[Tensor]()
+    for t in range(tokens):
+        state = state * kept[:, t, :, None, None]
+        wrong = v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        state = state + k[:, t, :, :, None] * (b[:, t, :, None] * wrong)[:, :, None]
+        sums.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    y = F.rms_norm(torch.stack(sums, 1), (d.state_value_dim,), w["attention/state_norm"], d.norm_eps)
+    return y.flatten(2)
 
 
 def _in_window(d: Decoder, tokens: int, device: Any) -> Tensor:

@@ -9,7 +9,7 @@ L layers, S positions, J pairs of columns that are rotated, P padded columns, C 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -20,7 +20,9 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import (
     CHUNKS,
     FEW_TOKENS,
+    KEPT,
     POSITIONS,
+    STATE_HEADER,
     attention_floats,
     chunk_places,
     ffn_floats,
@@ -102,9 +104,29 @@ def kv_page(d: Decoder, fmt: str, layers: int) -> Buffer:
     return Buffer((layers, *_page_shape(d, d.cached_width)), FORMATS[fmt].stored.name)
 
 
+def state_page(d: Decoder) -> Buffer:
+    """The states of a sequence's layers with a recurrence, after any number of positions.
+
+    A layer has an integer, the positions that its states are of; then for the convolution the columns of the positions
+    before, and of `KEPT` positions behind, which may be taken back: those of its channels, and of its gates b and a;
+    then the states (heads, key_dim, value_dim).
+    """
+    inputs = (d.state_columns - 1 + KEPT) * (sum(d.qkv_parts) + 2 * d.state_heads)
+    states = d.state_heads * d.state_key_dim * d.state_value_dim
+    return Buffer((len(d.recurrent_layers), STATE_HEADER + inputs + states), fill=0)
+
+
 def kv_bytes(d: Decoder, attention: str, positions: int) -> int:
     """Bytes of one layer's keys and values for so many positions, for attention weights of this format."""
     return kv_cache(d, attention, positions, layers=1).nbytes
+
+
+def read_bytes(d: Decoder, attention: str, layer: int, positions: int) -> int:
+    """Bytes of a layer's cache that a token behind so many positions goes through: keys and values that it sees, or
+    states, which are read and written."""
+    if layer in d.recurrent_layers:
+        return 2 * state_page(d).nbytes // len(d.recurrent_layers)
+    return kv_bytes(d, attention, d.seen(layer, positions))
 
 
 def rotary_tables(d: Decoder, positions: int) -> dict[str, Buffer]:
@@ -124,7 +146,9 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
 
     `kernels.data.workspace.Workspace` says what each is for.
     """
-    t, mixed, latents = tokens, d.mixed_width, d.n_heads if d.latent_rank else 0
+    kinds = d, replace(d, recurrence="none")
+    mixed, made, gates = (max(getattr(one, f"{of}_width") for one in kinds) for of in ("mixed", "qkv", "gate"))
+    t, latents = tokens, d.n_heads if d.latent_rank else 0
     widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank), chunk_places(d.d_ff)
     if layout != BY_NEURON:  # a product with `down` has the factors of all neurons as its input
         widest = max(widest, d.d_ff)
@@ -134,12 +158,16 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "attended_TD": Buffer((t, d.d_model)),
         "residual_TD": Buffer((t if d.block == "sandwich" else 0, d.d_model)),
         "embedding_TW": Buffer((t, narrow_width(d))),
-        "qkv_TQ": Buffer((t, d.qkv_width)),
+        "qkv_TQ": Buffer((t, made)),
+        "gate_TQ": Buffer((t, gates)),
+        "gates_TG": Buffer((t, 2 * d.state_heads)),
         "query_TQ": Buffer((t, latents * d.head_dim if d.query_rank else 0)),
         "latent_TQ": Buffer((t, latents * d.cached_width)),
         "latent_inputs": Buffer((min(CHUNKS, latents) * t * input_nbytes(max(d.head_dim, d.latent_rank)),), "uint8"),
         "mixed_TQ": Buffer((t, mixed)),
-        "router_TX": Buffer((t, d.n_experts * (2 if d.router_choice_bias or d.router_groups > 1 else 1))),
+        "router_TX": Buffer(
+            (t, (d.n_experts + d.shared_gate) * (2 if d.router_choice_bias or d.router_groups > 1 else 1))
+        ),
         "expert_TK": Buffer((t, d.most_experts), "int64", fill=0),
         "route_weight_TK": Buffer((t, d.most_experts), fill=1),
         "token_T": Buffer((t,), "int64"),

@@ -12,7 +12,7 @@ from pi_runtime.artifact.guess_head import guess_layer_problems
 from pi_runtime.artifact.layout import manifest_specs
 from pi_runtime.artifact.rungs import DENSE, RUNGS, Rung
 from pi_runtime.artifact.schema import OBJECTIVES, SIDES, Layer, Manifest, Plan, RowPlan
-from pi_runtime.artifact.sizes import APART, LAYOUTS, MATRICES, PARTS, WHOLE, ArraySpec, misfits
+from pi_runtime.artifact.sizes import APART, LAYOUTS, MATRICES, MIXED, PARTS, WHOLE, ArraySpec, misfits
 
 REQUIRED_FILE = "tokenizer.json"
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*\.[A-Za-z0-9._-]{1,64}")
@@ -46,9 +46,13 @@ def _decoder(m: Manifest) -> Iterator[str]:
 def _layout(m: Manifest) -> Iterator[str]:
     if m.ffn_layout not in LAYOUTS:
         yield f"ffn_layout: {m.ffn_layout!r} is none of {', '.join(LAYOUTS)}"
-    by_neuron = m.decoder.n_experts > 1 or m.profiled_tokens or m.plans or m.row_plans
-    if m.ffn_layout == WHOLE and (by_neuron or any(layer != Layer(rung=DENSE) for layer in m.layers)):
+    divided = m.decoder.n_experts > 1 or m.plans or m.row_plans
+    if m.ffn_layout == WHOLE and (
+        divided or m.profiled_tokens or any(layer != Layer(rung=DENSE) for layer in m.layers)
+    ):
         yield f"ffn_layout: {WHOLE} with experts, a profile, a plan or a layer that is not dense"
+    if m.ffn_layout == MIXED and divided:
+        yield f"ffn_layout: {MIXED} with experts or a plan"
 
 
 def _formats(m: Manifest) -> Iterator[str]:
@@ -58,8 +62,9 @@ def _formats(m: Manifest) -> Iterator[str]:
         return
     for name in m.formats.keys() - parts.keys():
         number, _, matrix = name.removeprefix("layers/").partition("/")
-        known = MATRICES[m.ffn_layout] | ({} if m.decoder.latent_rank else APART)
-        if matrix not in known or not (_LAYER.fullmatch(number) and int(number) < m.decoder.n_layers):
+        is_layer = _LAYER.fullmatch(number) and int(number) < len(m.layers)
+        known = MATRICES[m.layouts[int(number)]] | ({} if m.decoder.latent_rank else APART) if is_layer else {}
+        if matrix not in known:
             yield f"formats.{name}: no matrix that may have a format of its own"
             continue
         own, whole = m.formats[name], parts[known[matrix]]

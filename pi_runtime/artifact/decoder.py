@@ -15,8 +15,16 @@ The FFN is, per neuron i with activation a,
 
 and with experts  y = Σ_e p_e y_e  over the experts_per_token experts e with the largest router_e · x, p the softmax of
 these values over those experts, or over all; or  p_e = s(router_e · x), with s(z) = 1 / (1 + e⁻ᶻ), and mostly over
-their sum. The router reads what the FFN reads, or x as it enters the block. Experts that every token takes, p_e = 1,
-stand behind those of the router; a dense layer is made of such experts alone.
+their sum. The router reads what the FFN reads, or x as it enters the block. Experts that every token takes, p_e = 1 or
+s(gate · x), stand behind those of the router; a dense layer is made of such experts alone.
+
+In some layers a recurrence may stand in attention's place: each head has a state S of a fixed size, and no keys and
+values. Source: Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464.
+
+    gated_delta   S ← eᵍ S,   S ← S + k (b (v − Sᵀk))ᵀ,   y = Sᵀq / √K       g = −decay · ln(1 + e^(a + bias))
+
+with a head's numbers a and s(b) of the token, and q, k, v SiLU of a causal convolution, q and k then divided by their
+lengths. Several heads may share q and k. The sums y are normed, and multiplied by SiLU(z).
 
 Each field is a fact, one record: its meaning, the values it may have, its default, what else must hold where it has
 another one, and who computes it. From the records follow the keys of a manifest, its validation, its features, what a
@@ -46,6 +54,9 @@ FFN's up · x + c, within −7 … 7, one more (gpt-oss)."""
 CLAMP, SWIGLU_SLOPE = 7.0, 1.702
 LATENT_EPS = 1e-6
 """Epsilon of the `rms` norms of latents, whatever that of the others is."""
+RECURRENCES = ("none", "gated_delta")
+LENGTH_EPS = 1e-6
+"""Added to the square of the length that queries and keys of a recurrence are divided by."""
 BODIES = {"numpy": "the definition", "torch": "torch's layers", "cpu": "the CPU's kernels", "gpu": "the GPU tier"}
 """What computes a decoder, each by itself: its name, and how it is spoken of."""
 ALL = tuple(BODIES)
@@ -126,6 +137,20 @@ TURNS = Values("list of float32 numbers, all > 0 or all < 0", lambda v, _: all(f
 WITH_ROPE = Rule("with rope", lambda d: d.positions == "rope")
 NOT_EARLY = Rule("without `router_early`", lambda d: not d.router_early)
 
+HAS_STATES = Rule(
+    "with states of heads, keys, values and positions",
+    lambda d: min(d.state_heads, d.state_key_heads, d.state_key_dim, d.state_value_dim, d.state_columns) > 0,
+)
+EVENLY = Rule("as a divisor of `state_heads`", lambda d: d.state_heads % d.state_key_heads == 0)
+IN_SOME_LAYERS = (
+    Rule("in some layers alone", lambda d: len(d.recurrent_layers) < d.n_layers),
+    Rule(
+        "in layers without a window and with rotation",
+        lambda d: not {*d.recurrent_layers} & {*d.windowed_layers, *d.unrotated_layers},
+    ),
+    Rule("without `latent_rank` and `inner_norms`", lambda d: not (d.latent_rank or d.inner_norms)),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
@@ -179,6 +204,10 @@ class Decoder:
     experts_shared: int = fact(
         "so many experts, the last ones, are taken by every token and not by the router; they count in both numbers",
         COUNT, NOT_EARLY, Rule("below `experts_per_token`", lambda d: d.experts_shared < d.experts_per_token),
+        bodies=WITHOUT_GPU,
+    )
+    shared_gate: bool = fact(
+        "their weight is s(gate · x), with a gate behind the router's rows, and not 1", FLAG, of="experts_shared",
         bodies=WITHOUT_GPU,
     )
     dense_layers: tuple[int, ...] = fact(
@@ -275,6 +304,21 @@ class Decoder:
     attention_sinks: bool = fact(
         "each head has a sink: e^sink is added to the sum that divides a softmax of scores", FLAG, bodies=WITHOUT_GPU
     )
+    output_gate: bool = fact(
+        "what attention's last matrix reads is multiplied by s(gate · x), number by number", FLAG,
+        Rule("without `latent_rank`", lambda d: not d.latent_rank), bodies=WITHOUT_GPU,
+    )
+    recurrence: str = fact(
+        "what stands in attention's place in some layers, below", one_of(*RECURRENCES), HAS_STATES,
+        of="recurrent_layers", bodies=WITHOUT_GPU,
+    )
+    recurrent_layers: tuple[int, ...] = fact("layers that have it", LAYERS, *IN_SOME_LAYERS, of="recurrence")
+    state_heads: int = fact("heads with a state", COUNT, of="recurrent_layers")
+    state_key_heads: int = fact("G', heads of keys, which consecutive ones share", COUNT, EVENLY, of="recurrent_layers")
+    state_heads_tiled: bool = fact("head h shares number h mod G' of them", FLAG, of="recurrent_layers")
+    state_key_dim: int = fact("numbers of a key", COUNT, of="recurrent_layers")
+    state_value_dim: int = fact("numbers of a value", COUNT, of="recurrent_layers")
+    state_columns: int = fact("positions of the convolution, a token's own included", COUNT, of="recurrent_layers")
     latent_rank: int = fact(
         "L, where keys and values of all heads are products with one latent of L numbers (MLA). A head of queries then "
         "has E numbers, of which the last 2J are rotated, as are 2J more that all heads share as the rest of their key",
@@ -292,10 +336,14 @@ class Decoder:
     # fmt: on
 
     def of_layer(self, layer: int) -> Self:
-        """The decoder as one layer computes it: without angles, a window, or a router, where the layer has none."""
+        """The decoder as one layer computes it: without angles, a window, a recurrence, or a router, where the layer
+        has none, and without facts of attention where a recurrence stands in its place."""
         differences: dict[str, Any] = {"window": 0}
+        if self.recurrent_layers:
+            differences |= _NO_ATTENTION if layer in self.recurrent_layers else {"recurrence": "none"}
         if layer in self.windowed_layers:
-            differences = {"rotary_frequencies": self.windowed_frequencies or self.rotary_frequencies}
+            del differences["window"]
+            differences["rotary_frequencies"] = self.windowed_frequencies or self.rotary_frequencies
             differences["rotary_scale"] = self.windowed_scale or self.rotary_scale
         if layer in self.unrotated_layers:
             differences["rotary_frequencies"] = ()
@@ -337,8 +385,15 @@ class Decoder:
         return self.activation in SPARSE_ACTIVATIONS
 
     @property
+    def recurs(self) -> bool:
+        """Whether a recurrence stands in attention's place, in some layers or in this one (see `of_layer`)."""
+        return self.recurrence != "none"
+
+    @property
     def mixed_width(self) -> int:
         """Numbers that attention's last matrix reads: those of all heads."""
+        if self.recurs:
+            return self.state_heads * self.state_value_dim
         return self.n_heads * (self.value_dim or self.head_dim)
 
     @property
@@ -347,11 +402,25 @@ class Decoder:
         return self.latent_rank + self.rotary_dim if self.latent_rank else self.head_dim
 
     @property
+    def gate_width(self) -> int:
+        """Numbers that what attention's last matrix reads is multiplied by; 0 for none."""
+        return self.mixed_width if self.output_gate or self.recurs else 0
+
+    @property
+    def qkv_parts(self) -> tuple[int, int, int]:
+        """Numbers of queries, of keys and of values that attention's first matrix makes of a token."""
+        if self.recurs:
+            keys = self.state_key_heads * self.state_key_dim
+            return keys, keys, self.state_heads * self.state_value_dim
+        keys = self.n_kv_heads * self.head_dim
+        return self.n_heads * self.head_dim, keys, keys
+
+    @property
     def qkv_width(self) -> int:
         """Numbers that attention's first matrix makes of a token."""
         if self.latent_rank:
             return (self.query_rank or self.n_heads * self.head_dim) + self.cached_width
-        return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+        return sum(self.qkv_parts)
 
     @property
     def neurons(self) -> int:
@@ -384,6 +453,10 @@ class Decoder:
     def rotary_dim(self) -> int:
         """Number of leading columns of a head that are rotated."""
         return 2 * len(self.rotary_frequencies)
+
+
+_NO_ATTENTION = dict.fromkeys(("qkv_bias", "out_bias", "qk_norm", "output_gate", "attention_sinks"), False)
+"""Facts that a layer lacks in which a recurrence stands in attention's place."""
 
 
 def rotary_table(decoder: Decoder, length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:

@@ -11,7 +11,7 @@ from functools import partial
 from pi_runtime.artifact.decoder import BODIES, Decoder, facts
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.artifact.sizes import APART, BY_NEURON, PARTS
+from pi_runtime.artifact.sizes import APART, BY_NEURON, MIXED, PARTS
 from pi_runtime.errors import DoesNotFitError, Text
 
 COMPUTED_BY = {
@@ -36,6 +36,7 @@ def _has_format(m: Manifest, name: str) -> bool:
 FEATURES: dict[str, Callable[[Manifest], bool]] = {
     **{name: partial(_has_fact, feature=name) for name in COMPUTED_BY},
     "ffn_layout": lambda m: m.ffn_layout != BY_NEURON,
+    "ffn_layout.mixed": lambda m: m.ffn_layout == MIXED,
     "formats.apart": lambda m: any(name.endswith(tuple(APART)) for name in m.formats),
     "formats.matrices": lambda m: len(m.formats) > len(PARTS),
     **{f"formats.{name}": partial(_has_format, name=name) for name in WEIGHT_FORMATS},

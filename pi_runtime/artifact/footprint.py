@@ -26,6 +26,8 @@ POSITIONS, ATTENTION_TOKENS = 32, 16
 """Positions of a cache that attention takes at once, and tokens of a prompt."""
 LATENT_HEADS = 8
 """Heads that share a latent when it is read once."""
+KEPT, STATE_HEADER = 8, 16
+"""Positions of a sequence that may be taken back from its states, and 4-byte numbers before a layer's states."""
 SUM_ROWS = 8
 """Rows that are summed at once; a list of factors has room for so many zeros behind them."""
 FFN_SPLITS, ATTENTION_SPLITS, GEMM_NEURONS = 32, 8, 1024
@@ -157,10 +159,14 @@ def input_nbytes(columns: int) -> int:
 
 
 def attention_floats(decoder: Decoder) -> int:
-    """4-byte numbers that one part of attention works with: for each query its sum, weights, and four numbers more."""
+    """4-byte numbers that one part of attention works with: for each query its sum, weights, and four numbers more; or
+    of a recurrence a head's state, and twice its query or key, and value."""
+    key, value = decoder.state_key_dim, decoder.state_value_dim
+    own = key * value + 2 * (key + value)
     if decoder.latent_rank:
         return ATTENTION_TOKENS * min(LATENT_HEADS, decoder.n_heads) * (decoder.latent_rank + POSITIONS + 4)
-    return ATTENTION_TOKENS * decoder.n_heads // decoder.n_kv_heads * (decoder.head_dim + POSITIONS + 4)
+    shared = decoder.n_heads // decoder.n_kv_heads
+    return max(own, ATTENTION_TOKENS * shared * (decoder.head_dim + POSITIONS + 4))
 
 
 def chunk_places(neurons: int) -> int:

@@ -63,7 +63,7 @@ class GuessHead:
     def layer_of(self, d: Decoder) -> Decoder:
         """Its layer as a decoder of one layer, beside a model, without what the model has besides: windows, latents."""
         return replace(
-            d.without_exceptions().without("latent_rank"),
+            d.without_exceptions().without("latent_rank", "output_gate"),
             n_layers=1,
             n_heads=self.n_heads,
             n_kv_heads=self.n_kv_heads,

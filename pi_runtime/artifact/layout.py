@@ -108,7 +108,7 @@ def place_files(sizes: Iterable[tuple[str, int]], offset: int) -> tuple[dict[str
 def manifest_specs(manifest: Manifest) -> dict[str, ArraySpec]:
     """The arrays an artifact with this manifest holds."""
     ranks = [layer.rank for layer in manifest.layers]
-    specs = array_specs(manifest.decoder, manifest.formats, ranks, manifest.profiled_tokens > 0, manifest.ffn_layout)
+    specs = array_specs(manifest.decoder, manifest.formats, ranks, manifest.profiled_tokens > 0, manifest.layouts)
     if manifest.guess is not None:
         specs |= with_scales(manifest.guess.arrays(manifest.decoder))
     if manifest.guess_layers:

@@ -9,7 +9,7 @@ from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.decoding import ALWAYS
 from pi_runtime.artifact.guess_head import GuessHead
 from pi_runtime.artifact.rungs import RUNGS, Rung, rung_in_mode
-from pi_runtime.artifact.sizes import BY_NEURON
+from pi_runtime.artifact.sizes import BY_NEURON, layer_layouts
 
 FORMAT_NAME = "pi-artifact"
 FORMAT_VERSION = 1
@@ -159,6 +159,11 @@ class Manifest:
     provenance: Mapping[str, Any]
     arrays: Mapping[str, ArrayEntry]
     files: Mapping[str, FileEntry]
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """How the FFN of each layer is stored."""
+        return layer_layouts(self.ffn_layout, (layer.rung for layer in self.layers))
 
     @property
     def guess_states(self) -> tuple[int, ...]:

@@ -13,6 +13,10 @@ rows of `rest` a neuron, R predictor rank.
     layers/N/attention/v_up [H·U, L]   …/out [D, H·U]   with a latent of L numbers beside P rotated ones and U values a
     head; Q is the queries' latent, or H·E without it. Rows of queries are those that are not rotated, head by head,
     then the first halves of the others, then the second ones
+    layers/N/attention/gate [H·E, D]   what is multiplied with attention's sums goes through a sigmoid
+    layers/N/attention/qkv [C, D]   …/conv [W, C]   …/gates [2·H, D] of b, then of a   …/decay [H]   …/decay_bias [H]
+    …/state_norm [U]   …/gate [H·U, D]   …/out [D, H·U]   of a recurrence with H heads of U values, C channels of
+    queries, keys and values, and a convolution of W positions
     layers/N/attention/{q_norm,k_norm} [E], or [H·E] and [G·E] where the norm is joint
     layers/N/attention/inner_norm [H·E], or [H·U]   layers/N/ffn/inner_norm [F]
     layers/N/attention/out_norm/{weight,bias} [D], layers/N/ffn/out_norm/{weight,bias} [D] of a sandwich block
@@ -21,7 +25,8 @@ rows of `rest` a neuron, R predictor rank.
     the other rows then
     layers/N/ffn/rest [F, k, D]                 …/up_bias [F]         …/down_bias [D], or …/expert_bias [X, D]
     layers/N/ffn/up [F, D]   …/down [D, F]      in place of `rest` in the layout `matrices`; `up` only where it is gated
-    layers/N/ffn/router [X, D]   …/{router_bias,router_choice_bias} [X]    where the router takes experts
+    layers/N/ffn/router [X, D]   …/{router_bias,router_choice_bias} [X]    where the router takes experts; behind the
+    router's rows that of a gate of the shared ones
     layers/N/ffn/order [F]    original index of each stored neuron
     layers/N/ffn/counts [F]   how often it fired while profiling
     layers/N/predictor/down [X·R, D]   …/up [F, R]   …/bias [F]
@@ -38,12 +43,14 @@ from typing import Self
 
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import BLOCK, FORMATS, GROUP
+from pi_runtime.artifact.rungs import DENSE
 
-LAYOUTS = BY_NEURON, WHOLE = "neurons", "matrices"
-"""How FFNs are stored: by neuron, so that neurons can be skipped, placed, and read one by one; or as the matrices that
-checkpoints have, which keeps the blocks of `down` and is only for models that compute every neuron."""
+LAYOUTS = BY_NEURON, WHOLE, MIXED = "neurons", "matrices", "mixed"
+"""How FFNs are stored: by neuron, so that neurons can be skipped, placed, and read one by one; as the matrices that
+checkpoints have, which keeps the blocks of `down`, is quicker, and is only for layers that compute every neuron; or
+mixed: as matrices where the layer's rung is dense, else by neuron."""
 PARTS = ("embedding", "attention", "ffn", "head", "predictor")
-_ATTENTION_MATRICES = dict.fromkeys(("attention/qkv", "attention/out"), "attention")
+_ATTENTION_MATRICES = dict.fromkeys(("attention/qkv", "attention/gate", "attention/out"), "attention")
 MATRICES = {
     BY_NEURON: {**_ATTENTION_MATRICES, **dict.fromkeys(("ffn/first", "ffn/rest"), "ffn")},
     WHOLE: {**_ATTENTION_MATRICES, **dict.fromkeys(("ffn/first", "ffn/up", "ffn/down"), "ffn")},
@@ -52,6 +59,11 @@ MATRICES = {
 ALL_MATRICES = MATRICES[BY_NEURON] | MATRICES[WHOLE]
 APART = dict.fromkeys(("attention/k", "attention/v"), "attention")
 """Matrices that `qkv` has the rows of, unless they have a format of their own; keys only where values do."""
+
+
+def layer_layouts(layout: str, rungs: Iterable[str]) -> tuple[str, ...]:
+    """How the FFN of each layer is stored, by neuron or as matrices."""
+    return tuple(WHOLE if layout == WHOLE or (layout == MIXED and rung == DENSE) else BY_NEURON for rung in rungs)
 
 
 @dataclass(frozen=True)
@@ -125,13 +137,18 @@ class FfnBytes:
 
 
 def array_specs(
-    decoder: Decoder, formats: Mapping[str, str], ranks: Sequence[int | None], profiled: bool, layout: str = BY_NEURON
+    decoder: Decoder,
+    formats: Mapping[str, str],
+    ranks: Sequence[int | None],
+    profiled: bool,
+    layout: str | Sequence[str] = BY_NEURON,
 ) -> dict[str, ArraySpec]:
     """Every array of an artifact, in the order in which it is written.
 
     `formats` maps each of `PARTS` to a weight format, and may name matrices (`layers/N/` and one of `MATRICES`) with
     another one. `ranks` has a predictor rank or None for each layer. `profiled` says whether neuron order and
-    counts are stored, `layout` how FFNs are (see `LAYOUTS`). Norms, biases and routers are always f32.
+    counts are stored, `layout` how FFNs are, or those of each layer (see `LAYOUTS`). Norms, biases and routers are
+    always f32.
     """
     plain = _plain_specs(decoder, formats, ranks, profiled, layout)
     return with_scales((name, ArraySpec(formats.get(name, spec.format), spec.shape)) for name, spec in plain)
@@ -148,8 +165,9 @@ def with_scales(arrays: Iterable[tuple[str, ArraySpec]]) -> dict[str, ArraySpec]
 
 
 def _plain_specs(
-    d: Decoder, formats: Mapping[str, str], ranks: Sequence[int | None], profiled: bool, layout: str
+    d: Decoder, formats: Mapping[str, str], ranks: Sequence[int | None], profiled: bool, layout: str | Sequence[str]
 ) -> Iterator[tuple[str, ArraySpec]]:
+    layouts = [layout] * len(ranks) if isinstance(layout, str) else layout
     narrow = d.d_embedding != d.d_model
     yield "embedding", ArraySpec(formats["embedding"], (d.vocab_size, d.d_embedding))
     if narrow:
@@ -158,8 +176,8 @@ def _plain_specs(
         yield "positions", ArraySpec(formats["embedding"], (d.context_length + d.position_offset, d.d_model))
     if d.embedding_norm:
         yield from _norm(d, "embedding_norm")
-    for n, rank in enumerate(ranks):
-        for name, spec in layer_specs(d.of_layer(n), formats, rank, profiled, layout):
+    for n, (rank, own) in enumerate(zip(ranks, layouts, strict=True)):
+        for name, spec in layer_specs(d.of_layer(n), formats, rank, profiled, own):
             if name == "attention/qkv":
                 yield from _apart(d, f"layers/{n}/", formats, spec)
             else:
@@ -198,7 +216,7 @@ def layer_specs(
     if d.block == "sandwich":
         yield from _norm(d, "ffn/out_norm")
     if d.n_experts > 1 and d.experts_per_token > d.experts_shared:
-        yield "ffn/router", ArraySpec("f32", (d.experts_routed, d.d_model))
+        yield "ffn/router", ArraySpec("f32", (d.experts_routed + d.shared_gate, d.d_model))
         if d.router_bias:
             yield "ffn/router_bias", ArraySpec("f32", (d.experts_routed,))
         if d.router_choice_bias:
@@ -212,7 +230,7 @@ def layer_specs(
             yield "ffn/expert_bias", ArraySpec("f32", (d.n_experts, d.d_model))
         else:
             yield "ffn/down_bias", ArraySpec("f32", (d.d_model,))
-    if profiled:
+    if profiled and layout == BY_NEURON:
         yield "ffn/order", ArraySpec("u32", (d.neurons,))
         yield "ffn/counts", ArraySpec("u64", (d.neurons,))
     if rank is not None:
@@ -242,6 +260,10 @@ def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
         yield "attention/qkv_bias", ArraySpec("f32", (qkv,))
     if d.latent_rank:
         yield from _latent_specs(d, fmt)
+    if d.recurs:
+        yield from _recurrent_specs(d)
+    if d.gate_width:
+        yield "attention/gate", ArraySpec(fmt, (d.gate_width, d.d_model))
     if d.qk_norm:
         queries, keys = (d.n_heads, d.n_kv_heads) if d.joint_qk_norm else (1, 1)
         yield "attention/q_norm", ArraySpec("f32", (queries * d.head_dim,))
@@ -255,6 +277,14 @@ def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
         yield "attention/out_bias", ArraySpec("f32", (d.d_model,))
     if d.block == "sandwich":
         yield from _norm(d, "attention/out_norm")
+
+
+def _recurrent_specs(d: Decoder) -> Iterator[tuple[str, ArraySpec]]:
+    yield "attention/conv", ArraySpec("f32", (d.state_columns, d.qkv_width))
+    yield "attention/gates", ArraySpec("f32", (2 * d.state_heads, d.d_model))
+    yield "attention/decay", ArraySpec("f32", (d.state_heads,))
+    yield "attention/decay_bias", ArraySpec("f32", (d.state_heads,))
+    yield "attention/state_norm", ArraySpec("f32", (d.state_value_dim,))
 
 
 def _latent_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:

@@ -13,9 +13,10 @@ from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.engine.scheduler import PromptPace, Scheduler
 from pi_runtime.execution.executor import Executor, SequenceResult, SequenceStep
 from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.pages import PAGE_POSITIONS
 from pi_runtime.sequence.answer import AnswerSequence
 from pi_runtime.sequence.drafts import NO_DRAFT, Draft, Speculation
-from pi_runtime.sequence.sequence import Output, Rank, Status, TokenSequence
+from pi_runtime.sequence.sequence import Output, Rank, Status, TokenSequence, snapshot_places
 from pi_runtime.sequence.stats import DraftFigures
 
 
@@ -74,6 +75,7 @@ class Core:
         self.finished = self.preemptions = self.ahead_tokens = 0
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self.drafts = DraftFigures()
+        self._keeps_states = any(one.is_state for one in executor.new_pool().classes)
 
     def submit(self, sequence: TokenSequence) -> None:
         """Let a sequence wait for a slot, in place of those that it makes useless."""
@@ -153,6 +155,9 @@ class Core:
         self.held[sequence], sequence.num_computed, sequence.status = cache, cache.length, Status.RUNNING
         block = self._executor.block_tokens
         sequence.max_block = min(block, BLOCK_TOKENS) if sequence.needs_all_logits else block
+        if self._keeps_states:
+            tokens = sequence.tokens[: sequence.prompt_tokens]
+            sequence.stops = snapshot_places(tokens, sequence.ends_of_messages, PAGE_POSITIONS)
         self.scheduler.join()
         if sequence.num_pending == 0:
             self.leave(sequence)
@@ -224,7 +229,8 @@ class Core:
         every = draft.num_run > 0 or sequence.needs_all_logits
         cache, states = self.held[sequence], self._speculation.is_on and sequence.wants_states
         logits: Literal["last", "all"] = "all" if every else "last"
-        return SequenceStep(cache=cache, tokens=tokens, select=select, logits=logits, states=states)
+        tried = draft.num_run > 0
+        return SequenceStep(cache=cache, tokens=tokens, select=select, logits=logits, is_tried=tried, states=states)
 
     # Advance.
 
@@ -266,8 +272,10 @@ class Core:
         has_read = before == sequence.prompt_tokens < len(sequence.tokens)
         if error is not None or sequence.complete:
             self.leave(sequence, error)
-        elif cache is not None and (has_read or (self._shares_pieces and not sequence.is_decoding)):
-            self._caches.share(cache)
+        elif cache is not None:
+            may_begin_alike = self._shares_pieces and not sequence.is_decoding
+            if has_read or may_begin_alike or cache.length in sequence.stops:
+                self._caches.share(cache)
 
     def _count(
         self,

@@ -33,6 +33,8 @@ from pi_runtime.sequence.drafts import StepTimes
 from pi_runtime.sequence.sequence import Origin, Rank, TokenSequence
 from pi_runtime.sequence.settings import AnswerSettings, names_settings
 
+SNAPSHOTS = 16
+"""Of states, for each slot, that a budget has room for unless asked otherwise: as many as a conversation has turns."""
 DISK_BUDGET = 8 << 30
 """Bytes of keys and values in `kv_disk` unless asked otherwise."""
 CLOSE_S = 5.0
@@ -249,7 +251,9 @@ class Engine:
         if self._executor.kv_room is not None:
             return self._executor.kv_room
         pool = self._executor.new_pool()
-        nbytes = pool.budget_for(sequence_nbytes(pool.classes, self.model.context, self._executor.block_tokens))
+        states = SNAPSHOTS * sum(one.page.nbytes for one in pool.classes if one.is_state)
+        nbytes = sequence_nbytes(pool.classes, self.model.context, self._executor.block_tokens)
+        nbytes = pool.budget_for(nbytes + states)
         return max(nbytes, min(slots * nbytes, _machine_memory() // 4))
 
     def _opened_store(

@@ -143,7 +143,7 @@ def _executor(
     if whole and (device != "cpu" or budget is not None):
         raise DeviceError(
             f"{artifact.path}: its FFNs are whole matrices, which run on the CPU, in memory",
-            remedy=f"for a budget of RAM {BY_NEURON_REMEDY}; for a GPU: pi-compile build RECIPE",
+            remedy=f"for a budget of RAM {BY_NEURON_REMEDY}; for a GPU: build it for a machine with one",
         )
     if device not in ("cpu", "stand-in"):
         if held != "auto":

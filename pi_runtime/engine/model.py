@@ -181,7 +181,9 @@ class Model(ChatModel):
         """A prompt to be read ahead, checked. Raises errors as `new_answer` does."""
         ids = self._prompt_ids(prompt)
         check_prompt(ids, self.context)
-        return ReadSequence(ids)
+        sequence = ReadSequence(ids)
+        sequence.ends_of_messages = self.manifest.text.end_ids
+        return sequence
 
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):

@@ -157,7 +157,7 @@ class PageFiles:
         with self._changed:
             if self.has(page.name, page.kind):
                 return True
-            if self._queued + page.values.nbytes > QUEUE_NBYTES or self._ends is not None:
+            if (self._queued and self._queued + page.values.nbytes > QUEUE_NBYTES) or self._ends is not None:
                 return False
             self._queue[page.name, page.kind] = page.values.copy()
             self._queued += page.values.nbytes

@@ -6,8 +6,9 @@ children. A page that is used in part is dropped once another holds the same pos
 its own: nothing tells what another's pages hold.
 
 Layers with a window need their pages only where a sequence goes on. So a node may lack theirs, and a prefix is offered
-where every class has what its window sees from there. A state that exists at some page ends only would be one more
-class, which most nodes lack.
+where every class has what its window sees from there. States are one more class, which most nodes lack: those of a
+node are of the length at which its positions end, and a prefix with states is offered up to there or not at all. They
+are snapshots of sequences (see `sequence.snapshot_places`), and take at most `OF_STATES` of the pool's budget.
 
 Memory is made by least waste (Abhyankar et al. 2024, InferCept): keeping a page costs bytes × the time until it is
 expected back, dropping it the time to have it again. Of pages of one kind the least recently used has the most to lose
@@ -27,6 +28,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import NamedTuple, Optional, TypeGuard
 
+from pi_runtime.artifact.layer_classes import LayerClass
 from pi_runtime.execution.kv_cache import KVCache, PageRun, all_pages, pages_of
 from pi_runtime.execution.pages import PAGE_POSITIONS, PagePool
 from pi_runtime.sequence.sequence import Outcome
@@ -36,6 +38,8 @@ Key = tuple[int, ...]
 LATEST = 0.2
 """Weight of the latest measurement."""
 SPARE_ENTRIES = 64
+OF_STATES = 0.5
+"""Share of the pool's budget that states may take: where there are more, the least recently used go."""
 
 
 class Measured:
@@ -106,6 +110,26 @@ Price = Callable[[Node, int], float]
 """Seconds that it takes to have a page of a node and a class again."""
 
 
+class _Snapshots:
+    """The nodes that hold states, each with the number of their class."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool, self._kinds = pool, dict[Node, int]()
+
+    def with_one_more(self, node: Node, kind: int) -> list[Node]:
+        """Note a node; returns those whose states are too many: which were used longest ago."""
+        self._kinds[node] = kind
+        if self._pool.capacity is None:
+            return []
+        most = max(1, int(OF_STATES * self._pool.capacity) // self._pool.classes[kind].page.nbytes)
+        return sorted(self._kinds, key=lambda one: -one.uses[kind])[most:]
+
+    def forget(self, node: Node, kind: int) -> None:
+        """Note that a node's page of a class is given back."""
+        if self._kinds.get(node) == kind:
+            del self._kinds[node]
+
+
 class PrefixTree:
     """Pages of positions that were computed, found by the longest prefix, and dropped where that wastes least.
 
@@ -131,6 +155,7 @@ class PrefixTree:
         self._others: list[Entry] = []
         self.size = 0
         """How many pages it holds. Any thread may ask."""
+        self._snapshots = _Snapshots(pool)
         self.call_s = Measured(float("inf"))
         """Seconds for which calls of tools have taken: until the next turn began."""
 
@@ -162,9 +187,11 @@ class PrefixTree:
         closest, common = _closest(path[-1] if path else root, rest)
         if closest is not None:
             path.append(closest)
-        length = self._offered(path, length + common)
+        length = _offered(self._pool.classes, path, length + common)
         self._use(path, length, None)
-        return Prefix(tuple(self._run(path, kind, length) for kind in range(len(self._pool.classes))), length)
+        return Prefix(
+            tuple(_run(self._pool.classes, path, kind, length) for kind in range(len(self._pool.classes))), length
+        )
 
     def insert(self, cache: KVCache, outcome: Outcome | None = None, prompt_tokens: int = 0) -> None:
         """Share the pages of a cache, as far as their positions are not held yet; marks all of them as used now.
@@ -206,7 +233,7 @@ class PrefixTree:
             _, node, kind = entry
             if not node.children and any(self._is_own(page) for page in node.pages):
                 self._drop(node)
-            elif self._pool.classes[kind].window and self._is_own(page := node.pages[kind]):
+            elif self._pool.classes[kind].comes_alone and self._is_own(page := node.pages[kind]):
                 self._tell(node, kind, page)
                 self._release(node, kind)
             else:
@@ -239,23 +266,6 @@ class PrefixTree:
                 self.call_s.count(self._clock() - node.asked[1])
                 node.asked = None
 
-    def _offered(self, path: Sequence[Node], length: int) -> int:
-        """How many of the first `length` positions of a path can be gone on from: what windows see there is held."""
-        there = [0] * len(self._pool.classes)
-        found = 0
-        for place, node in enumerate(path):
-            there = [place + 1 if page is None else first for first, page in zip(there, node.pages, strict=True)]
-            end = min(length, PAGE_POSITIONS * (place + 1))
-            if all(of.first_page(end) >= first for of, first in zip(self._pool.classes, there, strict=True)):
-                found = end
-        return found
-
-    def _run(self, path: Sequence[Node], kind: int, length: int) -> PageRun:
-        """The pages of a class that a sequence needs to go on from the first `length` positions of a path."""
-        places = self._pool.classes[kind].pages(length)
-        pages = (path[place].pages[kind] for place in places)
-        return PageRun(places.start, tuple(page for page in pages if page is not None))
-
     def _add(self, parent: Node, key: Key) -> Node:
         """Add a node below another, in place of children that hold less; returns the child that holds its positions."""
         closest, common = _closest(parent, key)
@@ -276,6 +286,11 @@ class PrefixTree:
                 node.pages[kind] = page
                 self.size += 1
                 self._mark(node, kind)
+                if self._pool.classes[kind].is_state:
+                    for older in self._snapshots.with_one_more(node, kind):
+                        if self._is_own(own := older.pages[kind]):
+                            self._tell(older, kind, own)
+                        self._release(older, kind)
 
     # What is dropped first.
 
@@ -296,7 +311,7 @@ class PrefixTree:
 
     def _offer(self, node: Node, kind: int) -> None:
         """Note a page that may be dropped: the last one of a path, or one of a window."""
-        if not node.children or self._pool.classes[kind].window:
+        if not node.children or self._pool.classes[kind].comes_alone:
             heap = self._heap(node)
             heappush(heap, (node.uses[kind], node, kind))
             if len(heap) > 4 * self.size + SPARE_ENTRIES:
@@ -325,7 +340,7 @@ class PrefixTree:
     def _holds(self, entry: Entry) -> bool:
         """Whether an entry still stands for a page that may be dropped."""
         use, node, kind = entry
-        is_last = not node.children or self._pool.classes[kind].window > 0
+        is_last = not node.children or self._pool.classes[kind].comes_alone
         return node.uses[kind] == use and node.pages[kind] is not None and is_last
 
     def _next(self, now: float) -> Entry | None:
@@ -383,6 +398,7 @@ class PrefixTree:
     def _release(self, node: Node, kind: int) -> None:
         """Give back a node's page of a class, if it has one."""
         page, node.pages[kind] = node.pages[kind], None
+        self._snapshots.forget(node, kind)
         if page is not None:
             self.size -= 1
             self._pool.release(page)
@@ -399,6 +415,29 @@ class PrefixTree:
                 for kind, page in enumerate(node.pages):
                     if page is not None:
                         self._offer(node, kind)
+
+
+def _offered(classes: Sequence[LayerClass], path: Sequence[Node], length: int) -> int:
+    """How many of the first `length` positions of a path can be gone on from: what windows see there is held, and
+    states of just so many positions are."""
+    has_states = any(of.is_state for of in classes)
+    there = [0] * len(classes)
+    found = 0
+    for place, node in enumerate(path):
+        there = [place + 1 if page is None else first for first, page in zip(there, node.pages, strict=True)]
+        end = min(length, PAGE_POSITIONS * (place + 1))
+        if has_states and end != PAGE_POSITIONS * place + len(node.key):
+            continue
+        if all(of.first_page(end) >= first for of, first in zip(classes, there, strict=True)):
+            found = end
+    return found
+
+
+def _run(classes: Sequence[LayerClass], path: Sequence[Node], kind: int, length: int) -> PageRun:
+    """The pages of a class that a sequence needs to go on from the first `length` positions of a path."""
+    places = classes[kind].pages(length)
+    pages = (path[place].pages[kind] for place in places)
+    return PageRun(places.start, tuple(page for page in pages if page is not None))
 
 
 def _walk(root: Node, keys: Sequence[Key]) -> tuple[list[Node], Key]:

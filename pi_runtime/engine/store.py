@@ -216,7 +216,12 @@ class PrefixStore:
             self.grow(cache, len(tokens) - cache.length)
 
     def share(self, cache: KVCache) -> None:
-        """Let later sequences begin with the full pages of a cache, which goes on with the last one."""
+        """Let later sequences begin with the full pages of a cache, which goes on with the last one.
+
+        Of a cache with states that is all or nothing: they are those of its present length.
+        """
+        if not cache.holds(cache.length // PAGE_POSITIONS * PAGE_POSITIONS):
+            return
         full = cache.fork()
         full.truncate(cache.length // PAGE_POSITIONS * PAGE_POSITIONS)
         self.keep(full)
@@ -311,7 +316,7 @@ class PrefixStore:
         """How many first positions there are, in the cache or on disk, all that each class of layers needs of them."""
         assert self._disk is not None
         first, files, classes = cache.length // PAGE_POSITIONS, self._disk.files, self.pool.classes
-        whole = [kind for kind, of in enumerate(classes) if not of.window]
+        whole = [kind for kind, of in enumerate(classes) if not of.comes_alone]
         behind = range(first, len(names))
         last = next((n for n in behind if not all(files.has(names[n], kind) for kind in whole)), len(names))
 
@@ -319,8 +324,8 @@ class PrefixStore:
             return cache.tables[kind].first <= place < first or (place >= first and files.has(names[place], kind))
 
         for end in range(last, first, -1):
-            windowed = ((k, of.pages(end * PAGE_POSITIONS)) for k, of in enumerate(classes) if of.window)
-            if all(has(kind, place) for kind, places in windowed for place in places):
+            alone = ((k, of.pages(end * PAGE_POSITIONS)) for k, of in enumerate(classes) if of.comes_alone)
+            if all(has(kind, place) for kind, places in alone for place in places):
                 return end * PAGE_POSITIONS
         return 0
 

@@ -44,6 +44,8 @@ class SequenceStep:
     """The tokens whose logits are wanted; `all` takes up to `BLOCK_TOKENS` tokens."""
     observer: "Observer | None" = None
     """Who looks on at the FFNs of these tokens; with `select` and `all` logits."""
+    is_tried: bool = False
+    """Whether some of these tokens may be taken back afterwards; at most `Executor.draft_tokens` then."""
     states: bool = False
     """Whether the states are wanted that the guess head reads; only where the executor has one."""
 

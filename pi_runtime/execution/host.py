@@ -84,6 +84,8 @@ class CpuModel:
 
     def step_of(self, sequences: Sequence[SequenceStep]) -> Step:
         """The next tokens of some sequences, with memory for the states that are wanted."""
+        for s in sequences:
+            s.cache.hold(is_held=s.is_tried)
         step, states = tokens_of(sequences, len(self.table_LX)), self.manifest.guess_states
         if not states or not any(s.states for s in sequences):
             return step

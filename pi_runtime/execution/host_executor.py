@@ -7,7 +7,7 @@ from itertools import groupby
 import numba
 import numpy as np
 
-from pi_runtime.artifact.footprint import BLOCK_TOKENS, FEW_TOKENS
+from pi_runtime.artifact.footprint import BLOCK_TOKENS, FEW_TOKENS, KEPT
 from pi_runtime.execution.cut import StandIn
 from pi_runtime.execution.executor import DiskStats, SequenceResult, SequenceStep
 from pi_runtime.execution.host import CpuModel
@@ -33,7 +33,8 @@ class HostExecutor:
         self.host, self.rows, self.allocation, self.notice = rows.host, rows, allocation, notice
         self.device_name = "cpu" if allocation is None else "stand-in"
         self.context, self.neurons = self.host.context, self.host.neurons
-        self.block_tokens, self.draft_tokens = rows.block_tokens, BLOCK_TOKENS
+        self.block_tokens = rows.block_tokens
+        self.draft_tokens = BLOCK_TOKENS if not self.host.manifest.decoder.recurs else KEPT
         self.guess_head = self.host.new_guess_head() if rows.disk is None else None
         self.ops = CpuOps(self.host, rows, _piece(self.host, self.block_tokens))
         self._schedule = one_side_schedule(len(self.host.table_LX))

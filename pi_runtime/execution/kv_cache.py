@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pi_runtime.artifact.footprint import KEPT
 from pi_runtime.execution.pages import PAGE_POSITIONS, PagePool
 
 Ints = npt.NDArray[np.int64]
@@ -60,6 +61,14 @@ class PageTable:
         shared = [place for place in own if self._pool.references(self.pages[place - self.first]) > 1]
         return [*shared, *range(self.end, end)]
 
+    def holds(self, length: int) -> bool:
+        """Whether a sequence can go on from its first `length` positions: what is seen there is still held."""
+        return self.first <= self.of.first_page(length)
+
+    def between(self, first: int, end: int) -> list[tuple[int, int]]:
+        """Its places from one on that a sequence needs which goes on before place `end`, and their pages."""
+        return [(place, self.pages[place - self.first]) for place in range(max(self.first, first), end)]
+
     def put(self, place: int, page: int) -> None:
         """Let this be the page of the next place; or of an earlier one, whose page is copied into it."""
         if place < self.end:
@@ -93,6 +102,64 @@ class PageTable:
             self.first = 0
 
 
+class StateTable(PageTable):
+    """The page of a sequence's states, which moves on with it. It is found at the address of place 0.
+
+    In each layer's part of it stands after which position its states are; and whether the tokens of the next step may
+    be taken back, so that they are to stay there.
+    """
+
+    @property
+    def _words(self) -> npt.NDArray[np.int64]:
+        """For each layer the position, and whether tokens may be taken back."""
+        return self._pool.values(self.pages[0])[:, :4].view(np.int64)
+
+    def hold(self, *, is_held: bool) -> None:
+        """Say whether the tokens of the next step may be taken back."""
+        self._words[:, 1] = is_held
+
+    def run(self, end: int) -> PageRun:
+        """Its page, where there is one, at the place before `end`."""
+        return PageRun(max(0, end - 1), tuple(self.pages[:end]))
+
+    def lacking(self, length: int, end: int) -> list[int]:  # noqa: ARG002  its page is one, whatever the length
+        """Place 0, where a sequence that goes on has no page of its own."""
+        return [] if self.pages and self._pool.references(self.pages[0]) == 1 else [0]
+
+    def holds(self, length: int) -> bool:
+        """Whether there are states of the first `length` positions, or of so few less that they are found again."""
+        if not self.pages or length == 0:
+            return length == 0
+        positions = self._words[:, 0]
+        return bool(length - KEPT <= positions.min() and positions.max() <= length)
+
+    def between(self, first: int, end: int) -> list[tuple[int, int]]:  # noqa: ARG002
+        """The place before `end`, and its page."""
+        return [(end - 1, self.pages[0])]
+
+    def put(self, place: int, page: int) -> None:  # noqa: ARG002
+        """Let this be its page, with the states that it has, or those before any token."""
+        values = self._pool.values(page)
+        values[:] = self._pool.values(self.pages[0]) if self.pages else 0
+        self.cut(0)
+        self.pages, self._addresses[0] = [page], self._pool.address(page)
+
+    def share(self, run: PageRun) -> None:
+        """Begin an empty table with the page of others."""
+        for page in run.pages:
+            self._pool.share(page)
+            self.pages, self._addresses[0] = [page], self._pool.address(page)
+
+    def leave(self, first: int) -> None:
+        """Keep the page, which moves on."""
+
+    def cut(self, end: int) -> None:
+        """Release the page where no place is left; else states are those of the length that is left (see `holds`)."""
+        if end == 0:
+            while self.pages:
+                self._pool.release(self.pages.pop())
+
+
 def all_pages(runs: Iterable[PageRun]) -> tuple[int, ...]:
     """The pages of some runs, one after the other."""
     return tuple(page for run in runs for page in run.pages)
@@ -117,7 +184,10 @@ class KVCache:
         self._addresses = np.zeros((pages_of(context), len(pool.classes)), np.int64)
         self.table_address = int(self._addresses.ctypes.data)
         """Where the addresses of the pages lie, for compiled kernels."""
-        self.tables = tuple(PageTable(pool, kind, self._addresses[:, kind]) for kind in range(len(pool.classes)))
+        self.tables = tuple(
+            (StateTable if of.is_state else PageTable)(pool, kind, self._addresses[:, kind])
+            for kind, of in enumerate(pool.classes)
+        )
         self.write_back: Callable[[], None] | None = None
         """Set by an executor that keeps what is newest elsewhere: writes it into the pages, before others see them."""
 
@@ -164,8 +234,15 @@ class KVCache:
         return [self.pool.values(page) for page in table.run(pages_of(self.length)).pages]
 
     def holds(self, length: int) -> bool:
-        """Whether it can go on from its first `length` positions: layers with a window still have what is seen."""
-        return all(table.first <= table.of.first_page(length) for table in self.tables)
+        """Whether it can go on from its first `length` positions: layers with a window still have what is seen, and
+        those with a recurrence the states."""
+        return all(table.holds(length) for table in self.tables)
+
+    def hold(self, *, is_held: bool) -> None:
+        """Say whether the tokens of the next step may be taken back."""
+        for table in self.tables:
+            if isinstance(table, StateTable):
+                table.hold(is_held=is_held)
 
     def reserve(self, count: int, step: int | None = None) -> None:
         """See to it that the next `count` positions have pages, and that these are this sequence's own.
@@ -211,15 +288,15 @@ class KVCache:
         self._tokens += tokens
         self._selected += selected
         return [
-            (kind, place, table.pages[place - table.first])
+            (kind, place, page)
             for kind, table in enumerate(self.tables)
-            for place in range(max(table.first, first // PAGE_POSITIONS), end // PAGE_POSITIONS)
+            for place, page in table.between(first // PAGE_POSITIONS, end // PAGE_POSITIONS)
         ]
 
     def truncate(self, length: int) -> None:
         """Roll back to the first `length` positions; there may be fewer already. Pages past the end are released.
 
-        Where a window's pages are gone that a token there sees, nothing is left.
+        Where a window's pages are gone that a token there sees, or the states of so many, nothing is left.
         """
         length = min(length, self.length)
         length = length if self.holds(length) else 0
@@ -242,7 +319,6 @@ class KVCache:
         self.close()
         for table, run in zip(self.tables, runs, strict=True):
             table.share(run)
-            assert table.end == pages_of(len(tokens))
         self._tokens, self._selected = list(tokens), list(selected)
         assert self.holds(self.length)
 

@@ -16,16 +16,18 @@ from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.codegen.threads import advanced
 from pi_runtime.kernels.data import weight_table
-from pi_runtime.kernels.data.matrix_view import Floats, Ints, address_of, is_quantised, matrix
+from pi_runtime.kernels.data.matrix_view import F32, Floats, Ints, address_of, is_quantised, matrix
 from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.data.weight_table import Ends, KernelConfig, LayerRecord, LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.ops.attention import LayerCache, attend, norm_heads, rotate, store_kv
 from pi_runtime.kernels.ops.latent_attention import mix_latents
 from pi_runtime.kernels.ops.linear import add_vector, finish_logits, linear, norm, prepare_inputs, product
+from pi_runtime.kernels.ops.recurrence import Made, States, mix_states
 
 _load_row, _route = by_address(load_row), by_address(moe.route)
 _norm, _norm_heads, _mix_latents = by_address(norm), by_address(norm_heads), by_address(mix_latents)
+_mix_states = by_address(mix_states)
 
 
 class Positions(NamedTuple):
@@ -165,18 +167,41 @@ def _attend(
 ) -> None:
     """ws.attended_TD ← attention(x)."""
     tokens = x_TD.shape[0]
-    qkv_TQ, mixed_TQ = ws.qkv_TQ[:tokens], ws.mixed_TQ[:tokens]
-    out = matrix(w.out_format, w.out, w.out_scales, cfg.mixed_width)
+    qkv_TQ, mixed_TQ = _of_width(ws.qkv_TQ, tokens, w.qkv_width), _of_width(ws.mixed_TQ, tokens, w.mixed_width)
+    gate_TQ = _of_width(ws.gate_TQ, tokens if w.gate != 0 else 0, w.mixed_width)
+    out = matrix(w.out_format, w.out, w.out_scales, w.mixed_width)
+    if w.gate != 0:
+        gate = matrix(w.gate_format, w.gate, w.gate_scales, cfg.d_model)
+        linear(gate, w.mixed_width, 0, x_TD, address_of(ws.inputs), gate_TQ)
+    if w.recurrent != 0:
+        gates_TG, gates = ws.gates_TG[:tokens], matrix(F32, w.gates, 0, cfg.d_model)
+        linear(gates, gates_TG.shape[1], 0, x_TD, address_of(ws.inputs), gates_TG)
     _project(cfg, w, x_TD, address_of(ws.inputs), qkv_TQ)
     pages = w.page_layer, cfg.kv_heads, cfg.cached_width, w.window, w.page_class, cfg.page_classes, w.sinks
     cache = LayerCache(at.cache_format, at.row_nbytes, *pages)
-    if cfg.latent_rank > 0:
+    if w.recurrent != 0:
+        heads = cfg.state_heads, cfg.state_key_heads, cfg.state_heads_tiled
+        sizes = cfg.state_key_dim, cfg.state_value_dim, cfg.state_columns
+        place, weights = (w.page_layer, w.page_class, cfg.page_classes), (w.conv, w.decay, w.decay_bias, w.state_norm)
+        made = Made(qkv_TQ, gates_TG, gate_TQ)
+        _mix_states(States(*heads, *sizes, *place, *weights, eps), made, at.run_R4, ws.attention_CX, mixed_TQ)
+    elif cfg.latent_rank > 0:
         _mix_latents(cfg, w, cache, cos_SJ, sin_SJ, at.position_T, at.run_R4, ws)
     else:
-        _mix(cfg, w, eps, cache, cos_SJ, sin_SJ, at, ws)
+        _mix(cfg, w, eps, cache, cos_SJ, sin_SJ, at, ws, qkv_TQ, mixed_TQ)
+    if w.recurrent == 0 and w.gate != 0:
+        for t in range(tokens):
+            for j in range(w.mixed_width):
+                mixed_TQ[t, j] *= np.float32(1) / (np.float32(1) + np.exp(-gate_TQ[t, j]))
     if w.attention_inner_norm != 0:
         _norm(0, eps, w.attention_inner_norm, 0, mixed_TQ, mixed_TQ)
     linear(out, cfg.d_model, w.out_bias, mixed_TQ, address_of(ws.inputs), ws.attended_TD[:tokens])
+
+
+@device
+def _of_width(memory_TQ: Floats, tokens: int, width: int) -> Floats:
+    """The beginning of a buffer as a matrix of this width."""
+    return memory_TQ.reshape(-1)[: tokens * width].reshape(tokens, width)
 
 
 @device
@@ -197,11 +222,9 @@ def _project(cfg: KernelConfig, w: LayerRecord, x_TD: Floats, inputs: int, qkv_T
 @device
 def _mix(
     cfg: KernelConfig, w: LayerRecord, eps: np.float32, cache: LayerCache, cos_SJ: Floats, sin_SJ: Floats,
-    at: Positions, ws: Workspace,
+    at: Positions, ws: Workspace, qkv_TQ: Floats, mixed_TQ: Floats,
 ) -> None:  # fmt: skip
-    """ws.mixed_TQ ← what each head takes of the values, from queries, keys and values."""
-    tokens = at.position_T.shape[0]
-    qkv_TQ, mixed_TQ = ws.qkv_TQ[:tokens], ws.mixed_TQ[:tokens]
+    """mixed ← what each head takes of the values, from queries, keys and values."""
     if w.q_norm != 0:
         # A joint norm is that of a single head, as wide as all of them.
         heads, kv_heads = (1, 1) if cfg.joint_qk_norm else (cfg.heads, cfg.kv_heads)
@@ -212,7 +235,7 @@ def _mix(
         first = cos_SJ.shape[0] // 2 * w.second_angles
         rotate(cos_SJ[first:], sin_SJ[first:], at.position_T, cfg.heads + cfg.kv_heads, cfg.head_dim, qkv_TQ)
     if cfg.query_growth != 0:
-        for t in range(tokens):
+        for t in range(qkv_TQ.shape[0]):
             factor = np.float32(1 + cfg.query_growth * log1p(at.position_T[t] // cfg.query_period))
             for i in range(cfg.heads * cfg.head_dim):
                 qkv_TQ[t, i] *= factor

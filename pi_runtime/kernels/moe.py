@@ -22,28 +22,34 @@ _add, _add_matrices = by_address(add), by_address(add_matrices)
 @public
 def route(cfg: KernelConfig, w: LayerRecord, x_TD: Floats, ws: Workspace) -> None:
     """Write a token's experts to `ws.expert_TK`, their weights to `ws.route_weight_TK`: those that the router takes,
-    the largest value first, and among equal ones the lower expert; then those that every token takes, with weight 1.
+    the largest value first, and among equal ones the lower expert; then those that every token takes, with weight 1 or
+    the sigmoid of their gate, whose value stands behind the router's.
 
     Slots that are left over have the expert −1.
     """
     tokens = x_TD.shape[0]
-    if w.experts_chosen > 0:
-        router, routed = matrix(F32, w.router, 0, cfg.d_model), cfg.experts - w.experts_shared
-        value_TX = _rows(ws.router_TX, 0, tokens, routed)
-        has_choices = w.router_choice_bias != 0 or cfg.router_groups_taken < cfg.router_groups
-        choice_TX = value_TX if not has_choices else _rows(ws.router_TX, tokens * routed, tokens, routed)
-        linear(router, routed, w.router_bias, x_TD, address_of(ws.inputs), value_TX)
-        for t in range(tokens):
-            expert_K, route_weight_K = ws.expert_TK[t, : w.experts_chosen], ws.route_weight_TK[t, : w.experts_chosen]
-            if has_choices:
-                _choices(cfg, w.router_choice_bias, value_TX[t], choice_TX[t])
-            _take_largest(choice_TX[t], expert_K)
-            _weigh(cfg, w, value_TX[t], expert_K, route_weight_K)
     for t in range(tokens):
         expert_K, route_weight_K = ws.expert_TK[t, w.experts_chosen :], ws.route_weight_TK[t, w.experts_chosen :]
         for k in range(expert_K.shape[0]):
             expert_K[k] = cfg.experts - w.experts_shared + k if k < w.experts_shared else -1
             route_weight_K[k] = np.float32(1)
+    if w.experts_chosen > 0:
+        router, routed = matrix(F32, w.router, 0, cfg.d_model), cfg.experts - w.experts_shared
+        width = routed + cfg.shared_gate
+        value_TX = _rows(ws.router_TX, 0, tokens, width)
+        has_choices = w.router_choice_bias != 0 or cfg.router_groups_taken < cfg.router_groups
+        choice_TX = value_TX if not has_choices else _rows(ws.router_TX, tokens * width, tokens, width)
+        linear(router, width, w.router_bias, x_TD, address_of(ws.inputs), value_TX)
+        for t in range(tokens):
+            expert_K, route_weight_K = ws.expert_TK[t, : w.experts_chosen], ws.route_weight_TK[t, : w.experts_chosen]
+            if has_choices:
+                _choices(cfg, w.router_choice_bias, value_TX[t, :routed], choice_TX[t, :routed])
+            _take_largest(choice_TX[t, :routed], expert_K)
+            _weigh(cfg, w, value_TX[t, :routed], expert_K, route_weight_K)
+            if cfg.shared_gate != 0:
+                ws.route_weight_TK[t, w.experts_chosen : w.experts_chosen + w.experts_shared] = _sigmoid(
+                    value_TX[t, routed]
+                )
 
 
 @public

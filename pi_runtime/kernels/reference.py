@@ -14,7 +14,15 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.decoder import CLAMP, LATENT_EPS, SWIGLU_SLOPE, Decoder, query_factors, rotary_table
+from pi_runtime.artifact.decoder import (
+    CLAMP,
+    LATENT_EPS,
+    LENGTH_EPS,
+    SWIGLU_SLOPE,
+    Decoder,
+    query_factors,
+    rotary_table,
+)
 from pi_runtime.artifact.features import refuse_lacking
 from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.artifact.reader import Artifact
@@ -178,7 +186,8 @@ def sigmoid(z: F32) -> F32:
 
 def routing(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
     """(T, X): route weights of the experts, the softmax of the router's K largest logits, or their part of the softmax
-    of all, or their sigmoids, mostly over the sum of these, and 0 for the others; 1 for those that every token takes.
+    of all, or their sigmoids, mostly over the sum of these, and 0 for the others; 1, or the sigmoid of their gate, for
+    those that every token takes.
 
     Among equal logits the lower expert comes first.
     """
@@ -186,7 +195,11 @@ def routing(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
     route_weight_TX[:, d.n_experts - max(d.experts_shared, d.n_experts == 1) :] = 1
     if d.n_experts == 1 or d.experts_per_token == d.experts_shared:
         return route_weight_TX
-    logit_TX = x_TD @ w["ffn/router"].T + (w["ffn/router_bias"] if d.router_bias else np.float32(0))
+    logit_TX = x_TD @ w["ffn/router"].T
+    if d.shared_gate:
+        logit_TX, gate_T1 = np.split(logit_TX, [d.experts_routed], axis=1)
+        route_weight_TX[:, d.experts_routed :] = sigmoid(gate_T1)
+    logit_TX = logit_TX + w["ffn/router_bias"] if d.router_bias else logit_TX
     score_TX = sigmoid(logit_TX) + w["ffn/router_choice_bias"] if d.router_choice_bias else logit_TX
     choice_TX = choices(d, score_TX)
     expert_TK = np.argsort(-choice_TX, axis=1, kind="stable")[:, : d.experts_per_token - d.experts_shared]
@@ -298,6 +311,8 @@ def attention(decoder: Decoder, w: WeightSource, x_TD: F32) -> F32:
     d, n_tokens = decoder, len(x_TD)
     if d.latent_rank:
         return latent_attention(d, w, x_TD)
+    if d.recurs:
+        return recurrence(d, w, x_TD)
     matrices = [name for name in ("attention/qkv", *APART) if name in w]
     qkv = np.concatenate([w.product(name, x_TD) for name in matrices], axis=1)
     qkv = qkv + (w["attention/qkv_bias"] if d.qkv_bias else np.float32(0))
@@ -323,7 +338,10 @@ def attention(decoder: Decoder, w: WeightSource, x_TD: F32) -> F32:
         total_HT1 = total_HT1 + np.exp(w["attention/sinks"][:, None, None] - largest_HT1)
     p_HTS /= total_HT1
     mixed_THE = np.einsum("hts,she->the", p_HTS, v_SHE)
-    y_TD = w.product("attention/out", _inner_norm(d, w, mixed_THE.reshape(n_tokens, -1)))
+    mixed_TQ = mixed_THE.reshape(n_tokens, -1)
+    if d.output_gate:
+        mixed_TQ = mixed_TQ * sigmoid(w.product("attention/gate", x_TD))
+    y_TD = w.product("attention/out", _inner_norm(d, w, mixed_TQ))
     return y_TD + w["attention/out_bias"] if d.out_bias else y_TD
 
 
@@ -353,6 +371,37 @@ def latent_attention(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
     mixed_TQ = _by_head(w, "attention/v_up", mixed_THL).reshape(len(q), -1)
     y_TD = w.product("attention/out", _inner_norm(d, w, mixed_TQ))
     return y_TD + w["attention/out_bias"] if d.out_bias else y_TD
+
+
+def recurrence(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
+    """The gated delta rule from position 0 on, one token after the other; see `artifact.decoder`."""
+    n_tokens, keys = len(x_TD), d.state_key_heads * d.state_key_dim
+    made_TC = w.product("attention/qkv", x_TD)
+    padded_TC = np.concatenate([np.zeros((d.state_columns - 1, d.qkv_width), np.float32), made_TC])
+    taps = zip(range(d.state_columns), w["attention/conv"], strict=True)
+    q, k, v = np.split(_silu(sum(padded_TC[j : j + n_tokens] * tap_C for j, tap_C in taps)), [keys, 2 * keys], axis=1)
+    shared = d.state_heads // d.state_key_heads
+    units = (_unit(part.reshape(n_tokens, d.state_key_heads, -1)) for part in (q, k))
+    tiled = d.state_heads_tiled
+    q_THK, k_THK = (np.tile(u, (1, shared, 1)) if tiled else np.repeat(u, shared, axis=1) for u in units)
+    b_TH, a_TH = np.split(x_TD @ w["attention/gates"].T, 2, axis=1)
+    b_TH = sigmoid(b_TH)
+    kept_TH = np.exp(-w["attention/decay"] * np.logaddexp(np.float32(0), a_TH + w["attention/decay_bias"]))
+    y_THV = v.reshape(n_tokens, d.state_heads, -1).copy()
+    state_HKV = np.zeros((d.state_heads, d.state_key_dim, d.state_value_dim), np.float32)
+    for q_HK, k_HK, y_HV, kept_H, b_H in zip(q_THK, k_THK, y_THV, kept_TH, b_TH, strict=True):
+        state_HKV *= kept_H[:, None, None]
+        wrong_HV = y_HV - np.einsum("hkv,hk->hv", state_HKV, k_HK)
+        state_HKV += k_HK[:, :, None] * (b_H[:, None] * wrong_HV)[:, None]
+        y_HV[:] = np.einsum("hkv,hk->hv", state_HKV, q_HK) / np.float32(np.sqrt(d.state_key_dim))
+    z_THV = w.product("attention/gate", x_TD).reshape(y_THV.shape)
+    mixed_THV = rms(d, y_THV) * w["attention/state_norm"] * _silu(z_THV)
+    return w.product("attention/out", mixed_THV.reshape(n_tokens, -1))
+
+
+def _unit(x: F32) -> F32:
+    """x / √(Σ x² + 1e-6) over the last axis."""
+    return np.asarray(x / np.sqrt((x * x).sum(-1, keepdims=True) + np.float32(LENGTH_EPS)), np.float32)
 
 
 def _inner_norm(d: Decoder, w: WeightSource, mixed_TQ: F32) -> F32:

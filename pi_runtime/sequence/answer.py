@@ -56,7 +56,7 @@ class AnswerSequence(TokenSequence):
         special = tokenizer.special_ids.items() if stop else ()
         self._hidden = {token: name for name, token in special if token not in self._shown_tokens}
         self._stop = StopStrings(stop, self._hidden.values())
-        self._end_ids = frozenset(end_ids)
+        self._end_ids = self.ends_of_messages = frozenset(end_ids)
         self.may_go_on = True
         """Whether its text may come back in a prompt: of several answers to one prompt that is one at most."""
         self._logprobs: list[TokenLogprobs] = []

@@ -8,7 +8,7 @@ Shape letters: T tokens of a step, V vocabulary, L layers.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from queue import SimpleQueue
@@ -25,6 +25,10 @@ from pi_runtime.sequence.stats import Stats
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
+
+
+MESSAGES = 8
+"""Messages of a prompt, the last ones, at whose ends states are kept."""
 
 
 class Rank(IntEnum):
@@ -80,6 +84,19 @@ class Output(NamedTuple):
     """What ended it, if it was an error."""
 
 
+def snapshot_places(tokens: Sequence[int], ends: Collection[int], page: int) -> list[int]:
+    """Where states of a prompt are kept for later prompts, which can be gone on from at no other positions, rising.
+
+    At ends of pages: the last one that lies before what templates write at the end of a prompt, which is no part of
+    later ones (less than a page), at distances from there that double, and where messages end: the last `MESSAGES`
+    tokens of `ends` say where.
+    """
+    last = (len(tokens) // page - 1) * page
+    found = {last - (page << n) for n in range(max(0, last // page).bit_length())} | {last}
+    messages = [n + 1 for n, token in enumerate(tokens) if token in ends][-MESSAGES:]
+    return sorted(place for place in found | {n // page * page for n in messages} if place > 0)
+
+
 class TokenSequence(ABC):
     """Tokens that run through the model for a goal: an answer, log-probabilities, or keys and values for later.
 
@@ -105,6 +122,10 @@ class TokenSequence(ABC):
         self.origin = Origin()
         self.samples: list[TokenSequence] = []
         """Further answers to its prompt (parallel samples): they begin once it, their leader, has read it."""
+        self.ends_of_messages: Collection[int] = ()
+        """Tokens that end a message of a prompt."""
+        self.stops: Sequence[int] = ()
+        """Positions, rising, at which a step of its prompt ends: states are kept there."""
         self.max_block = 1
         """Most of its tokens that one step runs. Whoever runs it sets this."""
         self.num_scheduled = 0
@@ -169,7 +190,8 @@ class TokenSequence(ABC):
     @property
     def block(self) -> int:
         """How many of its tokens may run in one step: all of one kind, with selection or without."""
-        kinds = self.selected[self.num_computed : self.num_computed + self.max_block]
+        end = next((stop for stop in self.stops if stop > self.num_computed), len(self.tokens))
+        kinds = self.selected[self.num_computed : min(self.num_computed + self.max_block, end)]
         return next((n for n, select in enumerate(kinds) if select != kinds[0]), len(kinds))
 
     def next_block(self, max_tokens: int, draft: Draft = NO_DRAFT) -> tuple[Ints, bool]:

@@ -3,7 +3,8 @@
 nox -s bench -- cpu [--full] [--formats f16,q8,q4] [--shape Llama-3.2-1B-Instruct [--layers 4]] [--json PATH] [--quick]
 
 A synthetic Llama whose neurons fire at a set density (recipes/demo/sparse_model), with a predictor by construction,
-runs dense, gate and predicted. llama.cpp and transformers run random weights of the same shape, dense. Our results are
+runs dense, gate and predicted, and dense as a plain file of whole matrices.
+llama.cpp and transformers run random weights of the same shape, dense. Our results are
 held against the reference first. `--full` adds cost against density, model size and context length. Where llama.cpp or
 transformers fails, its row says how.
 """

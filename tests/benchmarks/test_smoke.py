@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.paths import ROOT
 from support.synthetic import random_artifact, small_decoder
@@ -51,6 +52,22 @@ def test_the_engine_measures_what_a_run_computes(tmp_path: Path) -> None:
     one, three = ours.shares("a", [1, 3], 8, 2)
     assert one["own"] == pytest.approx(one["union"])
     assert 0 < one["own"] < three["union"] < 1
+
+
+def test_a_plain_file_computes_what_its_source_does(tmp_path: Path) -> None:
+    from side_by_side import ours
+    from side_by_side.plain_file import write_plain
+    from sparse_model import bytes_per_token
+
+    path = random_artifact(tmp_path / "a.pi", small_decoder(), ranks=[3, 3], scale=3.0)
+    write_plain(path, tmp_path / "plain.pi")
+    for name, file in {"by neuron": path, "whole": tmp_path / "plain.pi"}.items():
+        ours.open_model(name, str(file), "dense", 64)
+        assert ours.decode(name, 8, 2)["density"] == 1
+    one, other = (ours._models[name] for name in ("by neuron", "whole"))
+    assert other.manifest.ffn_layout == "matrices"
+    np.testing.assert_allclose(other.logits([5, 9, 11]), one.logits([5, 9, 11]), rtol=1e-4, atol=1e-4)
+    assert bytes_per_token(other.manifest) == bytes_per_token(one.manifest)
 
 
 def test_the_bench_of_a_gpu_runs_on_the_interpreter(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ ROOMS = {"pi_compile": (22, 82), "pi_runtime": (16, 47)}
 """Most rooms of each package, and most arrows between them."""
 ROOM_LINES = {
     ("pi_runtime/server",): 6850,
-    ("pi_runtime/engine",): 5800,
-    ("pi_runtime/execution", "pi_runtime/disk"): 5000,
-    ("pi_runtime/kernels",): 8300,
+    ("pi_runtime/engine",): 5850,
+    ("pi_runtime/execution", "pi_runtime/disk"): 5050,
+    ("pi_runtime/kernels",): 8800,
     ("pi_runtime/cuda",): 4300,
-    ("pi_compile/checkpoint",): 6800,
+    ("pi_compile/checkpoint",): 7150,
     ("pi_compile/sparsification",): 2650,
 }
 """Most lines of rooms: what they had when this was written, rounded up to 50."""
@@ -30,6 +30,7 @@ LONG_FUNCTIONS = set[str]()
 MANY_PARAMETERS = {
     # Keywords of the Python API and of commands, each with a default.
     "pi_compile/cli/artifact.py: evaluate",
+    "pi_compile/pipeline/stages.py: pack",
     "pi_compile/pipeline/stages.py: place",
     "pi_compile/pipeline/stages.py: profile",
     "pi_compile/pipeline/stages.py: quantise",

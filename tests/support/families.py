@@ -97,6 +97,21 @@ GPT_OSS = LLAMA | {
         "truncate": False,
     },
 }  # fmt: skip
+DELTA = {k: v for k, v in LLAMA.items() if k != "intermediate_size"} | {
+    "intermediate_size": 123,
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 7,
+    "linear_value_head_dim": 9,
+}
+DELTA_EXPERTS = DELTA | {
+    "moe_intermediate_size": 53,
+    "shared_expert_intermediate_size": 53,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+}
 MIXTRAL = LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2}
 SCALED: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0},
@@ -283,6 +298,17 @@ CASES: dict[str, Case] = {
     "deepseek-v3": Case("DeepseekV3", MLA | {"n_group": 3, "topk_group": 2, "rope_parameters": MLA_YARN}),
     "glm4-moe-lite": Case("Glm4MoeLite", GLM_LITE, {"mlp_layer_types": None, "first_k_dense_replace": 1}),
     "glm4-moe-lite-listed": Case("Glm4MoeLite", GLM_LITE),
+    "qwen3-next": Case("Qwen3Next", DELTA_EXPERTS),
+    "qwen3-next-dense": Case(
+        "Qwen3Next",
+        DELTA_EXPERTS
+        | {"mlp_only_layers": [1], "norm_topk_prob": False, "shared_expert_intermediate_size": 106}
+        | {"tie_word_embeddings": True, "layer_types": ["full_attention", "linear_attention"] * 2},
+        not_in_gguf="llama.cpp has experts in every layer",
+    ),
+    "qwen3.5": Case("Qwen3_5", DELTA),
+    "qwen3.5-tied": Case("Qwen3_5", DELTA | {"tie_word_embeddings": True, "linear_conv_kernel_dim": 3}),
+    "qwen3.5-moe": Case("Qwen3_5Moe", DELTA_EXPERTS),
     "gpt-oss": Case("GptOss", GPT_OSS, {"layer_types": None}),
     "gpt-oss-listed": Case(
         "GptOss",
@@ -381,7 +407,15 @@ def random_sizes(name: str, seed: int) -> dict[str, int]:
             sizes = {"hidden_size": hidden, "intermediate_size": neurons, "num_key_value_heads": kv, **own_width}
             if "layer_types" in fields:
                 layers = len(fields["layer_types"])
-            sizes |= {key: neurons for key in fields if key in ("moe_intermediate_size", "moe_ffn_hidden_size")}
+            own = "moe_intermediate_size", "moe_ffn_hidden_size", "shared_expert_intermediate_size"
+            sizes |= {key: neurons for key in fields if key in own}
+            if "linear_num_key_heads" in fields:
+                heads_2 = [int(n) for n in rng.integers(1, 4, 2)]
+                sizes |= {"linear_num_key_heads": heads_2[0], "linear_num_value_heads": heads_2[0] * heads_2[1]}
+                sizes |= {f"linear_{of}_head_dim": int(rng.integers(1, 20)) for of in ("key", "value")}
+                sizes |= {"head_dim": 8 * int(rng.integers(1, 4)), "linear_conv_kernel_dim": int(rng.integers(1, 6))}
+                sizes["intermediate_size"] = 2 * neurons + 1
+                layers = max(layers, 4)
             if "kv_lora_rank" in fields:
                 even = 2 if CASES[name].model == "DeepseekV2" else 1  # there its class asks for it
                 lengths = {"kv_lora_rank": even, "v_head_dim": 1, "qk_nope_head_dim": even, "q_lora_rank": 1}
@@ -410,7 +444,8 @@ def random_checkpoint(
         if tokenizer:
             write_tokenizer(folder)
         return made
-    config = getattr(tf, f"{case.model}Config")(**case.fields)
+    of_text = "Text" if case.model.startswith("Qwen3_5") else ""
+    config = getattr(tf, f"{case.model}{of_text}Config")(**case.fields)
     names = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
     model_class = getattr(tf, names.get(case.model, f"{case.model}ForCausalLM"))
     model = randomised(model_class(config))

@@ -60,7 +60,9 @@ def randomised(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             of_norm = name.endswith("weight") and ("norm" in name or "ln_" in name)
-            parameter.normal_(1.0 if of_norm else 0.0, 0.2, generator=generator)
+            # What a convolution makes smaller a norm behind it makes larger again, with its error.
+            spread = 1.0 if "conv1d" in name else 0.2
+            parameter.normal_(1.0 if of_norm else 0.0, spread, generator=generator)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.normal_(0.0, 0.2, generator=generator)

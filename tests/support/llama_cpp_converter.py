@@ -22,6 +22,7 @@ hparams = ModelBase.load_hparams(folder, False)
 convert_hf_to_gguf.get_model_class(get_model_architecture(hparams, convert_hf_to_gguf.ModelType.TEXT))
 TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
 for model in _every(TextModel):
+    model.no_mtp = True  # a checkpoint of transformers has no layer that drafts
     model.set_vocab = TextModel._set_vocab_gpt2
 sys.argv = ["convert", str(folder), "--outfile", str(output), "--outtype", "f32"]
 convert_hf_to_gguf.main()

@@ -20,6 +20,7 @@ from pi_runtime.artifact.sizes import (
     ArraySpec,
     array_specs,
     is_scales,
+    layer_layouts,
     with_scales,
 )
 from pi_runtime.artifact.writer import ArtifactWriter
@@ -90,6 +91,11 @@ FACTS: dict[str, dict[str, Any]] = {
         "router_groups_taken": 2, "router_group_top": 1,
     },
     "norms of what the last matrices read": {"inner_norms": True, "activation": "relu2"},
+    "states, gated attention, a shared expert with a gate": {
+        "recurrence": "gated_delta", "recurrent_layers": (0,), "state_heads": 4, "state_key_heads": 2,
+        "state_key_dim": 7, "state_value_dim": 9, "state_columns": 4, "state_heads_tiled": True, "output_gate": True,
+        "qk_norm": True, "n_experts": 4, "experts_per_token": 3, "experts_shared": 1, "shared_gate": True,
+    },
     "experts weighed among all": {"n_experts": 3, "experts_per_token": 2, "router_normalised": False},
 }  # fmt: skip
 """What a decoder of two layers or more may have beside the usual."""
@@ -135,7 +141,9 @@ def random_artifact(
     formats = {**dict.fromkeys(PARTS, format), **(matrices or {})}
     manifest = bare_manifest(decoder, formats, ranks, 1000 if profiled else 0)
     layout = manifest_fields.get("ffn_layout", BY_NEURON)
-    specs = array_specs(decoder, manifest.formats, ranks, profiled, layout)
+    layers = manifest_fields.get("layers", manifest.layers)
+    layouts = layer_layouts(layout, (layer.rung for layer in layers))
+    specs = array_specs(decoder, manifest.formats, ranks, profiled, layouts)
     if (guess := manifest_fields.get("guess")) is not None:
         specs |= with_scales(guess.arrays(decoder))
     if manifest_fields.get("guess_layers"):
@@ -256,6 +264,10 @@ def random_values(name: str, spec: ArraySpec, rng: np.random.Generator, scale: f
     if name.endswith("ids"):
         return np.arange(spec.shape[0]) * 2
     values = rng.standard_normal(spec.shape, np.float32) * np.float32(scale / np.sqrt(spec.shape[-1]))
+    if name.endswith("attention/decay"):
+        return np.abs(values)
+    if name.endswith("attention/conv"):  # as large as what it reads
+        return values * np.float32(np.sqrt(spec.shape[-1] / spec.shape[0]))
     return values + np.float32(1) if name.endswith(("norm/weight", "_norm", "guess/norm")) else values
 
 

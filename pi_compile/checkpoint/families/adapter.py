@@ -16,6 +16,11 @@ from pi_compile.checkpoint.config import Config
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.guess_head import PREFIX, block_of
 
+FUNCTIONS: Mapping[str, Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]] = {
+    "exp": np.exp,
+    "negative": np.negative,
+}
+
 
 @dataclass(frozen=True)
 class FusedRows:
@@ -43,6 +48,8 @@ class SourceTensor:
     """The rows to take, where several arrays are stored in one tensor; None for all."""
     addend: float = 0.0
     """A number that is added to every value: 1 where the model multiplies by 1 + weight."""
+    function: str = ""
+    """A function of `FUNCTIONS` whose results are wanted in place of its values; empty for none."""
     stacked: int = 0
     """Number of matrices that are stored in one tensor [X, …, …], one under the other in the array; 0 for a matrix."""
     item: int | None = None
@@ -60,6 +67,16 @@ class SourceTensor:
         wanted = wanted.reshape(-1, *wanted.shape[2:])
         missing = max(0, self.padded - len(wanted))
         return np.concatenate([wanted, np.zeros((missing, *wanted.shape[1:]), wanted.dtype)]) if missing else wanted
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the array has other values than the tensor."""
+        return self.function != "" or self.addend != 0
+
+    def changed(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """The values that the array has."""
+        values = FUNCTIONS[self.function](values) if self.function else values
+        return values + np.float32(self.addend) if self.addend else values
 
 
 Table = Mapping[str, tuple[SourceTensor, ...]]
@@ -85,8 +102,14 @@ class Adapter:
     """Tensors that belong to no layer, except the head's."""
     layer_tensors: Callable[[Decoder], Table]
     """Tensors of a layer, which may depend on the decoder."""
+    other_layers: tuple[Callable[[Decoder], Table], ...] = ()
+    """The same where a checkpoint is saved in another form: that is taken of which it lacks least."""
     head: str = "lm_head"
     """Name of the output head without `.weight` and `.bias`; it has no prefix."""
+    text_key: str = ""
+    """Config key that holds the text's own config, beside those of pictures; empty for none."""
+    passed_over: Sequence[str] = ()
+    """Keys beside it that are no text's."""
     read_keys: frozenset[str]
     """Config keys that `decoder` reads."""
     neutral_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -104,6 +127,18 @@ class Adapter:
     """The reason why its checkpoints can be planned for but not read; empty where they can be read."""
     decoder: Callable[[Config], Decoder]
     """Makes the decoder of a config. Raises CheckpointError for a value that it does not know."""
+
+    def text_config(self, config: Config) -> Config:
+        """The config of the text alone, where a config holds it in a key; what stands beside both counts first."""
+        if self.text_key not in config.fields:
+            return config
+        own = config.get(self.text_key)
+        if not isinstance(own, dict):
+            raise config.error(self.text_key, own, expected="an object")
+        beside = {key: value for key, value in config.fields.items() if key not in (self.text_key, *self.passed_over)}
+        if len(config.fields) > len(beside) + 1:
+            config.notices.append(f"config.json: {self.text_key} alone is read: what reads pictures is left out")
+        return config.with_fields({**own, **beside})
 
     def source_tensors(self, array: str, prefix: str, decoder: Decoder) -> tuple[SourceTensor, ...]:
         """The tensors that an artifact array is made of, with their full names."""

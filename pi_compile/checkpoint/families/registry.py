@@ -78,6 +78,7 @@ def decoder_of(config: Config, ignore_config: Collection[str] = (), *, in_recipe
     question, and what `check_keys` raises.
     """
     adapter = find_adapter(config)
+    config = adapter.text_config(config)
     read_scheme(config)
     read = adapter.read_keys | {KEY}
     if adapter.plan_only:

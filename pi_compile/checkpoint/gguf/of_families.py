@@ -13,8 +13,8 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from pi_compile.checkpoint.config import Config
-from pi_compile.checkpoint.families import deepseek, gemma, glm, gpt_oss, mistral, olmo, phi, smallthinker
-from pi_compile.checkpoint.families.adapter import Adapter, SourceTensor, Table, cut_ffn, stored
+from pi_compile.checkpoint.families import deepseek, gemma, glm, gpt_oss, mistral, olmo, phi, qwen3_next, smallthinker
+from pi_compile.checkpoint.families.adapter import Adapter, FusedRows, SourceTensor, Table, cut_ffn, stored
 from pi_compile.checkpoint.families.rope import KINDS
 from pi_compile.checkpoint.gguf.file import GgufFile
 from pi_compile.errors import CheckpointError
@@ -252,6 +252,81 @@ def _phi3(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
     return {"sliding_window": keys.pop("attention.sliding_window", 0) or None}
 
 
+def _states(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
+    """Layers with a state; those that draft are behind the others. Sections of angles are those of pictures."""
+    layers = fields["num_hidden_layers"] - keys.pop("nextn_predict_layers", 0)
+    every, heads = keys.pop("full_attention_interval", 4), fields["linear_num_value_heads"]
+    marks = keys.pop("attention.recurrent_layers", None)
+    keys.pop("rope.dimension_sections", None)
+    if not type(every) is type(heads) is type(layers) is int or min(every, heads, layers) < 1:
+        raise _error(file, "full_attention_interval", "a number of layers, and of heads", every)
+    if marks is None:
+        marks = [(n + 1) % every != 0 for n in range(layers)]
+    found = {
+        "num_hidden_layers": layers,
+        "layer_types": [qwen3_next.KINDS[not mark] for mark in marks[:layers]],
+        "linear_value_head_dim": fields.pop("inner_size") // heads,
+        "partial_rotary_factor": 1.0,
+    }
+    shared = keys.pop("expert_shared_feed_forward_length", None)
+    return found if shared is None else {**found, "shared_expert_intermediate_size": shared}
+
+
+def _states_attention(d: Decoder, names: Collection[str]) -> Table:
+    layer, width = "blk.{n}.", d.head_dim
+    router = {"ffn/router": stored(f"{layer}ffn_gate_inp.weight", f"{layer}ffn_gate_inp_shexp.weight")}
+    found: Table = router if d.shared_gate else {}
+    if not d.recurs:
+        q, gate = qwen3_next.parts_of_groups(f"{layer}attn_q.weight", d.n_heads, width, width)
+        return {
+            **found,
+            "attention/qkv": (q, *stored(*(f"{layer}attn_{part}.weight" for part in "kv"))),
+            "attention/gate": (gate,),
+        }
+    shared = d.state_heads // d.state_key_heads
+    gates = stored(f"{layer}ssm_beta.weight", f"{layer}ssm_alpha.weight")
+    if any(name.endswith(".ssm_ba.weight") for name in names):
+        gates = qwen3_next.parts_of_groups(f"{layer}ssm_ba.weight", d.state_key_heads, shared, shared)
+    conv = FusedRows(1, d.qkv_width, 0, d.qkv_width, transposed=True)
+    return {
+        **found,
+        "attention/qkv": stored(f"{layer}attn_qkv.weight"),
+        "attention/gate": stored(f"{layer}attn_gate.weight"),
+        "attention/gates": gates,
+        "attention/conv": (SourceTensor(f"{layer}ssm_conv1d.weight", rows=conv),),
+        "attention/decay": (SourceTensor(f"{layer}ssm_a", function="negative"),),
+        "attention/decay_bias": stored(f"{layer}ssm_dt.bias"),
+        "attention/state_norm": stored(f"{layer}ssm_norm.weight"),
+        "attention/out": stored(f"{layer}ssm_out.weight"),
+    }
+
+
+def _tiled(adapter: Adapter) -> Adapter:
+    """The family as llama.cpp's converter writes it: heads with a state stand in another order."""
+
+    def decoder(config: Config) -> Decoder:
+        found = adapter.decoder(config)
+        return replace(found, state_heads_tiled=found.state_heads > found.state_key_heads)
+
+    return replace(adapter, decoder=decoder)
+
+
+_WITH_STATES: dict[str, Any] = {
+    "required": {
+        "ssm.conv_kernel": "linear_conv_kernel_dim",
+        "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads",
+        "ssm.time_step_rank": "linear_num_value_heads",
+        "ssm.inner_size": "inner_size",
+    },
+    "fields": _states,
+    "ffn_norm": "post_attention_norm",
+    "attention": _states_attention,
+    "partly_rotated": True,
+}
+_OF_EXPERT = {"intermediate_size": "moe_intermediate_size"}
+
+
 def rope_divisors(file: GgufFile, name: str, count: int) -> list[float]:
     """The numbers by which angles are divided. Raises CheckpointError for others than `count` positive ones."""
     tensor = file.tensors[name]
@@ -325,6 +400,9 @@ OF_FAMILIES = {
         adapter=replace(mistral.MINISTRAL3, decoder=_mistral3_decoder), fields=_mistral3, permuted=True
     ),
     "phi3": OfFamily(adapter=phi.PHI3, fields=_phi3, partly_rotated=True),
+    "qwen3next": OfFamily(adapter=qwen3_next.QWEN3_NEXT, names=_OF_EXPERT, **_WITH_STATES),
+    "qwen35": OfFamily(adapter=_tiled(qwen3_next.QWEN3_5), **_WITH_STATES),
+    "qwen35moe": OfFamily(adapter=_tiled(qwen3_next.QWEN3_5_MOE), names=_OF_EXPERT, **_WITH_STATES),
     "smallthinker": OfFamily(adapter=smallthinker.ADAPTER, fields=_smallthinker, names=smallthinker.NAMES),
 }
 """The architectures, by llama.cpp's names."""

@@ -119,7 +119,7 @@ class GgufTensors:
         elif gated and d.ffn == "gated" and shape[:1] == (2 * d.d_ff,):
             yield f"{gated[1]}gate{gated[2]}", _StoredTensor(name, stop=d.d_ff)
             yield f"{gated[1]}up{gated[2]}", _StoredTensor(name, start=d.d_ff)
-        elif fused:
+        elif fused and int(name.split(".")[1]) not in d.recurrent_layers:
             keys = d.n_heads * d.head_dim
             rows = ((0, keys), (keys, keys + d.n_kv_heads * d.head_dim), (keys + d.n_kv_heads * d.head_dim, None))
             for part, (start, stop) in zip("qkv", rows, strict=True):

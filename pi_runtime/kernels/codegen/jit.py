@@ -31,6 +31,7 @@ from pi_runtime.artifact import decoder, footprint, formats, rungs, sizes
 from pi_runtime.errors import UsageError
 from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.isa import ISA
+from pi_runtime.kernels.codegen.prefetch import AHEAD
 
 
 class LoadedLibrary(JITCodeLibrary):  # type: ignore[misc]
@@ -85,7 +86,7 @@ _OPTIONS = {
 def cache_folder() -> Path:
     """Folder of compiled kernels for these sources on this machine: `$PI_CACHE_DIR`, else the user's cache folder,
     else (read-only home) the temporary folder. Raises UsageError where none can be written."""
-    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.binding.get_host_cpu_name()} {ISA.name}".encode())
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.binding.get_host_cpu_name()} {ISA.name} {AHEAD}".encode())
     digest.update(llvmlite.binding.get_host_cpu_features().flatten().encode())
     digest.update(repr(formats.FORMATS).encode())
     # Kernels hold codes, alignments and sizes of the contract as constants, and code for each format.

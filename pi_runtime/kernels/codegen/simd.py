@@ -130,10 +130,10 @@ def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
     return call(b, f"llvm.fma.v{x.type.count}f32", x.type, [x, y, z])
 
 
-def prefetch(b: Any, base: Any, at: Any) -> None:
-    """Fetch a cache line that will be read into the second-level cache."""
+def prefetch(b: Any, base: Any, at: Any, level: int = 2) -> None:
+    """Fetch a cache line that will be read into the cache of this level, 1 or 2."""
     name, kind = "llvm.prefetch.p0", ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-    read, locality, data = (ir.Constant(I32, v) for v in (0, 2, 1))
+    read, locality, data = (ir.Constant(I32, v) for v in (0, 4 - level, 1))
     b.call(cgutils.get_or_insert_function(b.module, kind, name), [b.gep(base, [at]), read, locality, data])
 
 

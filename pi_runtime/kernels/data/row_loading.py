@@ -27,7 +27,6 @@ from pi_runtime.kernels.data.matrix_view import (
 from pi_runtime.kernels.data.weight_formats import (
     BLOCK_FORMATS,
     GROUP_COLUMNS,
-    SUMMED_FORMATS,
     BlockFormat,
     beside_block,
     block_weight,
@@ -120,21 +119,13 @@ def _load_groups(b: Any, fmt: Any, row: Any, scales: Any, offsets: Any, first: A
     v.switch(b, fmt, {code: partial(_emit_groups, f, b, *values) for code, f in BLOCK_FORMATS.items()})
 
 
-def _emit_single(f: BlockFormat, b: Any, row: Any, block: Any, scale: Any, offset: Any, out: Any) -> None:
-    """Emit the loading of one block outside the groups for one format."""
+def single_block(f: BlockFormat, b: Any, row: Any, block: Any, scale: Any, offset: Any) -> Any:
+    """The columns of a block outside the groups of a row, one after the other, as float32."""
     # Groups have an even number of blocks, so that blocks share bytes in the same way here.
     which = b.urem(block, v.offset(f.per_byte))
-    parts = f.signed(b, f.single(b, v.pointer(b, row), b.sub(block, which)), 0, BLOCK)
+    parts = f.signed(b, f.single(b, row, b.sub(block, which)), 0, BLOCK)
     q_J = parts[0]
     for k, part in enumerate(parts[1:], 1):
         q_J = b.select(b.icmp_signed("==", which, v.offset(k)), part, q_J)
     floats = b.sitofp(b.sext(q_J, v.vec(v.I32, BLOCK)), v.vec(v.F32, BLOCK))
-    value = f.value(b, floats, v.splat(b, scale, BLOCK), v.splat(b, offset, BLOCK))
-    v.store(b, value, v.pointer(b, out), v.offset(0))
-
-
-@emits(types.void(*[types.intp] * 3, *[types.float32] * 2, types.intp))
-def load_single_block(b: Any, fmt: Any, row: Any, block: Any, scale: Any, offset: Any, out: Any) -> Any:
-    """Load a block outside the groups of a row as float32: its columns lie one after the other."""
-    values = row, block, scale, offset, out
-    v.switch(b, fmt, {code: partial(_emit_single, f, b, *values) for code, f in SUMMED_FORMATS.items()})
+    return f.value(b, floats, v.splat(b, scale, BLOCK), v.splat(b, offset, BLOCK))

@@ -44,6 +44,13 @@ class LayerRecord:
     attention_out_norm: Annotated[int, "attention/out_norm/weight"]
     attention_out_norm_bias: Annotated[int, "attention/out_norm/bias"]
     sinks: Annotated[int, "attention/sinks"]
+    gate: Annotated[int, "attention/gate"]
+    gate_scales: Annotated[int, "attention/gate_scales"]
+    conv: Annotated[int, "attention/conv"]
+    gates: Annotated[int, "attention/gates"]
+    decay: Annotated[int, "attention/decay"]
+    decay_bias: Annotated[int, "attention/decay_bias"]
+    state_norm: Annotated[int, "attention/state_norm"]
     q_norm: Annotated[int, "attention/q_norm"]
     k_norm: Annotated[int, "attention/k_norm"]
     q_up: Annotated[int, "attention/q_up"]
@@ -79,6 +86,7 @@ class LayerRecord:
     predictor_up_scales: Annotated[int, "predictor/up_scales"]
     predictor_bias: Annotated[int, "predictor/bias"]
     qkv_format: int
+    gate_format: int
     k_format: int
     v_format: int
     out_format: int
@@ -99,6 +107,10 @@ class LayerRecord:
     first_slots: int
     """Address of the slots of the rows of `first` (see `MatrixView.slots`), or 0."""
     rest_slots: int
+    recurrent: int
+    """1: a recurrence stands in attention's place."""
+    qkv_width: int
+    mixed_width: int
     unrotated: int
     """1: queries and keys are not rotated."""
     window: int
@@ -137,8 +149,14 @@ class KernelConfig(NamedTuple):
     """0: keys and values are those of heads."""
     query_rank: int
     value_dim: int
-    mixed_width: int
     cached_width: int
+    state_heads: int
+    """0: no layer has a recurrence."""
+    state_key_heads: int
+    state_heads_tiled: int
+    state_key_dim: int
+    state_value_dim: int
+    state_columns: int
     score_scale: float
     attention_format: int
     """The format of matrices that have none of their own."""
@@ -148,6 +166,7 @@ class KernelConfig(NamedTuple):
     router_normalised: int
     router_sigmoid: int
     router_early: int
+    shared_gate: int
     router_scale: float
     router_groups: int
     router_groups_taken: int
@@ -297,6 +316,9 @@ def _facts_of(d: Decoder, layer: int) -> dict[str, int]:
     own = d.of_layer(layer)
     kind, of = next((kind, of) for kind, of in enumerate(layer_classes(d, "f32")) if layer in of.layers)
     return {
+        "recurrent": int(own.recurs),
+        "qkv_width": own.qkv_width,
+        "mixed_width": own.mixed_width,
         "unrotated": int(layer in d.unrotated_layers),
         "window": own.window,
         "second_angles": int(layer in d.windowed_layers and d.windowed_frequencies != ()),

@@ -104,10 +104,10 @@ def _list_products(f: Ffn, e: Batch, rows: MatrixView, bias: int, own: TokenList
 
 
 @device
-def list_firing(f: Ffn, e: Batch, named: bool, chunk: int, block: int, end: int) -> None:
+def list_firing(f: Ffn, e: Batch, named: bool, chunk: int, block: int, end: int, done: bool) -> None:
     """List what fires in a block that ends at place `end`, for a few tokens.
 
-    `named`: a selector names the neurons of some tokens of the batch.
+    `named`: a selector names the neurons of some tokens of the batch. `done`: the products with `first` are there.
     """
     tokens, own, w = e.token_N.shape[0], lists_of(f, chunk), weights_of(e)
     begin, list_K = own.block_B[block], list_of(f, chunk)
@@ -118,7 +118,7 @@ def list_firing(f: Ffn, e: Batch, named: bool, chunk: int, block: int, end: int)
         last = block * FEW_TOKENS + tokens - 1
         known = _list_ahead(f, e, chunk, end, own.start_U[last] + own.count_U[last])
         _list_products(f, e, first_rows(f, e), w.first_bias, own, block, known)
-    else:
+    elif not done:
         first_products(f, e, list_K, begin, end, h_NK)
     for n in range(tokens):
         limit, u = limit_of(f, e, n), block * FEW_TOKENS + n
@@ -191,17 +191,17 @@ def _list_ahead(f: Ffn, e: Batch, chunk: int, end: int, total: int) -> int:
 
 
 @device
-def add_block(f: Ffn, e: Batch, chunk: int, block: int, known: int, sums_NP: Floats) -> None:
+def add_block(f: Ffn, e: Batch, chunk: int, block: int, known: int, sums_NP: Floats, done: bool) -> None:
     """Add a block's sums for a few tokens. Rows up to place `known` of the lists are fetched ahead.
 
     Where `sums_NP` has no tokens their factors are written instead: a whole block's for every place, else those of each
-    token's own rows, with the rows in `kept_of`.
+    token's own rows, with the rows in `kept_of`. `done`: the products with `up` are there.
     """
     own, list_K, tokens = lists_of(f, chunk), list_of(f, chunk), e.first + e.token_N.shape[0]
     begin, end, summed = own.block_B[block], own.block_B[block + 1], sums_NP.shape[0] > 0
     h_NK, kept_NK = factors_of(f, chunk, tokens)[e.first :], kept_of(f, chunk, tokens)[e.first :]
     if own.whole_B[block]:
-        _whole_factors(f, e, list_K, begin, end, ups_of(f, chunk, tokens)[e.first :], h_NK)
+        _whole_factors(f, e, list_K, begin, end, ups_of(f, chunk, tokens)[e.first :], h_NK, done)
         for n in range(e.token_N.shape[0]):
             weigh_squares(f, e, chunk, n, list_K[begin:end], h_NK[n, begin:end])
         if summed:
@@ -254,9 +254,11 @@ def norm_scale(f: Ffn, e: Batch, n: int) -> np.float32:
 
 
 @device
-def _whole_factors(f: Ffn, e: Batch, list_K: Ints, begin: int, end: int, up_NK: Floats, h_NK: Floats) -> None:
+def _whole_factors(
+    f: Ffn, e: Batch, list_K: Ints, begin: int, end: int, up_NK: Floats, h_NK: Floats, done: bool
+) -> None:
     """h ← h · (up · x + bias) · the route weight, at the places [begin, end) of a list."""
-    if f.gated:
+    if f.gated and not done:
         up_products(f, e, list_K, begin, end, up_NK)
     for n in range(e.token_N.shape[0]):
         for k in range(begin, end):

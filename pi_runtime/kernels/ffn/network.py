@@ -167,7 +167,7 @@ def _list_chunk(f: Ffn, e: Batch, chunk: int) -> None:
     own.size_2[1] = 0
     while begin < list_K.shape[0]:
         own.block_B[block], end = begin, block_end(neurons, list_K, begin)
-        list_firing(f, e, named, chunk, block, end)
+        list_firing(f, e, named, chunk, block, end, False)
         begin, block = end, block + 1
     own.block_B[block], own.size_2[0] = begin, block
 
@@ -185,7 +185,7 @@ def _sum_chunk(f: Ffn, e: Batch, chunk: int) -> None:
     sums_NP = sums_of(f, chunk, e.token_N.shape[0])
     sums_NP[:] = np.float32(0)
     for block in range(own.size_2[0]):
-        add_block(f, e, chunk, block, known, sums_NP)
+        add_block(f, e, chunk, block, known, sums_NP, False)
 
 
 @loop_body
@@ -195,11 +195,16 @@ def _factor_chunk(f: Ffn, e: Batch, chunk: int) -> None:
     begin, none_0P = 0, sums_of(f, chunk, 0)
     while begin < list_K.shape[0]:
         end = block_end(neurons, list_K, begin)
+        dense = not named and weights_of(e).dense != 0
+        if not named:  # rows are read, and with AMX packed, once for all tokens
+            first_products(f, e, list_K, begin, end, factors_of(f, chunk, e.token_N.shape[0]))
+        if dense and f.gated:
+            up_products(f, e, list_K, begin, end, ups_of(f, chunk, e.token_N.shape[0]))
         for first in range(0, e.token_N.shape[0], FEW_TOKENS):
             some = some_tokens(e, first, 0, 0)
             own.size_2[1], own.block_B[0], own.block_B[1] = 0, begin, end
-            list_firing(f, some, named, chunk, 0, end)
-            add_block(f, some, chunk, 0, own.size_2[1], none_0P)
+            list_firing(f, some, named, chunk, 0, end, not named)
+            add_block(f, some, chunk, 0, own.size_2[1], none_0P, dense)
         begin = end
 
 

@@ -32,7 +32,7 @@ from numba.core import cgutils
 from pi_runtime.artifact.footprint import BLOCK_SUM, STRIP
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen import simd as v
-from pi_runtime.kernels.codegen.intrinsics import emits
+from pi_runtime.kernels.codegen.intrinsics import emits, widen_half
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.data.matrix_view import (
@@ -45,7 +45,7 @@ from pi_runtime.kernels.data.matrix_view import (
     values_of_row,
     vector,
 )
-from pi_runtime.kernels.data.row_loading import load_single_block, offset_of, scale_of, stored_index
+from pi_runtime.kernels.data.row_loading import offset_of, scale_of, single_block, stored_index
 from pi_runtime.kernels.data.weight_formats import GROUP_COLUMNS, SUMMED_FORMATS, BlockFormat, Run, integer_weight
 
 _LOW = [lane for k in (0, 8) for j in range(4) for lane in (k + j, 16 + k + j)]
@@ -56,6 +56,8 @@ OWNERS = [[0, 0, 1, 1, 4, 4, 5, 5], [2, 2, 3, 3, 6, 6, 7, 7]]
 _HALVES = 2 if ISA.lanes == 16 else 1
 """Halves of a line that a register takes at once."""
 _HAS_VECTORS = ISA.lanes > 0
+_SINGLE_TOKENS, _SINGLES_AHEAD = ((8, 2, 1) if ISA.lanes == 16 else (2, 1)), 16
+"""Tokens whose sums of a block outside the groups stay in registers; how many rows ahead these blocks are fetched."""
 _BLOCKS = STRIP // BLOCK
 TINY = 2.0**-126
 WITH_ZEROS = tuple(code for code, f in SUMMED_FORMATS.items() if f.offset == "zero")
@@ -80,7 +82,7 @@ def add_block_rows(m: MatrixView, index: int, count: int, known: int, h: int, y_
 @device
 def _add_strip(m: MatrixView, index: int, count: int, known: int, h: int, y_P: Floats, scratch: int) -> None:
     groups = (m.columns + BLOCK - 1) // GROUP_COLUMNS
-    add_singles(m, 8 * groups, index, count, h, y_P, scratch)
+    add_singles(m, index, count, h, 0, 1, address_of(y_P), 0)
     if not _HAS_VECTORS:
         for block in range(8 * groups):
             _add_block(m, block, index, count, h, y_P[block * BLOCK : (block + 1) * BLOCK], scratch)
@@ -98,16 +100,14 @@ def _add_strip(m: MatrixView, index: int, count: int, known: int, h: int, y_P: F
 
 
 @device
-def add_singles(m: MatrixView, first: int, index: int, count: int, h: int, y_P: Floats, scratch: int) -> None:
-    """Add blocks outside the groups, at most seven a row, in float32."""
-    index_K, h_K, out_J = integers(index, count), vector(h, count), vector(scratch + BLOCK_SUM.c, BLOCK)
-    for block in range(first, (m.columns + BLOCK - 1) // BLOCK):
-        y_J = y_P[block * BLOCK : (block + 1) * BLOCK]
-        for k in range(count):
-            scale, offset = scale_of(m, index_K[k], block), offset_of(m, index_K[k], block)
-            load_single_block(m.fmt, values_of_row(m, index_K[k]), block, scale, offset, address_of(out_J))
-            for j in range(BLOCK):
-                y_J[j] = multiply_add(h_K[k], out_J[j], y_J[j])
+def add_singles(
+    m: MatrixView, index: int, count: int, h: int, h_stride: int, tokens: int, y: int, y_stride: int
+) -> None:
+    """Add blocks outside the groups, at most seven a row, in float32 and in the order of the rows, for some tokens."""
+    blocks = (m.columns + BLOCK - 1) // BLOCK
+    matrix = m.values, m.stride, m.scales, m.scales_stride, m.offsets, m.slots
+    if blocks % 8 > 0 and count > 0:
+        _add_single_blocks(m.fmt, (*matrix, blocks // 8 * 8, blocks, index, count, h, h_stride, tokens, y, y_stride))
 
 
 @device
@@ -134,6 +134,80 @@ def _add_block(m: MatrixView, block: int, index: int, count: int, h: int, y_J: F
             total += np.int32(np.rint(n_K[k] * inverse)) * q
         before = y_J[j] if m.offsets == 0 or has_zeros else y_J[j] + minima
         y_J[j] = multiply_add(np.float32(total), unit + wrong, before)
+
+
+@dataclass
+class _Singles:
+    """Emits the sums of `add_singles`; the values are those of `_add_single_blocks`."""
+
+    b: Any
+    values: Any
+    stride: Any
+    scales: Any
+    scales_stride: Any
+    offsets: Any
+    slots: Any
+    first: Any
+    end: Any
+    index: Any
+    count: Any
+    h: Any
+    h_stride: Any
+    tokens: Any
+    y: Any
+    y_stride: Any
+
+    def emit(self, f: BlockFormat) -> None:
+        """Take each block for as many tokens at once as there are registers for their sums."""
+        b = self.b
+        with cgutils.for_range_slice(b, self.first, self.end, v.offset(1)) as (block, _):
+            done = v.offset(0)
+            for size in _SINGLE_TOKENS:
+                tiles = b.udiv(b.sub(self.tokens, done), v.offset(size))
+                with cgutils.for_range(b, tiles) as loop:
+                    token = b.add(done, b.mul(loop.index, v.offset(size)))
+                    self._tile(f, block, [b.add(token, v.offset(t)) for t in range(size)])
+                done = b.add(done, b.mul(tiles, v.offset(size)))
+
+    def _tile(self, f: BlockFormat, block: Any, numbers: list[Any]) -> None:
+        """Add one block of each row to the sums of some tokens."""
+        b, at, kind = self.b, self.b.mul(block, v.offset(4 * BLOCK)), v.vec(v.F32, BLOCK)
+        y = [v.pointer(b, b.add(self.y, b.mul(t, self.y_stride))) for t in numbers]
+        h = [v.pointer(b, b.add(self.h, b.mul(t, self.h_stride))) for t in numbers]
+        sums = [cgutils.alloca_once(b, kind) for _ in numbers]
+        for y_t, total in zip(y, sums, strict=True):
+            b.store(v.load(b, y_t, at, kind), total)
+        with cgutils.for_range(b, self.count) as loop:
+            later = b.add(loop.index, v.offset(_SINGLES_AHEAD))
+            later = self._row(b.select(b.icmp_signed("<", later, self.count), later, loop.index))
+            v.prefetch(b, self._values(later), b.udiv(b.mul(block, v.offset(BLOCK * f.bits)), v.offset(8)))
+            row = self._row(loop.index)
+            beside = v.pointer(b, b.add(self.scales, b.mul(row, self.scales_stride)))
+            place = b.mul(block, v.offset(2))
+            scale = widen_half(b, v.load(b, beside, place, v.I16))
+            offset = widen_half(b, v.load(b, beside, b.add(place, self.offsets), v.I16)) if f.offset else scale
+            value_J = single_block(f, b, self._values(row), block, scale, offset)
+            for h_t, total in zip(h, sums, strict=True):
+                h_J = v.splat(b, v.load(b, h_t, b.mul(loop.index, v.offset(4)), v.F32), BLOCK)
+                b.store(v.fma(b, h_J, value_J, b.load(total)), total)
+        for y_t, total in zip(y, sums, strict=True):
+            v.store(b, b.load(total), y_t, at)
+
+    def _row(self, k: Any) -> Any:
+        """The number of a listed row."""
+        return v.load(self.b, v.pointer(self.b, self.index), self.b.mul(k, v.offset(8)), v.I64)
+
+    def _values(self, row: Any) -> Any:
+        """The pointer to a row's values."""
+        b = self.b
+        return v.pointer(b, b.add(self.values, b.mul(v.listed(b, self.slots, row, row), self.stride)))
+
+
+@emits(types.void(types.intp, types.UniTuple(types.intp, 15)))
+def _add_single_blocks(b: Any, fmt: Any, arguments: Any) -> Any:
+    """Emit `add_singles`; the tuple has the values of `_Singles`, in order."""
+    call = _Singles(b, *cgutils.unpack_tuple(b, arguments))
+    v.switch(b, fmt, {code: partial(call.emit, f) for code, f in SUMMED_FORMATS.items()})
 
 
 @dataclass

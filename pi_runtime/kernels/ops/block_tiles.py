@@ -14,13 +14,13 @@ from typing import Any
 from numba import types
 from numba.core import cgutils
 
-from pi_runtime.artifact.footprint import BLOCK_SUM, STRIP, SUM_NEURONS
+from pi_runtime.artifact.footprint import BLOCK_SUM, SUM_NEURONS
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen import simd as v
 from pi_runtime.kernels.codegen.intrinsics import emits
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import public
-from pi_runtime.kernels.data.matrix_view import Floats, MatrixView, address_of, columns_from
+from pi_runtime.kernels.data.matrix_view import Floats, MatrixView, address_of
 from pi_runtime.kernels.data.weight_formats import GROUP_COLUMNS, SUMMED_FORMATS, BlockFormat
 from pi_runtime.kernels.ops.block_sums import OWNERS, TINY, WORDS, add_block_rows, add_finished, add_singles
 
@@ -210,11 +210,7 @@ def add_block_tile(m: MatrixView, index: int, count: int, h: int, h_stride: int,
         for t in range(tokens):
             add_block_rows(m, index, count, count, h + t * h_stride, y_TP[t], scratch)
         return
-    for t in range(tokens):
-        for first in range(0, m.columns, STRIP):
-            some = columns_from(m, first, min(STRIP, m.columns - first))
-            whole = (some.columns + BLOCK - 1) // GROUP_COLUMNS * _LANES
-            add_singles(some, whole, index, count, h + t * h_stride, y_TP[t, first:], scratch)
+    add_singles(m, index, count, h, h_stride, tokens, address_of(y_TP), 4 * width)
     matrix = m.values, m.stride, m.scales, m.scales_stride, m.offsets, m.slots
     listed = index, count, h, h_stride, tokens
     _emit_block_tile(m.fmt, (*matrix, *listed, address_of(y_TP), 4 * width, scratch, groups))

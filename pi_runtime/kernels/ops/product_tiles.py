@@ -35,6 +35,8 @@ class Rows:
     """Bytes from a block's scale to its minimum or zero."""
     beside: Any = None
     """Pointer to what groups of the rows have beside their integers, where `write_beside` wrote that for all tiles."""
+    level: int = 2
+    """The cache that they are fetched to."""
 
     @property
     def a_register(self) -> int:
@@ -79,7 +81,7 @@ class _FloatTile:
         with cgutils.for_range(b, b.udiv(columns, v.offset(at_once))) as loop:
             first = b.mul(loop.index, v.offset(at_once))
             for line, row in product(range(0, at_once * nbytes, v.LINE), self.rows.later if 0 in self.parts else []):
-                v.prefetch(b, row, b.add(b.mul(first, v.offset(nbytes)), v.offset(line)))
+                v.prefetch(b, row, b.add(b.mul(first, v.offset(nbytes)), v.offset(line)), self.rows.level)
             for k in range(0, at_once, self.f.lanes):
                 self._add(b.add(first, v.offset(k)))
         done = b.and_(columns, v.offset(-at_once))
@@ -189,7 +191,7 @@ class BlockTile:
         b, size, part = self.b, 4 * REGISTER, GROUP_COLUMNS // self.f.per_byte
         block, runs = b.mul(group, v.offset(8)), [self.f.group(b, row, group) for row in self.rows.values]
         for line, row in product(range(0, self.f.group_nbytes, v.LINE), self.rows.later):
-            v.prefetch(b, row, b.add(runs[0].at, v.offset(line)))
+            v.prefetch(b, row, b.add(runs[0].at, v.offset(line)), self.rows.level)
         at = b.mul(block, v.offset(4))
         negative = [v.load(b, x.block_sums, at, v.vec(v.I32, LANES)) for x in self.inputs]
         found = [

@@ -36,7 +36,7 @@ def _constant(kind: Any, value: float) -> Any:
     return v.const(v.F32, kind.count, rounded) if isinstance(kind, ir.VectorType) else ir.Constant(kind, rounded)
 
 
-def _exp(b: Any, x: Any) -> Any:
+def exp_of_negative(b: Any, x: Any) -> Any:
     """Emit exp(x) for x ≤ 0, within two units of the last place; NaN stays NaN."""
     kind = x.type
     lanes, name = (kind.count, f"v{kind.count}f32") if isinstance(kind, ir.VectorType) else (1, "f32")
@@ -81,9 +81,9 @@ def _emit_weigh(b: Any, score: Any, seen: Any, scale: Any, largest: Any, total: 
     scaled = b.fmul(v.load(b, score, start, kind), v.splat(b, scale, POSITIONS))
     seen = b.select(counts, scaled, _constant(kind, -np.inf))
     largest = larger(_folded(b, seen, larger), before)
-    weights = _exp(b, b.fsub(scaled, v.splat(b, largest, POSITIONS)))
+    weights = exp_of_negative(b, b.fsub(scaled, v.splat(b, largest, POSITIONS)))
     weights = b.select(counts, weights, _constant(kind, 0.0))
-    rescale = _exp(b, b.fsub(before, largest))
+    rescale = exp_of_negative(b, b.fsub(before, largest))
     total = b.fadd(b.fmul(total, rescale), _folded(b, weights, b.fadd))
     for value, place in zip((weights, largest, total), places, strict=True):
         v.store(b, value, place, start)

@@ -15,7 +15,7 @@ Shape letters: D columns, P padded columns, B blocks, N rows of a call.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.intrinsics import HALF_IS_NATIVE, emits, padded_width
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.codegen.jit import device, public
+from pi_runtime.kernels.codegen.prefetch import AHEAD
 from pi_runtime.kernels.data.matrix_view import (
     F32,
     Bytes,
@@ -164,12 +165,19 @@ class _ProductCall:
                     with b.if_then(b.icmp_signed("<", b.add(row, v.offset(r)), self.count)):
                         v.store(b, b.extract_element(found, ir.Constant(v.I32, r)), at, v.offset(4 * r))
 
+    def _near(self, n: Any, rows: int) -> Rows:
+        """The same rows, with what is prefetched in them and the next ones (see `codegen.prefetch`)."""
+        found = self._rows(n, rows, 0)
+        later = [self.b.gep(row, [v.offset(AHEAD.nbytes)]) for row in found.values]
+        return replace(found, later=later, level=AHEAD.level)
+
     def emit(
         self,
         tile: Callable[..., Any],
         lanes: int,
         sizes: tuple[int, ...],
         alone_rows: int,
+        bits: int,
         grouped: BlockFormat | None = None,
     ) -> None:
         """Emit a format's loops. `alone_rows`: a vector alone takes so many long rows in turn at once.
@@ -181,10 +189,28 @@ class _ProductCall:
         long = b.icmp_signed(">=", self.columns, v.offset(LONG))
         one = b.icmp_signed("==", self.token_count, v.offset(1))
         with b.if_else(b.and_(b.and_(long, one), self._in_turn())) as (alone, company):
-            with alone, cgutils.for_range_slice(b, v.offset(0), self.count, v.offset(alone_rows)) as (row, _):
-                self._tile(tile, lanes, self._rows(row, alone_rows, 2), row, v.offset(0), 1)
+            with alone:
+                self._alone(tile, lanes, alone_rows, bits)
             with company:
                 self._many(tile, lanes, sizes, grouped)
+
+    def _alone(self, tile: Callable[..., Any], lanes: int, rows: int, bits: int) -> None:
+        b = self.b
+
+        def each(some: Callable[[Any], Rows]) -> None:
+            with cgutils.for_range_slice(b, v.offset(0), self.count, v.offset(rows)) as (row, _):
+                self._tile(tile, lanes, some(row), row, v.offset(0), 1)
+
+        usual, near = partial(self._rows, rows=rows, distances=2), partial(self._near, rows=rows)
+        if bits not in AHEAD.bits:
+            each(usual)
+            return
+        apart = b.icmp_signed(">", b.mul(self.stride, v.offset(16)), b.mul(self.columns, v.offset(3 * bits)))
+        with b.if_else(apart) as (apart, together):
+            with apart:
+                each(usual)
+            with together:
+                each(near)
 
     def _in_turn(self) -> Any:
         """Whether the last rows follow each other: those of a list of few neurons hardly ever do."""
@@ -223,10 +249,11 @@ def _emit_row_products(b: Any, fmt: Any, call: Any) -> Any:
     call = _ProductCall(b, *cgutils.unpack_tuple(b, call))
     cases: dict[int, Callable[[], None]] = {}
     for code, f in FLOAT_FORMATS.items():
-        cases[code] = partial(call.emit, partial(float_tile, f), f.lanes, _FLOAT_TILES, _FLOATS_ALONE)
+        cases[code] = partial(call.emit, partial(float_tile, f), f.lanes, _FLOAT_TILES, _FLOATS_ALONE, 8 * f.nbytes)
     for code, block in BLOCK_FORMATS.items() if ISA.lanes else ():
         grouped = block if block.fmt.grouped else None
-        cases[code] = partial(call.emit, partial(BlockTile, block), LANES, _BLOCK_TILES, 1, grouped)
+        tile = partial(BlockTile, block)
+        cases[code] = partial(call.emit, tile, LANES, _BLOCK_TILES, 1, block.bits, grouped)
     v.switch(b, fmt, cases)
 
 
@@ -320,8 +347,8 @@ _few_row_products = by_address(vector_row_products if ISA.lanes else _without_ve
 
 @public
 def tiled_row_products(m: MatrixView, rows: RowList, x: Vectors, out: int, out_stride: int) -> None:
-    """`row_products` by AMX's tiles where rows and vectors fill them."""
-    if m.fmt in TILED and x.tokens >= TILE and rows.rows >= TILE // 2:
+    """`row_products` by AMX's tiles where rows and vectors fill them; 16 vectors are slower so."""
+    if m.fmt in TILED and x.tokens >= 2 * TILE and rows.rows >= TILE // 2:
         tile_row_products(m, rows, x, out, out_stride)
     else:
         _few_row_products(m, rows, x, out, out_stride)

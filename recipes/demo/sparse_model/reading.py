@@ -9,7 +9,7 @@ import numpy as np
 
 from pi_runtime import Model
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.artifact.sizes import FfnBytes
+from pi_runtime.artifact.sizes import BY_NEURON, FfnBytes
 from pi_runtime.execution.kv_cache import KVCache
 
 
@@ -40,7 +40,8 @@ def decode(model: Model, cache: KVCache, tokens: Sequence[int]) -> Decoding:
     added = None
     if model.mode == "dense":
         read = kept = 1.0
-        added = _added(model, cache, tokens[0])
+        by_neuron = model.manifest.ffn_layout == BY_NEURON
+        added = _added(model, cache, tokens[0]) if by_neuron else None
     nbytes = bytes_per_token(model.manifest, read, kept, added, with_predictor=model.mode == "predicted")
     return Decoding(seconds=tuple(seconds), read=read, density=kept, bytes_per_token=nbytes)
 
@@ -68,6 +69,6 @@ def bytes_per_token(
     if added is not None:
         total -= d.n_layers * d.d_ff * (kept - added) * neuron.first  # a row of `down` is as long
     for name, entry in m.arrays.items():
-        if not re.search(r"^embedding|^positions|/predictor/|/ffn/(first|rest|order|counts)(_scales)?$", name):
+        if not re.search(r"^embedding|^positions|/predictor/|/ffn/(first|rest|up|down|order|counts)(_scales)?$", name):
             total += entry.nbytes
     return total + sum(neuron.predictor(layer.rank or 0) for layer in m.layers) * with_predictor

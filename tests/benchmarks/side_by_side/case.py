@@ -14,11 +14,13 @@ from support.synthetic import byte_tokenizer
 
 from side_by_side.gguf_file import write_gguf
 from side_by_side.peers import TRANSFORMERS, open_peer
+from side_by_side.plain_file import write_plain
 from side_by_side.process import Worker
 from side_by_side.rounds import LLAMA_CPP, Contender, Row, decode_rows, prefill_rows
 from side_by_side.table import print_activity
 
-OURS = "pi"
+OURS, WHOLE = "pi", "whole matrices"
+"""Our name, and the mode of a plain file, which is how most models run."""
 LARGEST_ERROR = 0.01
 """Relative distance of logits that a result may have: neurons at their threshold may go either way."""
 
@@ -55,12 +57,14 @@ def run(case: Case, folder: Path) -> list[Row]:
         paths = {over_read: files.enter_context(_deleted(folder / f"{over_read}.pi")) for over_read in case.over_reads}
         for over_read, activity in build(case.spec, paths, byte_tokenizer()).items():
             print_activity(f"{case.format}, predictor × {over_read}", activity)
-        ours = _ours(case, paths, stack)
+        plain = files.enter_context(_deleted(folder / "plain.pi"))
+        write_plain(paths[case.over_reads[0]], plain)
+        ours = _ours(case, paths, plain, stack)
         peers = _peers(case, files.enter_context(_deleted(folder / "peer.gguf")), stack)
         sizes = {"rounds": case.rounds, "parameters": case.parameters}
         for context in case.contexts:
             rows += decode_rows([*ours, *peers], context=context, tokens=case.tokens, **sizes)
-        dense = [c for c in ours if c.mode == "dense"]
+        dense = [c for c in ours if c.mode in ("dense", WHOLE)]
         for tokens in case.prompts:
             # One long prompt says as much as many short ones.
             sizes["rounds"] = max(3, case.rounds * 64 // (tokens + 64))
@@ -79,11 +83,11 @@ def _deleted(path: Path) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
-def _ours(case: Case, paths: Mapping[float, Path], stack: ExitStack) -> list[Contender]:
+def _ours(case: Case, paths: Mapping[float, Path], plain: Path, stack: ExitStack) -> list[Contender]:
     contenders = []
     length = case.spec.decoder.context_length
     exact = next(iter(paths.values()))
-    models = {"dense": (exact, "dense"), "gate": (exact, "gate")}
+    models = {WHOLE: (plain, "dense"), "dense": (exact, "dense"), "gate": (exact, "gate")}
     models |= {("predicted" if o == 1 else f"predicted × {o}"): (path, "predicted") for o, path in paths.items()}
     for isa in case.isas:
         worker = stack.enter_context(_our_worker(PI_ISA=isa))

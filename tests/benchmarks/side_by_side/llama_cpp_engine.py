@@ -95,7 +95,7 @@ _sessions: list[_Session] = []
 def describe() -> dict[str, str]:
     """What the library was compiled with, by its own account."""
     found = " ".join(re.findall(r"(\w+) = 1\b", llama_cpp.llama_print_system_info().decode()))
-    return {"build": f"{found} {PATCHED}" if "AMX_INT8" in found else found}
+    return {"build": f"with AMX: {found} {PATCHED}" if "AMX_INT8" in found else f"without AMX: {found}"}
 
 
 def open_model(path: str, context: int, sequences: int = 1, repack: bool = True) -> None:

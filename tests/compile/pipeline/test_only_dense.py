@@ -16,6 +16,8 @@ from pi_compile.pipeline.packed import pack_plain
 from pi_compile.pipeline.pipeline import Pipeline
 from pi_runtime import load
 from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.verification import verify
+from pi_runtime.errors import DeviceError
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,22 @@ def test_profile_and_train_are_left_out(recipe: Path) -> None:
     assert built(recipe)[0] == []
 
 
+def test_without_a_gpu_ffns_are_those_of_a_plain_artifact(recipe: Path) -> None:
+    """So the artifact of a recipe that skips nothing is as quick as the same weights packed plainly."""
+    recipe.write_text(recipe.read_text().replace('"stand-in"', '"laptop"'))
+    _, _, output = built(recipe)
+    plain = recipe.with_name("plain.pi")
+    pack_plain(recipe, plain, progress=no_progress, notice=lambda _line: None)
+    with Artifact.open(output) as mixed, Artifact.open(plain) as whole:
+        assert (mixed.manifest.ffn_layout, whole.manifest.ffn_layout) == ("mixed", "matrices")
+        assert {n: e.sha256 for n, e in mixed.manifest.arrays.items()} == {
+            n: e.sha256 for n, e in whole.manifest.arrays.items()
+        }
+    for asked in ({"device": "stand-in"}, {"ram_budget": "1GiB"}):
+        with pytest.raises(DeviceError, match="whole matrices"):
+            load(output, **asked)
+
+
 def test_it_runs_by_its_placement(recipe: Path) -> None:
     _, _, output = built(recipe)
     with load(output, device="stand-in") as by_plan, load(output, device="cpu") as alone:
@@ -64,7 +82,17 @@ def test_a_rung_that_skips_small_values_is_looked_for(recipe: Path) -> None:
     text = recipe.read_text()
     line = next(line for line in text.splitlines() if line.startswith("rungs"))
     recipe.write_text(text.replace(line, 'rungs = ["dense", "threshold"]'))
-    assert "train" in built(recipe)[0]
+    recipe.write_text(recipe.read_text().replace('"stand-in"', '"laptop"'))
+    ran, _, output = built(recipe)
+    assert "train" in ran
+    with Artifact.open(output) as artifact:
+        m = artifact.manifest
+        names = {n for n, layer in enumerate(m.layers) if layer.rung == "dense"}
+        assert {n for n in range(len(m.layers)) if f"layers/{n}/ffn/down" in m.arrays} == names
+        assert {n for n in range(len(m.layers)) if f"layers/{n}/ffn/order" not in m.arrays} == names
+    verify(output)
+    with load(output) as model:
+        assert model.logits([1, 5, 9]).shape[0] == 3
 
 
 def quantised(recipe: Path) -> Path:

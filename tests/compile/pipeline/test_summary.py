@@ -1,13 +1,23 @@
 """Stage results as values."""
 
-import numpy as np
-from support.placeable import machine, workload
-from support.synthetic import small_decoder
+import re
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
+import pytest
+from support.placeable import machine, workload
+from support.synthetic import random_artifact, small_decoder
+
+from pi_compile.machine import Cpu, Machine
 from pi_compile.pipeline import summary
 from pi_compile.placement.formulation import Problem
 from pi_compile.placement.stage import place
+from pi_compile.results import LayerWork
 from pi_compile.results.activation_profile import ActivationProfile
+from pi_runtime.artifact.schema import Layer
+
+GATHER = dict.fromkeys(("f32", "f16", "bf16", "q8", "q4"), 1.0)
 
 
 def profile() -> ActivationProfile:
@@ -22,6 +32,23 @@ def profile() -> ActivationProfile:
 def test_profile_figures() -> None:
     (layer,) = summary.profile_report(profile())["layers"]
     assert layer == {"layer": 0, "density": 0.4, "top_20_share": 0.5, "neurons_for_80_percent": 0.68}
+
+
+@pytest.mark.parametrize("kind", ["gate", "threshold"])
+def test_a_forecast_has_both(kind: str, tmp_path: Path) -> None:
+    """Without a GPU dense layers are whole matrices, at their rate; other rungs are by neuron, and slower here."""
+    layer = Layer(rung=kind, threshold=0.1 if kind == "threshold" else 0.0)
+    path = random_artifact(tmp_path / "a.pi", profile().decoder, format="f16", layers=(layer,))
+    rates = {"format_gb_per_s": {"f16": 40.0}, "neurons_gb_per_s": {"f16": 1.0}, "gather_gb_per_s": GATHER}
+    alone = Cpu(name="c", cores=2, ram_gib=8.0, bandwidth_gb_per_s=40.0, launch_us=0.0, **rates)
+    of_layer = replace(profile(), layers=(LayerWork(rung=kind),))
+    found = summary.forecast_line(path, of_layer, 16, Machine(name="m", source="t", cpu=alone))
+    own, whole = (float(word) for word in re.findall(r"([\d.e-]+) ms", found))
+    assert own > 2 * whole
+    assert found.endswith("with whole matrices (pack --plain)")
+    of_layer = replace(of_layer, layers=(LayerWork(rung="dense"),))
+    own, whole = re.findall(r"([\d.e-]+) ms", summary.forecast_line(path, of_layer, 16, machine(gpu=None, link=None)))
+    assert own == whole
 
 
 def test_place_figures() -> None:

@@ -21,7 +21,9 @@ SHAPES = {
     "shared heads": ({"n_kv_heads": 1, "activation": "silu"}, "threshold", None),
 }
 FURTHER = {name: (fields, "predicted", 3) for name, fields in FACTS.items()}
-WHOLE = {"whole matrices": ({"d_ff": 700, "d_model": 288, "activation": "silu", "ffn_bias": True}, "dense", None)}
+_WHOLE = {"d_ff": 700, "d_model": 288, "activation": "silu", "ffn_bias": True}
+WHOLE = {"whole matrices": (_WHOLE, "dense", None), "mixed": (_WHOLE, "threshold", None)}
+LAYOUTS = {"whole matrices": "matrices", "mixed": "mixed"}
 ANSWER = (5, 9, 11)
 
 
@@ -30,7 +32,7 @@ CASES = [
     *(("f16", shape, "q8") for shape in SHAPES),
     ("f32", "plain", "f16"),
     *(("f16", shape, "auto") for shape in FURTHER),
-    *((fmt, "whole matrices", "auto") for fmt in ("f16", "q8", "q4_1")),
+    *((fmt, shape, "auto") for fmt in ("f16", "q8", "q4_1") for shape in WHOLE),
 ]
 
 
@@ -43,7 +45,7 @@ def executor(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HostExe
         Layer(rung=rung, rank=rank, threshold=0.2 if rung == "threshold" else 0.0),
         Layer(rung="dense" if decoder.activation == "silu" else "gate"),
     )
-    layout = {"ffn_layout": "matrices"} if shape in WHOLE else {}
+    layout = {"ffn_layout": LAYOUTS[shape]} if shape in WHOLE else {}
     path = random_artifact(tmp_path / "a.pi", decoder, format=fmt, ranks=[rank, None], layers=layers, **layout)
     found = in_memory(Artifact.open(path), "auto", 128, 2, cache)
     yield found

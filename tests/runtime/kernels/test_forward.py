@@ -242,6 +242,24 @@ def test_ffns_of_whole_matrices(name: str, fmt: str, tmp_path: Path, monkeypatch
             assert relative_error(found, wanted) < (1e-5 if fmt == "f32" else 1e-3), mode
 
 
+@pytest.mark.parametrize("name", ["llama-silu-tied-biases", "parallel-shared-norm", "sandwich", "opt-odd"])
+def test_ffns_of_dense_layers_as_matrices(name: str, tmp_path: Path) -> None:
+    layers = (Layer(rung="threshold", threshold=0.1), Layer(rung="dense"), Layer(rung="predicted", rank=4))
+    decoder = small_decoder(**{"activation": "silu"} | DECODERS[name] | {"n_layers": 3})
+    ranks = [layer.rank for layer in layers]
+    path = random_artifact(
+        tmp_path / "a.pi", decoder, ranks=ranks, layers=layers, format="f16", profiled=True, ffn_layout="mixed"
+    )
+    ids = np.random.default_rng(3).integers(0, decoder.vocab_size, 64)
+    with Artifact.open(path) as artifact:
+        assert "ffn_layout.mixed" in artifact.manifest.features
+        assert {name for name in artifact.manifest.arrays if name.endswith("/down")} >= {"layers/1/ffn/down"}
+        wanted, exact = (reference.forward(artifact, ids, mode) for mode in ("predicted", "dense"))
+    for mode, logits in {"auto": wanted, "predicted": wanted, "dense": exact}.items():
+        for found in both_ways(path, mode, ids):
+            assert relative_error(found, logits) < BOUND["f16"], mode
+
+
 @pytest.mark.parametrize("name", ["llama-silu-tied-biases", "opt-odd", "drelu", "experts"])
 def test_a_layer_on_each_rung_that_leaves_something_out(name: str, tmp_path: Path) -> None:
     layers = (Layer(rung="predicted", rank=6), Layer(rung="threshold", threshold=0.1), Layer(rung="predicted", rank=4))

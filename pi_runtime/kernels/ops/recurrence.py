@@ -1,0 +1,283 @@
+"""The gated delta rule: a head's state goes from token to token, for single tokens as for pieces of prompts.
+
+    S ← eᵍ S,   S ← S + k (b (v − Sᵀk))ᵀ,   y = Sᵀq / √K            (see `artifact.decoder`)
+
+One thread takes a head of a sequence through all tokens of a step, in order, so its state stays in the second-level
+cache, and no token's bits depend on how a prompt was cut, on threads or on company.
+
+A page (`buffers.state_page`) holds states after some position, and the inputs of the convolution before and behind it.
+Tokens that may be taken back leave the states as they are: heads go on in a copy of their own. Those that have stayed
+are computed once more by the next step, from these inputs, which moves the states on.
+
+Shape letters: T tokens of this step, R runs of them (see `forward.Positions`), H heads, K numbers of a key, V of a
+value, C channels of the convolution, G gates.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray, prange, types
+from numba.core import cgutils
+
+from pi_runtime.artifact.decoder import LENGTH_EPS
+from pi_runtime.artifact.footprint import CHUNKS, KEPT, STATE_HEADER
+from pi_runtime.kernels.codegen import simd as v
+from pi_runtime.kernels.codegen.intrinsics import emits
+from pi_runtime.kernels.codegen.jit import device, loop_body, parallel, public
+from pi_runtime.kernels.data.matrix_view import F32, Floats, Ints, address_of, integers, pointer_of, row_stride, vector
+from pi_runtime.kernels.ops.attention import COUNT, FIRST, START, TABLE
+from pi_runtime.kernels.ops.reductions import exp_of_negative, squares
+
+STRIP = 32
+"""Columns of a state that are summed at once."""
+
+
+class States(NamedTuple):
+    """A layer's heads, its weights, and where pages hold its states."""
+
+    heads: int
+    key_heads: int
+    tiled: int
+    """1: head h shares the h mod key_heads -th head of keys; 0: consecutive heads share one."""
+    key_dim: int
+    value_dim: int
+    columns: int
+    """Positions of the convolution."""
+    layer: int
+    """Number of the layer among those of its class."""
+    kind: int
+    classes: int
+    conv: int
+    """Addresses of weights: of the convolution, each head's decay and bias, and the norm of the sums."""
+    decay: int
+    decay_bias: int
+    norm: int
+    eps: np.float32
+
+
+class Made(NamedTuple):
+    """What a layer's matrices made of the tokens of a step."""
+
+    channels_TC: Floats
+    gates_TG: Floats
+    z_TQ: Floats
+
+
+def _by_strips(b: Any, columns: Any, emit: Any) -> None:
+    """Emit `emit(bytes before a strip, columns of it or None for all)` for all columns."""
+    whole, size = b.udiv(columns, v.offset(STRIP)), v.offset(4 * STRIP)
+    with cgutils.for_range(b, whole) as loop:
+        emit(b.mul(loop.index, size), None)
+    left = b.urem(columns, v.offset(STRIP))
+    with b.if_then(b.icmp_signed(">", left, v.offset(0))):
+        emit(b.mul(whole, size), left)
+
+
+def _load(b: Any, base: Any, at: Any, left: Any) -> Any:
+    kind = v.vec(v.F32, STRIP)
+    return v.load(b, base, at, kind) if left is None else v.load_some(b, base, at, left, kind)
+
+
+def _store(b: Any, value: Any, base: Any, at: Any, left: Any) -> None:
+    if left is None:
+        v.store(b, value, base, at)
+    else:
+        v.store_some(b, value, base, at, left)
+
+
+def _sums_of_rows(b: Any, rows: Any, columns: Any, row_of: Any, weights: Any, out: Any) -> None:
+    """Emit out ← Σ weight_r · row_r; `row_of(bytes before it, columns)` gives a strip of a row."""
+
+    def strip(at: Any, left: Any) -> None:
+        zeros = v.const(v.F32, STRIP, 0.0)
+        total = cgutils.alloca_once_value(b, zeros)
+        b.store(zeros, total)
+        with cgutils.for_range(b, rows) as loop:
+            four = b.mul(loop.index, v.offset(4))
+            row = row_of(loop.index, b.add(b.mul(four, columns), at), at, left)
+            weight = v.splat(b, v.load(b, weights, four, v.F32), STRIP)
+            b.store(v.fma(b, row, weight, b.load(total)), total)
+        _store(b, b.load(total), out, at, left)
+
+    _by_strips(b, columns, strip)
+
+
+@emits(types.none(types.intp, types.intp, types.intp, types.intp, types.intp))
+def _recall(b: Any, state: Any, key: Any, rows: Any, columns: Any, out: Any) -> None:
+    """Emit out ← Sᵀ k; all are addresses and sizes."""
+    state, key, out = (v.pointer(b, address) for address in (state, key, out))
+    _sums_of_rows(b, rows, columns, lambda _row, place, _at, left: _load(b, state, place, left), key, out)
+
+
+@emits(types.none(types.intp, types.float32, types.intp, types.intp, types.intp, types.intp, types.intp, types.intp))
+def _go_on(b: Any, state: Any, kept: Any, key: Any, change: Any, query: Any, rows: Any, columns: Any, out: Any) -> None:
+    """Emit S ← kept · S + k changeᵀ, and out ← Sᵀ q."""
+    state, key, change, query, out = (v.pointer(b, address) for address in (state, key, change, query, out))
+    kept_S = v.splat(b, kept, STRIP)
+
+    def moved_on(row: Any, place: Any, at: Any, left: Any) -> Any:
+        weight = v.splat(b, v.load(b, key, b.mul(row, v.offset(4)), v.F32), STRIP)
+        found = b.fmul(_load(b, state, place, left), kept_S)
+        found = v.fma(b, _load(b, change, at, left), weight, found)
+        _store(b, found, state, place, left)
+        return found
+
+    _sums_of_rows(b, rows, columns, moved_on, query, out)
+
+
+@emits(types.none(types.intp, types.intp))
+def _silu(b: Any, address: Any, count: Any) -> None:
+    """Emit z ← z / (1 + e⁻ᶻ) for so many numbers."""
+    place, one = v.pointer(b, address), v.const(v.F32, STRIP, 1.0)
+
+    def strip(at: Any, left: Any) -> None:
+        z, zeros = _load(b, place, at, left), v.const(v.F32, STRIP, 0.0)
+        is_negative = b.fcmp_ordered("<", z, zeros)
+        power = exp_of_negative(b, b.select(is_negative, z, b.fsub(zeros, z)))
+        shares = b.fdiv(b.select(is_negative, power, one), b.fadd(power, one))
+        _store(b, b.fmul(z, shares), place, at, left)
+
+    _by_strips(b, count, strip)
+
+
+@device
+def _channels(s: States) -> int:
+    return 2 * s.key_heads * s.key_dim + s.heads * s.value_dim
+
+
+@device
+def _row_floats(s: States) -> int:
+    """Numbers of a position's inputs: of the convolution, and gates."""
+    return _channels(s) + 2 * s.heads
+
+
+@device
+def _place(s: States, run_4: Ints) -> int:
+    """Where a sequence's page holds a layer's states."""
+    own = STATE_HEADER + (s.columns - 1 + KEPT) * _row_floats(s) + s.heads * s.key_dim * s.value_dim
+    return carray(pointer_of(run_4[TABLE]), (s.classes,), np.int64)[s.kind] + 4 * own * s.layer
+
+
+@device
+def _inputs(s: States, made: Made, run_4: Ints, place: int, position: int) -> int:
+    """Where the inputs of the convolution at a position are: in the page, or made by this step."""
+    if position < run_4[START]:
+        row = position - integers(place, 1)[0] + s.columns - 1
+        return place + 4 * (STATE_HEADER + row * _row_floats(s))
+    return address_of(made.channels_TC) + 4 * (run_4[FIRST] + position - run_4[START]) * _channels(s)
+
+
+@device
+def _gates(s: States, made: Made, run_4: Ints, place: int, position: int) -> int:
+    """Where the gates of a position are."""
+    if position < run_4[START]:
+        return _inputs(s, made, run_4, place, position) + 4 * _channels(s)
+    return address_of(made.gates_TG) + 4 * (run_4[FIRST] + position - run_4[START]) * 2 * s.heads
+
+
+@device
+def _convolve(s: States, made: Made, run_4: Ints, place: int, position: int, first: int, out_N: Floats) -> None:
+    """out ← SiLU of the convolution at a position, of some channels from `first` on."""
+    count = out_N.shape[0]
+    for j in range(s.columns):
+        x_N = vector(_inputs(s, made, run_4, place, position - s.columns + 1 + j) + 4 * first, count)
+        w_N = vector(s.conv + j * row_stride(F32, _channels(s)) + 4 * first, count)
+        for n in range(count):
+            out_N[n] = w_N[n] * x_N[n] if j == 0 else out_N[n] + w_N[n] * x_N[n]
+    _silu(address_of(out_N), count)
+
+
+@device
+def _unit(x_K: Floats, factor: np.float32) -> None:
+    """x ← factor · x / √(Σ x² + 1e-6)."""
+    scale = factor / np.sqrt(squares(x_K, np.float32(0)) + np.float32(LENGTH_EPS))
+    for j in range(x_K.shape[0]):
+        x_K[j] *= scale
+
+
+@device
+def _move(
+    s: States, made: Made, run_4: Ints, place: int, head: int, position: int, state: int, scratch_X: Floats, y_V: Floats
+) -> None:
+    """Take a head's state over a token; y ← what it gives."""
+    size, width, keys = s.key_dim, s.value_dim, s.key_heads * s.key_dim
+    q_K, k_K = scratch_X[:size], scratch_X[size : 2 * size]
+    v_V, wrong_V = scratch_X[2 * size : 2 * size + width], scratch_X[2 * size + width : 2 * (size + width)]
+    shared = (head % s.key_heads if s.tiled != 0 else head // (s.heads // s.key_heads)) * size
+    _convolve(s, made, run_4, place, position, shared, q_K)
+    _convolve(s, made, run_4, place, position, keys + shared, k_K)
+    _convolve(s, made, run_4, place, position, 2 * keys + head * width, v_V)
+    _unit(q_K, np.float32(1 / np.sqrt(size)))
+    _unit(k_K, np.float32(1))
+    gates_G = vector(_gates(s, made, run_4, place, position), 2 * s.heads)
+    z = gates_G[s.heads + head] + vector(s.decay_bias, s.heads)[head]
+    grown = max(z, np.float32(0)) + np.log1p(np.exp(-abs(z)))
+    kept = np.exp(-vector(s.decay, s.heads)[head] * grown)
+    share = np.float32(1) / (np.float32(1) + np.exp(-gates_G[head]))
+    _recall(state, address_of(k_K), size, width, address_of(wrong_V))
+    for j in range(width):
+        wrong_V[j] = share * (v_V[j] - kept * wrong_V[j])
+    _go_on(state, kept, address_of(k_K), address_of(wrong_V), address_of(q_K), size, width, address_of(y_V))
+
+
+@loop_body
+def _run_part(s: States, made: Made, run_R4: Ints, part: int, scratch_X: Floats, mixed_TQ: Floats) -> None:
+    """One of `CHUNKS` parts of the heads of all runs."""
+    tasks, floats, width = run_R4.shape[0] * s.heads, s.key_dim * s.value_dim, s.value_dim
+    norm_V = vector(s.norm, width)
+    for task in range(part * tasks // CHUNKS, (part + 1) * tasks // CHUNKS):
+        run_4, head = run_R4[task // s.heads], task % s.heads
+        place = _place(s, run_4)
+        at, is_held = integers(place, 2)
+        state = place + 4 * (STATE_HEADER + (s.columns - 1 + KEPT) * _row_floats(s) + head * floats)
+        y_TV = mixed_TQ[:, head * width : (head + 1) * width]
+        for position in range(at, run_4[START]):
+            _move(s, made, run_4, place, head, position, state, scratch_X[floats:], y_TV[run_4[FIRST]])
+        if is_held != 0:
+            scratch_X[:floats] = vector(state, floats)
+            state = address_of(scratch_X)
+        for n in range(run_4[FIRST], run_4[FIRST] + run_4[COUNT]):
+            y_V, z_V = y_TV[n], made.z_TQ[n, head * width : (head + 1) * width]
+            _move(s, made, run_4, place, head, run_4[START] + n - run_4[FIRST], state, scratch_X[floats:], y_V)
+            scale = np.float32(1) / np.sqrt(squares(y_V, np.float32(0)) / np.float32(width) + s.eps)
+            _silu(address_of(z_V), width)
+            for j in range(width):
+                y_V[j] *= scale * norm_V[j] * z_V[j]
+
+
+@parallel(_run_part)
+def _run(s: States, made: Made, run_R4: Ints, scratch_CX: Floats, mixed_TQ: Floats) -> None:
+    for part in prange(CHUNKS):
+        _run_part(s, made, run_R4, part, scratch_CX[part], mixed_TQ)
+
+
+@loop_body
+def _keep_inputs(s: States, made: Made, run_4: Ints) -> None:
+    """Keep the inputs that later tokens need, and note which position the states are of now."""
+    place, channels = _place(s, run_4), _channels(s)
+    is_held = integers(place, 2)[1]
+    end = run_4[START] + run_4[COUNT]
+    now = run_4[START] if is_held != 0 else end
+    for position in range(now - s.columns + 1, end):
+        row = position - now + s.columns - 1
+        kept_C = vector(place + 4 * (STATE_HEADER + row * _row_floats(s)), _row_floats(s))
+        kept_C[:channels] = vector(_inputs(s, made, run_4, place, position), channels)
+        if position >= run_4[START]:
+            kept_C[channels:] = vector(_gates(s, made, run_4, place, position), 2 * s.heads)
+    integers(place, 1)[0] = now
+
+
+@parallel(_keep_inputs)
+def _keep(s: States, made: Made, run_R4: Ints) -> None:
+    for r in prange(run_R4.shape[0]):
+        _keep_inputs(s, made, run_R4[r])
+
+
+@public
+def mix_states(s: States, made: Made, run_R4: Ints, scratch_CX: Floats, mixed_TQ: Floats) -> None:
+    """mixed ← what the states of all heads give for the tokens of a step, normed, times SiLU(z); moves them on.
+
+    `scratch_CX`: `footprint.attention_floats` numbers for each part of the work. z is overwritten.
+    """
+    _run(s, made, run_R4, scratch_CX, mixed_TQ)
+    _keep(s, made, run_R4)
