@@ -141,7 +141,7 @@ def _compensated(w_KN: torch.Tensor, factor_KK: torch.Tensor, begin: Callable[[i
         w_KN[last:] -= factor_KK[first:last, last:].T @ torch.from_numpy(error_BN)
 
 
-QKV, OUT, FIRST = "attention/qkv", "attention/out", "ffn/first"
+QKV, GATE, OUT, FIRST = "attention/qkv", "attention/gate", "attention/out", "ffn/first"
 MOST_NEURONS = 8192
 """Neurons whose second moments are kept together: 512 MiB in float64."""
 _LEAST = 1e-20

@@ -27,6 +27,7 @@ import torch
 
 from pi_compile.calibration.quantising.compensation import (
     FIRST,
+    GATE,
     QKV,
     down,
     importance,
@@ -85,7 +86,7 @@ class QuantiseSpec:
     """cpu or cuda:N."""
 
     def arrays(self, layer: int) -> dict[str, Format]:
-        """The matrices of a layer that are rounded, with their formats."""
+        """The matrices of a layer that are rounded if it has them, with their formats."""
         parts, named = MATRICES[BY_NEURON].items(), self.formats
         found = {name: named.get(f"layers/{layer}/{name}", named[part]) for name, part in parts}
         return {name: FORMATS[fmt] for name, fmt in found.items() if coarse(FORMATS[fmt]) and fmt in ROW_FORMATS}
@@ -134,7 +135,7 @@ def quantise_weights(
     tasks = run.tasks()
     with torch.inference_mode(), computing_with(spec.threads):
         work.run(tasks, run.needs(), lambda done: progress(len(done.intersection(tasks)), len(tasks)))
-    names = tuple(f"layers/{n}/{name}" for n in run.layers for name in spec.arrays(n))
+    names = tuple(f"layers/{n}/{name}" for n in run.layers for name in run.arrays(n))
 
     def read(name: str) -> Stored:
         _, layer, local = name.split("/", 2)
@@ -227,10 +228,15 @@ class _Run:
         """The weights of a layer as they will be stored."""
         (w,) = self.resident.weights(range(layer, layer + 1))
         found = dict(w)
-        for name, fmt in self.spec.arrays(layer).items():
+        for name, fmt in self.arrays(layer).items():
             values = dequantise(fmt, *read_stored(self.folder / self.rounded(layer), name), w[name].shape[-1])
             found[name] = torch.from_numpy(values).to(self.spec.device)
         return found
+
+    def arrays(self, layer: int) -> dict[str, Format]:
+        """The matrices of a layer that are rounded, with their formats."""
+        there = self.checkpoint.array_shapes
+        return {name: fmt for name, fmt in self.spec.arrays(layer).items() if f"layers/{layer}/{name}" in there}
 
     def _round(self, layer: int) -> None:
         """Round the matrices of a layer by the second moments of all shards."""
@@ -241,13 +247,13 @@ class _Run:
 
         values = self.checkpoint.layer_values(layer)
         found: dict[str, npt.NDArray[np.generic]] = {}
-        for name, fmt in self.spec.arrays(layer).items():
+        for name, fmt in self.arrays(layer).items():
             if name == QKV:
                 stored = quantise(fmt, values[name], importance(moment(name)))
             elif name == REST:
                 stored = self._round_rest(fmt, values[name], moment)
             else:
-                stored = _along_inputs(fmt, values[name], moment(name))
+                stored = _along_inputs(fmt, values[name], moment(QKV if name == GATE else name))
             found |= stored_entries(name, stored)
         write_arrays(self.folder / self.rounded(layer), found)
         for path in shards:

@@ -27,7 +27,7 @@ from pi_runtime import load
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.quantisation import as_stored
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.sizes import LAYOUTS, WHOLE
+from pi_runtime.artifact.sizes import BY_NEURON, WHOLE
 from pi_runtime.errors import NotMetError
 
 WIDEST = {"embedding": "q8", "attention": "q8", "ffn": "q8", "head": "q8"}
@@ -59,7 +59,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", (BY_NEURON, WHOLE))
 def test_scales_of_groups_are_options_where_rows_are_whole(tmp_path: Path, layout: str) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "hidden_act": "silu"}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}

@@ -124,7 +124,7 @@ WITH_OTHERS = {
     "YaRN in one kind of Gemma 3's layers": (
         "Gemma3Text",
         {"rope_scaling": {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 12}},
-        "refused",
+        "equal",
     ),
     "YaRN in both": (
         "Gemma3Text",

@@ -144,7 +144,7 @@ def test_an_end_of_the_model_in_six_bits(tmp_path: Path) -> None:
     blocks[:, 208:] = rng.uniform(1e-4, 2e-4, (307, 1)).astype(np.float16).view(np.uint8)  # the scales
     write_gguf(tmp_path / "hf", tmp_path / "model.gguf", "q4", tensors={"output.weight": (blocks, six_bits)})
     checkpoint = open_checkpoint(tmp_path / "model.gguf")
-    assert (checkpoint.format("embedding"), checkpoint.format("head")) == ("q4", "Q6_K")
+    assert (checkpoint.format("embedding"), checkpoint.format("head")) == ("q4", "q6_k")
     np.testing.assert_array_equal(checkpoint.values("head"), gguf.dequantize(blocks, six_bits))
 
 
