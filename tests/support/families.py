@@ -112,6 +112,7 @@ DELTA_EXPERTS = DELTA | {
     "num_experts": 5,
     "num_experts_per_tok": 2,
 }
+FATRELU = {"hidden_act": "fatrelu", "hidden_act_param": 0.2}
 MIXTRAL = LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2}
 SCALED: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.5, "rope_theta": 500.0},
@@ -153,9 +154,9 @@ def _drelu_experts(m: Any) -> Callable[..., torch.Tensor]:
 
 
 def forced_threshold(model: nn.Module) -> None:
-    """FATReLU of ProSparse."""
+    """FATReLU of ProSparse, of plain FFNs and of experts."""
     for module in model.modules():
-        if isinstance(module, tf.models.llama.modeling_llama.LlamaMLP):
+        if hasattr(module, "act_fn"):
             module.act_fn = nn.Threshold(0.2, 0.0)
 
 
@@ -308,7 +309,9 @@ CASES: dict[str, Case] = {
     ),
     "qwen3.5": Case("Qwen3_5", DELTA),
     "qwen3.5-tied": Case("Qwen3_5", DELTA | {"tie_word_embeddings": True, "linear_conv_kernel_dim": 3}),
+    "qwen3.5-fatrelu": Case("Qwen3_5", DELTA, FATRELU, forced_threshold),
     "qwen3.5-moe": Case("Qwen3_5Moe", DELTA_EXPERTS),
+    "qwen3.5-moe-fatrelu": Case("Qwen3_5Moe", DELTA_EXPERTS, FATRELU, forced_threshold),
     "gpt-oss": Case("GptOss", GPT_OSS, {"layer_types": None}),
     "gpt-oss-listed": Case(
         "GptOss",
@@ -375,7 +378,7 @@ CASES: dict[str, Case] = {
         LLAMA,
         OWN
         | {"model_type": "sparsellama", "architectures": ["SparseLlamaForCausalLM"]}
-        | {"hidden_act": "fatrelu", "hidden_act_param": 0.2, "max_length": 40},
+        | {**FATRELU, "max_length": 40},
         forced_threshold,
     ),
 }

@@ -13,7 +13,7 @@ from typing import Any
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import glm, llama, mixtral, qwen
 from pi_compile.checkpoint.families.adapter import FusedRows, SourceTensor, Table, cut_ffn, experts_ffn, stored
-from pi_compile.checkpoint.families.fields import routed_experts, usual_decoder
+from pi_compile.checkpoint.families.fields import DRELU, FATRELU, routed_experts, usual_decoder
 from pi_runtime.artifact.decoder import Decoder
 
 KINDS = ("linear_attention", "full_attention")
@@ -25,6 +25,8 @@ _SIZES = {
     "state_columns": ("conv_kernel_dim", 4),
 }
 """The decoder's field → the config's key behind `linear_`, and what stands for a missing one."""
+_ACTIVATIONS = ("silu", "swish", DRELU, FATRELU)
+"""Of FFNs: transformers computes the convolution of states with the FFNs' own, which for the last two is SiLU still."""
 _SECTIONS = ("mrope_section", "mrope_interleaved")
 """Rope parameters by which the angles of pictures differ; those of text are the usual ones."""
 
@@ -40,7 +42,9 @@ def _recurrence(config: Config) -> dict[str, Any]:
     heads, keys = sizes["state_heads"], sizes["state_key_heads"]
     if heads % keys:
         raise config.error("linear_num_value_heads", heads, expected=f"a multiple of {keys} heads of keys")
-    own = tuple(n for n, kind in enumerate(kinds) if kind == KINDS[0])
+    own, act = tuple(n for n, kind in enumerate(kinds) if kind == KINDS[0]), config.get("hidden_act", "silu")
+    if own and act not in _ACTIVATIONS:
+        raise config.error("hidden_act", act, expected="silu, which the convolution of layers with a state has too")
     return {"recurrence": "gated_delta", "recurrent_layers": own, **sizes} if own else {}
 
 

@@ -28,7 +28,7 @@ def test_what_the_gpu_tier_lacks_is_refused_by_name(tmp_path: Path) -> None:
         with Artifact.open(path) as artifact, pytest.raises(DoesNotFitError) as caught:
             open_on_gpu(artifact, "auto", 64, 1, index=0, vram_budget=0)
         told = f"the GPU tier does not compute what this model does\n  found: {', '.join(found[name])}\n"
-        assert str(caught.value).startswith(told)
+        assert str(caught.value).startswith(f"{told}  try: run it on the CPU: ")
 
 
 def test_formats_with_scales_of_groups_are_refused_by_name(tmp_path: Path) -> None:

@@ -100,6 +100,9 @@ SINGLE = {
     "olmo2",
     "olmoe",
     "qwen3-moe-unnormalised",
+    "qwen3-next",
+    "qwen3.5",
+    "qwen3.5-moe",
     "smollm3",
 }
 IN_FILES = sorted(SINGLE | {"smallthinker"})

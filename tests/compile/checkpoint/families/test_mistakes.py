@@ -202,6 +202,7 @@ CHANGING: list[tuple[str, dict[str, Any], str]] = [
     ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers"),
     ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers"),
     ("smollm3", {"use_sliding_window": True, "sliding_window": 16}, "sliding_window"),
+    *((family, {"hidden_act": "relu"}, "hidden_act") for family in ("qwen3_next", "qwen3_5", "qwen3_5_moe")),
     ("sparsellama", {"hidden_act_param": [0.1, 0.2]}, "hidden_act_param"),
     ("sparsellama", {"hidden_act_param": None}, "hidden_act_param"),
     ("sparsellama", {"hidden_act": "shiftrelu"}, "hidden_act"),

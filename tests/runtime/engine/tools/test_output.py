@@ -1,16 +1,22 @@
 """Thoughts apart from text and calls, and how many tokens they took."""
 
 import itertools
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.tool_calls import cuts_of
 
 from pi_runtime.engine.events import CallArguments, CallBegan, Delta, ReasoningDelta, TextDelta, joined
+from pi_runtime.engine.history import one_form
+from pi_runtime.engine.prompt_writer import PromptWriter
 from pi_runtime.engine.tools.calls import CallParser
 from pi_runtime.engine.tools.formats import HERMES, ReasoningFormat, ToolFormat
-from pi_runtime.engine.tools.output import OutputParser, ReasoningParser
+from pi_runtime.engine.tools.output import OutputFormat, OutputParser, ReasoningParser, tools_of
+from pi_runtime.text.chat_template import ChatTemplate
 
 THINK = ReasoningFormat("<think>", "</think>")
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -109,3 +115,52 @@ def test_published_templates_have_the_formats_of_their_models(shared: Path) -> N
 def test_formats_of_templates(template: str, name: str | None) -> None:
     found = ToolFormat.of(template)
     assert (found and found.name) == name
+
+
+JSON_CALL = """{{ '{"name": "' + c.name + '", "arguments": ' + (c.arguments | tojson) + '}' }}"""
+PAIRS = (
+    "{{ '<function=' + c.name + '>\\n' }}{% for k, v in c.arguments | items %}{{ '<parameter=' + k + '>\\n' }}"
+    "{{ v if v is string else v | tojson }}{{ '\\n</parameter>\\n' }}{% endfor %}{{ '</function>' }}"
+)
+TALK = (
+    "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% if m.role == 'assistant' %}{{ '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}{% endif %}"
+    "{{ m.content or '' }}{% for call in m.tool_calls or [] %}{% set c = call.function %}"
+    "{{ '\\n<tool_call>\\n' }}CALL{{ '\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{{ '<|im_start|>assistant\\n<think>\\n' if add_generation_prompt else '' }}"
+)
+"""Thoughts that the prompt opens, and calls: what Qwen3.5 and the thinking Qwen3-Next write."""
+PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}, "deep": {"type": "object"}}
+LOOK: dict[str, Any] = {"name": "look", "parameters": {"type": "object", "properties": PROPERTIES}}
+ARGUMENTS = {"city": "Zürich\n</parameter> <b>", "days": 3, "deep": {"a": [1, True, None, "</tool_call>"]}}
+
+
+@pytest.mark.parametrize(
+    ("call", "name"), [(PAIRS, "qwen-3-coder"), (JSON_CALL, "hermes")], ids=["Qwen3.5", "Qwen3-Next"]
+)
+@pytest.mark.parametrize("text", ["", "I look."])
+def test_what_a_template_writes_of_an_answer_is_read_as_it(call: str, name: str, text: str) -> None:
+    function = {"name": "look", "arguments": json.dumps(ARGUMENTS)}
+    calls = [{"id": i, "type": "function", "function": function} for i in ("a1b2c3d4e", "b1b2c3d4e")]
+    said = {"role": "assistant", "content": text, "reasoning_content": "hm,\n so", "tool_calls": calls}
+    messages, tools = [{"role": "user", "content": "hi"}, said], [{"type": "function", "function": LOOK}]
+    with ChatTemplate(TALK.replace("CALL", call)) as template:
+        found = OutputFormat(tools_of(template), ReasoningFormat.of(template.source), {})
+
+        def written(count: int, *, asks: bool) -> str:
+            options: dict[str, Any] = {"tools": tools, "tools_as_text": False, "variables": {}}
+            return PromptWriter(template, **options, add_generation_prompt=asks).write(one_form(messages[:count]))
+
+        prompt, whole = written(1, asks=True), written(2, asks=False)
+    assert found.tools
+    assert found.tools.name == name
+    assert whole.startswith(prompt)
+    for pieces in cuts_of(whole.removeprefix(prompt).removesuffix("<|im_end|>\n")):
+        parser = found.parser(prompt, tools, lambda: "id")
+        deltas = joined([delta for piece in pieces for delta in parser.push(piece)] + parser.finish())
+        assert [d.text for d in deltas if isinstance(d, ReasoningDelta)] == ["hm,\n so"]
+        assert "".join(d.text for d in deltas if isinstance(d, TextDelta)) == text
+        assert sum(isinstance(d, CallBegan) for d in deltas) == len(calls)
+        for n in range(len(calls)):
+            arguments = "".join(d.text for d in deltas if isinstance(d, CallArguments) and d.index == n)
+            assert json.loads(arguments) == ARGUMENTS
