@@ -94,6 +94,7 @@ def empty_stored(fmt: Format, shape: Sequence[int]) -> tuple[Array, Array]:
     return np.zeros(fmt.stored_shape(shape), fmt.stored), np.zeros(of_scales, scale.stored)
 
 
+@np.errstate(invalid="ignore")  # scales that are no numbers give such values
 def dequantise(fmt: Format, stored: Array, scales: Array, columns: int) -> Array:
     """Convert stored arrays to float32 values (…, D): each the float32 product of scale and integer, which is exact,
     and rounded once where a minimum is added."""
@@ -104,6 +105,7 @@ def dequantise(fmt: Format, stored: Array, scales: Array, columns: int) -> Array
     return q * scale + offset if fmt.offset == "minimum" else (q - offset) * scale
 
 
+@np.errstate(invalid="ignore")
 def beside(fmt: Format, scales: Array, columns: int) -> tuple[Array, Array]:
     """The scales (…, B), or those of halves (…, 2 B), and the minima or zeros (…, B), as float32; scales again where
     there are no such."""

@@ -10,12 +10,13 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
+from gguf import GGMLQuantizationType as Type
 from support import hf
 from support.families import random_checkpoint
 from support.fuzz import mutations
 from support.fuzz.cases import Cases
 from support.fuzz.texts import SHORT, check, damaged_json
-from support.gguf_files import rounded_checkpoint, write_byte_tokenizer, write_gguf
+from support.gguf_files import random_blocks, rounded_checkpoint, write_byte_tokenizer, write_gguf
 from support.quantised_files import quantise
 
 from pi_compile.checkpoint import open_checkpoint
@@ -25,6 +26,14 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.console import progress
 
 pytestmark = pytest.mark.slow
+GROUPED = {
+    "attn_q": Type.Q5_K,
+    "attn_output": Type.Q4_K,
+    "ffn_gate": Type.Q4_K,
+    "ffn_up": Type.Q4_K,
+    "ffn_down": Type.Q6_K,
+}
+"""Types of square matrices, as llama.cpp's quantiser mixes them."""
 
 
 @pytest.mark.parametrize("form", ["", "gptq", "awq", "packed-zeros", "int8-zeros"])
@@ -76,22 +85,29 @@ def test_tokenizer_files(cases: Cases, tmp_path: Path) -> None:
     check(cases, SHORT, 1, damaged, lambda: read_text_files(folder, 1000, config))
 
 
-def test_gguf_files(cases: Cases, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["f16", "q4_k_m"])
+def test_gguf_files(cases: Cases, tmp_path: Path, form: str) -> None:
     """What `pi-run FILE` packs. Header and metadata are mostly where damage is done: there are the numbers that others
-    are computed from."""
-    rounded_checkpoint(tmp_path / "model", "llama", "f16")
+    are computed from. Of blocks with scales of groups it is done as often among them: rows are cut, and scales are any
+    numbers."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+    rounded_checkpoint(tmp_path / "model", "llama", "f16", **sizes if form == "q4_k_m" else {})
     write_byte_tokenizer(tmp_path / "model")
     path = tmp_path / "whole" / "m.gguf"
     path.parent.mkdir()
-    write_gguf(tmp_path / "model", path, "f16")
+    blocks = {f"blk.0.{n}.weight": (random_blocks(kind, 256, 256, 0), kind) for n, kind in GROUPED.items()}
+    write_gguf(tmp_path / "model", path, "f16", tensors=blocks if form == "q4_k_m" else {})
     original, found = path.read_bytes(), tmp_path / "m.gguf"
     header = min(len(original), 24_000)
+    starts = [original.index(data.tobytes()) for data, _ in blocks.values()] if form == "q4_k_m" else []
 
     def damaged(rng: Random) -> str:
         data = original
         for _ in range(rng.choice((1, 1, 3))):
             head = mutations.data(rng, data[:header]) if rng.random() < 0.9 else data[:header]
             data = head + data[header:] if rng.random() < 0.9 else mutations.data(rng, head)
+        if starts and rng.random() < 0.5:
+            data = _in_blocks(rng, original, rng.choice(starts))
         found.write_bytes(data)
         return f"{len(data)} bytes"
 
@@ -104,4 +120,16 @@ def test_gguf_files(cases: Cases, tmp_path: Path) -> None:
             packed.unlink(missing_ok=True)
             assert not list(tmp_path.glob(".packed*"))
 
-    check(cases, SHORT, 1, damaged, read)
+    check(cases, SHORT, 0.5, damaged, read)
+
+
+def _in_blocks(rng: Random, data: bytes, start: int) -> bytes:
+    """A file with other bytes in the blocks of a tensor, numbers of groups that are none or extreme among them, or cut
+    there."""
+    if rng.random() < 0.2:
+        return data[: start + rng.randrange(1 << 15)]
+    found, numbers = bytearray(data), (0x7C00, 0xFC00, 0x7E00, 0x7BFF, 0x0001, 0x0000, 0x8000)
+    for _ in range(rng.choice((1, 8))):
+        at, number = start + 2 * rng.randrange(1 << 14), rng.choice((*numbers, rng.randrange(1 << 16)))
+        found[at : at + 2] = number.to_bytes(2, "little")
+    return bytes(found)

@@ -56,15 +56,15 @@ def _plain(fmt: Format, blocks: Bytes) -> Found:
 
 def _with_minima(fmt: Format, blocks: Bytes) -> Found:
     """Q4_K, Q5_K: d, dmin, 12 bytes of scales and minima, a bit of each column, nibbles of 64 columns after 64."""
-    heads = np.ascontiguousarray(blocks[..., :4]).view("<f2")
-    heads[..., 1] *= -1  # a minimum is added here
+    heads = np.ascontiguousarray(blocks[..., :4]).view("<u2")
+    heads[..., 1] ^= 0x8000  # a minimum is added here; a number that is none is not computed with
     low, middle, high = (blocks[..., at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=-1)
     minima = np.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=-1)
     q = _nibbles(blocks[..., -128:].reshape(*blocks.shape[:2], 4, 32)).reshape(*blocks.shape[:2], 8, 32)
     if fmt.bits > 4:
         q |= (blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1) << np.uint8(4)
-    return q, records(fmt, heads, np.stack([scales, minima], axis=-1))
+    return q, records(fmt, heads.view("<f2"), np.stack([scales, minima], axis=-1))
 
 
 def _of_halves(fmt: Format, blocks: Bytes) -> Found:

@@ -190,11 +190,14 @@ def test_whole_matrices_keep_their_types(folder: Path, tmp_path: Path, apart: tu
     assert np.median(np.abs(found_TV - wanted_TV)) < 0.02 * np.abs(wanted_TV).max()
 
 
-def test_a_number_of_a_group_that_is_none_is_refused(folder: Path, tmp_path: Path) -> None:
-    for kind in GROUPED:
+@pytest.mark.parametrize("number", [0x7C00, 0xFC00, 0x7E00, 0x7D00], ids=["inf", "-inf", "NaN", "signalling NaN"])
+def test_a_number_of_a_group_that_is_none_is_refused(folder: Path, tmp_path: Path, number: int) -> None:
+    """Also where the integers beside it are 0, whose product with it is no number either."""
+    places = [(kind, at) for kind in GROUPED for at in ((208,) if kind == Type.Q6_K else (0, 2))]
+    for kind, place in places:
         data = random_blocks(kind, *SHAPES["ffn_up"], 0)
-        place = gguf.GGML_QUANT_SIZES[kind][1] - 2 if kind == Type.Q6_K else 0
-        data[7, place : place + 2] = np.frombuffer(np.float16(np.inf).tobytes(), np.uint8)
+        data[7, place : place + 2] = np.frombuffer(number.to_bytes(2, "little"), np.uint8)
+        data[7, slice(192, 200) if kind == Type.Q6_K else slice(4, 12)] = 0
         write_gguf(folder, tmp_path / "model.gguf", "f16", tensors={"blk.0.ffn_up.weight": (data, kind)})
         with pytest.raises(CheckpointError, match=r"ffn_up\.weight holds NaN or infinity"):
             pack_model(str(tmp_path / "model.gguf"), tmp_path / "a.pi", progress=no_progress, notice=lambda _: None)
