@@ -165,6 +165,16 @@ def remove_unfinished(folder: Path, name: str | None = None) -> None:
                 _remove_unlocked(path)
 
 
+def user_cache() -> Path:
+    """Where packed models and the like are kept: `$PI_CACHE_DIR`, else a folder in the user's cache folder.
+
+    Raises RuntimeError for a user without a home.
+    """
+    if named := os.environ.get("PI_CACHE_DIR"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pi-runtime"
+
+
 def _create(target: Path, mode: int) -> tuple[Path, int]:
     for n in count(randbits(48)):
         path = target.with_name(f".{target.name}.{os.getpid()}-{n}.tmp")

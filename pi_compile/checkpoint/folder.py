@@ -7,7 +7,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
 
 from pi_compile.checkpoint.config import is_gguf
 from pi_compile.errors import CheckpointError
@@ -119,13 +125,40 @@ def fetch_offer(model: str) -> str | None:
 def fetched_config(model: str) -> Path | None:
     """The config.json of a hub name, which alone is fetched: some KB. None for what is no hub name.
 
+    A repository without one, such as of GGUF files, has that of the model it says it was made from.
     Raises CheckpointError where the hub does not give it.
     """
     named = _HUB_NAME.fullmatch(model)
     if named is None:
         return None
     with _hub_faults(named["name"], None):
-        return Path(huggingface_hub.hf_hub_download(named["name"], CONFIG_FILE))
+        try:
+            return Path(huggingface_hub.hf_hub_download(named["name"], CONFIG_FILE))
+        except LocalEntryNotFoundError:
+            raise
+        except EntryNotFoundError:
+            card = huggingface_hub.HfApi().model_info(named["name"]).card_data
+            base = card.base_model if card else None
+            if not base:
+                raise
+            return Path(huggingface_hub.hf_hub_download(base if isinstance(base, str) else base[0], CONFIG_FILE))
+
+
+def gguf_sizes(model: str) -> dict[str, int]:
+    """Bytes of each GGUF model of a folder or a hub name, by what names it to `find_checkpoint`.
+
+    Raises CheckpointError where the hub does not say.
+    """
+    folder, named = Path(model), _HUB_NAME.fullmatch(model)
+    if folder.is_dir():
+        sizes = {path.name: path.stat().st_size for path in folder.glob("*.gguf")}
+        return {str(folder / one[0]): sum(map(sizes.__getitem__, one)) for one in _gguf_models(sizes).values()}
+    if named is None:
+        return {}
+    with _hub_faults(named["name"], None):
+        info = huggingface_hub.HfApi().model_info(named["name"], files_metadata=True)
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    return {f"{named['name']}:{name}": sum(map(sizes.__getitem__, one)) for name, one in _gguf_models(sizes).items()}
 
 
 def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:

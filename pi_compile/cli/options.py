@@ -31,6 +31,8 @@ IgnoreConfig = Annotated[
         help="A key of config.json that does not change the function; may be given again.", show_default=False
     ),
 ]
+EVERY = "all"
+"""What `plan --format` has where formats are compared."""
 # How an artifact is run, as `pi-run` has it.
 RunDevice = Annotated[
     str | None,
@@ -93,7 +95,9 @@ class PlanOptions:
     ]
     machine: Annotated[
         list[str] | None,
-        typer.Option(help="A machine profile; `plan` compares several. Default: the recipe's.", show_default=False),
+        typer.Option(
+            help="A machine profile; `plan` compares several. Default: the recipe's; this one.", show_default=False
+        ),
     ] = None
     vram_budget: Annotated[
         str | None, typer.Option(envvar="PI_VRAM_BUDGET", help="GPU memory to use, like 8GiB. Default: all but 1 GiB.")
@@ -105,7 +109,10 @@ class PlanOptions:
     density: Annotated[str | None, typer.Option(help="Share of the neurons that fire for a token.")] = None
     counts: Annotated[Path | None, typer.Option(help="An activation profile of the model.", show_default=False)] = None
     number_format: Annotated[
-        str | None, typer.Option("--format", help="Number format of all weights. Default: the recipe's, the config's.")
+        str | None,
+        typer.Option(
+            "--format", help="Number format of all weights; all compares them. Default: the recipe's, the config's."
+        ),
     ] = None
     ctx_size: Annotated[
         int | None,

@@ -6,10 +6,12 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
 from pi_compile.checkpoint.part_formats import KEEP
-from pi_compile.cli.options import PlanOptions
+from pi_compile.cli.options import EVERY, PlanOptions
 from pi_compile.machine import Machine, find_machine, in_bytes
+from pi_compile.machine.this_machine import this_machine
 from pi_compile.planning import GIB, PlannedModel, PlanSpec, built_activations, find_planned
 from pi_compile.recipe import PUBLISHED, Recipe, read_recipe
+from pi_runtime import console
 from pi_runtime.artifact.formats import WEIGHT_FORMATS
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.console import parse_size
@@ -27,12 +29,28 @@ def plan_requests(options: PlanOptions) -> list[PlanSpec]:
     return [_request(options, name) for name in names or [None]]
 
 
+def compares_formats(options: PlanOptions) -> bool:
+    """Whether `plan` is to compare all formats: as asked for, or where a model is named and nothing else."""
+    recipe = options.model.endswith((".toml", ".pi"))
+    return options.number_format == EVERY or not (recipe or options.machine or options.number_format)
+
+
+def model_files(target: str) -> dict[str, int]:
+    """Bytes of each GGUF model of a folder, or of a hub name's repository; {} where nothing says."""
+    try:
+        from pi_compile.checkpoint.folder import gguf_sizes
+
+        return gguf_sizes(target)
+    except (ImportError, InputError):
+        return {}
+
+
 def plan_request(options: PlanOptions) -> PlanSpec:
     """The spec of a plan for one machine. Raises what `plan_requests` does, and UsageError for several machines."""
     first, *others = plan_requests(options)
     if others:
         raise UsageError(
-            f"--machine {others[0].machine.name}: a report is of one machine",
+            f"--machine {others[0].machine.name}: a report, or a table of formats, is of one machine",
             remedy="`pi-compile plan` compares several machines",
         )
     return first
@@ -51,7 +69,7 @@ def _request(options: PlanOptions, machine_name: str | None) -> PlanSpec:
     model = _planned(target, recipe, folder, options.ignore_config or [])
     machine = _machine(machine_name, recipe, folder)
     if fmt is not None and fmt not in WEIGHT_FORMATS:
-        raise UsageError(f"--format {fmt}: unknown", expected=f"one of {', '.join(WEIGHT_FORMATS)}")
+        raise UsageError(f"--format {fmt}: unknown", expected=f"one of {', '.join(WEIGHT_FORMATS)}; {EVERY} with plan")
     wanted = recipe.pack.model_dump() if recipe and not fmt else dict.fromkeys(PARTS, fmt or KEEP)
     context = options.ctx_size or min(recipe.place.context if recipe else CONTEXT, model.decoder.context_length)
     if context > model.decoder.context_length:
@@ -111,11 +129,7 @@ def _machine(name: str | None, recipe: Recipe | None, folder: Path) -> Machine:
     if name is not None:
         return find_machine(name, Path())
     if recipe is None:
-        raise UsageError(
-            "--machine: missing, and a plan is for one machine",
-            expected="a name in profiles/machines, or a path",
-            remedy="--machine pc-low; or measure this one: pi-compile machine -o mine.toml, then --machine ./mine.toml",
-        )
+        return this_machine(console.say)
     return find_machine(recipe.place.machine, folder)
 
 

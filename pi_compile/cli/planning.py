@@ -4,33 +4,51 @@
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from pi_compile.cli.options import Debug, Json, PlanOptions
+from pi_compile.cli.options import EVERY, Debug, Json, PlanOptions
 from pi_compile.cli.rendering import emit
 from pi_runtime import console
 from pi_runtime.console import facts, table, text_of
-from pi_runtime.errors import size
+from pi_runtime.errors import DoesNotFitError, Setting, size
 
 
 @console.takes(PlanOptions)
 def plan(options: PlanOptions, as_json: Json = False, debug: Debug = False) -> None:
     """Forecast how a machine would run a model, from its config alone.
 
-    Several machines are compared in one table.
+    With a model and nothing else: this machine, which is measured once, and every number format in one table. Several
+    machines are compared in one table.
     """
-    from pi_compile.cli.plan_request import plan_requests
-    from pi_compile.planning import compare
+    from pi_compile.cli.plan_request import compares_formats, model_files, plan_request, plan_requests
+    from pi_compile.planning import compare, every_format
     from pi_compile.planning import plan as forecast
 
+    if compares_formats(options):
+        spec = plan_request(replace(options, number_format="f16"))
+        emit(every_format(spec, model_files(options.model)), as_json, formats_text)
+        return
     specs = plan_requests(options)
     if len(specs) == 1:
-        emit(forecast(specs[0]), as_json, plan_text)
+        try:
+            found = forecast(specs[0])
+        except DoesNotFitError as error:
+            raise _with_formats(error, every_format(specs[0], {})) from None
+        emit(found, as_json, plan_text)
     else:
         emit(compare(specs), as_json, comparison_text)
+
+
+def _with_formats(error: DoesNotFitError, formats: Mapping[str, Any]) -> DoesNotFitError:
+    """The error of a format that does not fit, with the one that does, and with what the machine profile lacks."""
+    fitting = Setting("format", formats["format"] or EVERY), " runs" if formats["format"] else " compares the formats"
+    disk = "" if formats["disk"] else f"; {formats['machine']} has no disk in its profile to run from"
+    remedy = (error.remedy or "", "; ", *fitting, disk)
+    return DoesNotFitError(error.what, expected=error.expected, found=error.found, remedy=remedy)
 
 
 @console.takes(PlanOptions)
@@ -78,12 +96,11 @@ def plan_text(found: Mapping[str, Any]) -> str:
 
 def _answer(found: Mapping[str, Any], main: Mapping[str, Any]) -> str:
     """Whether it runs within the budget, how fast, and what more memory would give."""
-    room = f"{size(main['vram_bytes'])} of GPU memory and " if main["vram_bytes"] else ""
     rate, more = main["decode_tokens_per_s"], found["more_ram"]
     gain = more["decode_tokens_per_s"] / rate - 1
     further = size(more["ram_bytes"] - main["ram_bytes"])
     would = f"give {more['decode_tokens_per_s']:.1f} (+{gain:.0%})" if gain >= 0.005 else "change nothing"
-    runs = f"it runs within {room}{size(main['ram_bytes'])} of RAM, at {rate:.1f} tokens/s"
+    runs = f"it runs within {_gpu_room(main)}{size(main['ram_bytes'])} of RAM, at {rate:.1f} tokens/s"
     return f"{runs}; {further} more RAM would {would}"
 
 
@@ -163,6 +180,45 @@ def _ram_rows(budgets: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
         }
         for budget in budgets
     ]
+
+
+def formats_text(found: Mapping[str, Any]) -> str:
+    """Every format as text: whether it runs and what to take, the model and the machine, and a row for each format."""
+    lines = [
+        ("answer", _formats_answer(found)),
+        ("take", found["file"] or (found["format"] and f"its weights, packed in {found['format']}")),
+        ("model", f"{found['model']}, {_in_words(found['parameters'])} parameters"),
+        ("machine", f"{found['machine']}; context {found['context']:,}"),
+        ("", found["machine_source"]),
+    ]
+    return text_of(facts([line for line in lines if line[1]]), table([_format_row(row) for row in found["formats"]]))
+
+
+def _formats_answer(found: Mapping[str, Any]) -> str:
+    room = f"{_gpu_room(found)}{size(found['ram_bytes'])} of RAM"
+    for row in found["formats"]:
+        if row["format"] == found["format"]:
+            where = "runs" if row["runs"] == "in memory" else "runs from disk"
+            return f"it {where}: in {row['format']}, within {room}, at {row['decode_tokens_per_s']:.1f} tokens/s"
+    least = min(found["formats"], key=lambda row: row["all_in_ram_bytes"])
+    disk = "" if found["disk"] else ", and no disk in the machine profile"
+    needs = f"{least['format']}, the smallest, takes {size(least['all_in_ram_bytes'])} in memory"
+    return f"it does not run: {needs}; there are {room}{disk}"
+
+
+def _gpu_room(budget: Mapping[str, Any]) -> str:
+    return f"{size(budget['vram_bytes'])} of GPU memory and " if budget["vram_bytes"] else ""
+
+
+def _format_row(row: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "format": row["format"],
+        "bytes": size(row["bytes"]),
+        "all in RAM": size(row["all_in_ram_bytes"]),
+        "tokens/s": _rate(row, "decode"),
+        "first token of 2,000": f"{row['first_token_s']:.1f} s" if "first_token_s" in row else "–",
+        "runs": row["runs"],
+    }
 
 
 def comparison_text(found: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,7 @@ import numpy as np
 
 from pi_compile.machine.doctor import installed_ram, usable_cores
 from pi_compile.machine.profile import Cpu, Disk, Gpu, Link, Machine, Rates
-from pi_runtime.artifact.formats import ROW_FORMATS
+from pi_runtime.artifact.formats import FORMATS, ROW_FORMATS
 from pi_runtime.artifact.rows import WORKERS
 from pi_runtime.disk.reader import Reader, page_aligned
 from pi_runtime.errors import DoesNotFitError, Setting, UsageError, size
@@ -57,18 +57,20 @@ def check_disk(folder: Path) -> None:
 
 
 def measure_machine(
-    folder: Path, notice: Callable[[str], None] = lambda _line: None, *, needs_disk: bool = False
+    folder: Path, notice: Callable[[str], None] = lambda _line: None, *, needs_disk: bool = False, briefly: bool = False
 ) -> Machine:
     """Measure a profile of this machine, with the disk that a folder is on.
 
     The disk is first, on a file of 1 GiB or a quarter of what is free. Read bandwidth is measured with 1, 2, 4, …
     threads, on 1 GiB or an eighth of RAM. Then follow a GPU, if there is one, and with the best number of threads
-    products of every kind in each weight format, and the launch of an operator.
+    products of every kind in each weight format, and the launch of an operator. `briefly`: on an eighth of these bytes,
+    and only in formats that no other one's speed stands for.
 
     A disk that cannot be measured is left out with a notice; raises UsageError where the profile `needs_disk`, and
     DoesNotFitError where a GPU has too little room.
     """
-    disk, disk_how = _disk(folder)
+    most_bytes = BYTES // 8 if briefly else BYTES
+    disk, disk_how = _disk(folder, DISK_BYTES // 8 if briefly else DISK_BYTES)
     if disk is None:
         if needs_disk:
             raise UsageError(
@@ -79,12 +81,13 @@ def measure_machine(
             )
         notice(f"{folder}: the profile has no disk: {disk_how}")
     cores, ram = usable_cores(), installed_ram() or 8 << 30
-    size, most = min(BYTES, ram // 8), min(cores, most_threads())
+    size, most = min(most_bytes, ram // 8), min(cores, most_threads())
     counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n < most} | {most})
     rates = {n: read_bandwidth(size, n) / 1e9 for n in counts}
     best = max(counts, key=lambda n: rates[n])
     gpu, link, gpu_how = _gpu()
-    product_rates, launch = _products(size, best)
+    formats = [fmt for fmt in ROW_FORMATS if not (briefly and FORMATS[fmt].timed_as)]
+    product_rates, launch = _products(formats, size, best)
     by_threads = ", ".join(f"{n}: {rate:.1f}" for n, rate in rates.items())
     today = datetime.datetime.now(datetime.UTC).date()
     return Machine(
@@ -109,11 +112,11 @@ def measure_machine(
     )
 
 
-def _products(size: int, threads: int) -> tuple[dict[str, Rates], float]:
+def _products(formats: Sequence[str], size: int, threads: int) -> tuple[dict[str, Rates], float]:
     """10⁹ bytes a second by kind of product and format, under the profile's keys, and the seconds of a launch."""
     rates: dict[str, Rates] = {kind: {} for kind in ("format", "neurons", "gather", "predictor")}
     launches = []
-    for fmt in ROW_FORMATS:
+    for fmt in formats:
         w = timed_matrix(fmt, size)
         found = (
             product_bandwidth(w, threads),
@@ -127,10 +130,10 @@ def _products(size: int, threads: int) -> tuple[dict[str, Rates], float]:
     return {f"{kind}_gb_per_s": by_format for kind, by_format in rates.items()}, median(launches)
 
 
-def _disk(folder: Path) -> tuple[Disk | None, str]:
+def _disk(folder: Path, most: int) -> tuple[Disk | None, str]:
     """Rates of a disk, and how they were measured; or None, and why they were not."""
     free = shutil.disk_usage(folder).free
-    probed = min(DISK_BYTES, free // 4)
+    probed = min(most, free // 4)
     if not hasattr(os, "O_DIRECT"):
         return None, "this system has no reads past the page cache (O_DIRECT)"
     if probed < LEAST_DISK_BYTES:

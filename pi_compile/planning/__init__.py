@@ -1,6 +1,7 @@
 """What a machine would do with a model that is known by its config alone: what fits, where it goes, and how fast."""
 
 from pi_compile.planning.baselines import Baselines
+from pi_compile.planning.every_format import every_format
 from pi_compile.planning.forecast import (
     AROUND,
     GIB,

@@ -29,7 +29,7 @@ from pi_runtime import console
 from pi_runtime.commands.options import KV_DISK
 from pi_runtime.errors import PiError, UsageError, size
 from pi_runtime.errors.exit_codes import INTERRUPTED
-from pi_runtime.files import hold, locked, remove_unfinished, unused
+from pi_runtime.files import hold, locked, remove_unfinished, unused, user_cache
 
 if TYPE_CHECKING:
     from pi_runtime.artifact.schema import Manifest
@@ -153,8 +153,7 @@ def _file_key(path: Path) -> str:
 def _folder() -> Path:
     """Where packed models are kept. Raises UsageError where there can be no such folder."""
     try:
-        usual = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(os.environ.get("PI_CACHE_DIR") or Path(usual) / "pi-runtime") / "models"
+        folder = user_cache() / "models"
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         raise UsageError("no folder for packed models", found=error, remedy="PI_CACHE_DIR=FOLDER") from None

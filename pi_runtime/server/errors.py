@@ -21,14 +21,8 @@ from pi_runtime.errors import (
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 PATH = re.compile(r"(?<!\w)/[^\s/]+/|\b[A-Za-z]:\\")
 """The beginning of an absolute path."""
-FIELDS = {
-    "prompt_logprobs": "echo",
-    "json_schema": "response_format",
-    "regex": "response_format",
-    "lark": "response_format",
-}
+FIELDS = {"prompt_logprobs": "echo"}
 """Fields of a request whose setting of the engine has another name."""
-
 
 OLLAMA, ANTHROPIC = "/api/", "/v1/messages"
 """Beginnings of paths whose errors have Ollama's and Anthropic's form."""

@@ -7,10 +7,11 @@ Shape letters: R rows and T vectors of a tile, B blocks, J bytes and L lanes of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from llvmlite import ir
 from numba.core import cgutils
 
 from pi_runtime.artifact.footprint import INPUT, PAD
@@ -32,6 +33,8 @@ class Rows:
     later_scales: list[Any]
     offsets: Any
     """Bytes from a block's scale to its minimum or zero."""
+    beside: Any = None
+    """Pointer to what groups of the rows have beside their integers, where `write_beside` wrote that for all tiles."""
     level: int = 2
     """The cache that they are fetched to."""
 
@@ -102,6 +105,31 @@ class _FloatTile:
                     b.store(v.fma(b, w_L, x_L, b.load(total)), total)
 
 
+_BESIDE_NBYTES = 4 * REGISTER * 4
+"""Bytes of what a group has beside its integers, for the rows of one register: four registers."""
+
+
+def beside_room(b: Any, rows: int, columns: Any) -> Any:
+    """Memory of this call for what `write_beside` writes of so many rows."""
+    groups = b.udiv(columns, v.offset(GROUP_COLUMNS))
+    registers = v.offset(rows * LANES // REGISTER * _BESIDE_NBYTES // v.LINE)
+    place = b.alloca(ir.ArrayType(v.I8, v.LINE), b.mul(groups, registers))
+    place.align = v.LINE
+    return b.bitcast(place, v.I8.as_pointer())
+
+
+def write_beside(f: BlockFormat, b: Any, rows: Rows, columns: Any, place: Any) -> Rows:
+    """The rows, with what their groups have beside their integers at `place`: so several tiles need not unpack it."""
+    registers = by_register(rows, rows.scales)
+    with cgutils.for_range(b, b.udiv(columns, v.offset(GROUP_COLUMNS))) as loop:
+        for k, some in enumerate(registers):
+            beside = f.beside(b, some, rows.offsets, b.mul(loop.index, v.offset(8)), LANES)
+            at = b.mul(loop.index, v.offset(_BESIDE_NBYTES * len(registers)))
+            for n, one in enumerate((*beside[:2], *beside.halves)):
+                v.store(b, one, place, b.add(at, v.offset(_BESIDE_NBYTES * k + 4 * REGISTER * n)))
+    return replace(rows, beside=place)
+
+
 class _Input:
     """Pointers into a quantised input: its bytes, its scales, and the negative sums of its blocks and of their first
     halves."""
@@ -170,15 +198,30 @@ class BlockTile:
             [self._sums(self._start(half), len(runs)) for half in self._by_half(x, at, whole)]
             for x, whole in zip(self.inputs, negative, strict=True)
         ]
-        for k in range(0, part, size):
-            w = [self.f.factors(b, run, k, size) for run in runs]
-            for half, (n, x) in product(range(len(w[0])), enumerate(self.inputs)):
-                at = b.add(b.mul(group, v.offset(GROUP_COLUMNS)), v.offset(k + half * part))
-                self._multiply(found[n][half % self.f.fmt.scales], w, half, x, at)
-        beside = [self.f.beside(b, some, self.rows.offsets, block, LANES) for some in self.scales]
+        # Where halves of blocks have scales, sums of one half are done before those of the other: registers are few.
+        for halves in [range(self.f.per_byte)] if self.f.fmt.scales == 1 else [[h] for h in range(self.f.per_byte)]:
+            for k in range(0, part, size):
+                w = [self.f.factors(b, run, k, size) for run in runs]
+                for half, (n, x) in product(halves, enumerate(self.inputs)):
+                    at = b.add(b.mul(group, v.offset(GROUP_COLUMNS)), v.offset(k + half * part))
+                    self._multiply(found[n][half % self.f.fmt.scales], w, half, x, at)
+        beside = self._beside(group)
         t = [v.load(b, x.scales, b.mul(block, v.offset(4)), v.vec(v.F32, LANES)) for x in self.inputs]
         whole = [zip(*[self._whole(half) for half in found_t], strict=True) for found_t in found]
         self._add(whole, beside, t, negative)
+
+    def _beside(self, group: Any) -> list[Beside]:
+        """What the blocks of a group have beside their integers, for the rows of each register."""
+        b, rows = self.b, self.rows
+        if rows.beside is None:
+            block = b.mul(group, v.offset(8))
+            return [self.f.beside(b, some, rows.offsets, block, LANES) for some in self.scales]
+        found, at = [], b.mul(group, v.offset(_BESIDE_NBYTES * len(self.scales)))
+        for k in range(len(self.scales)):
+            places = [b.add(at, v.offset(_BESIDE_NBYTES * k + 4 * REGISTER * n)) for n in range(4)]
+            scales, offsets, *halves = [v.load(b, rows.beside, place, v.vec(v.F32, REGISTER)) for place in places]
+            found.append(Beside(scales, offsets, halves if self.f.fmt.scales > 1 else ()))
+        return found
 
     def _by_half(self, x: _Input, at: Any, whole: Any) -> list[Any]:
         """The negative sums of a group's blocks, or of their halves where these have scales: a group has the first

@@ -52,12 +52,13 @@ from pi_runtime.kernels.data.weight_formats import (
     FLOAT_FORMATS,
     FLOAT_LANES,
     REGISTER,
+    BlockFormat,
     beside_block,
     block_product,
     float_weight,
     integer_weight,
 )
-from pi_runtime.kernels.ops.product_tiles import LANES, BlockTile, Rows, float_tile
+from pi_runtime.kernels.ops.product_tiles import LANES, BlockTile, Rows, beside_room, float_tile, write_beside
 from pi_runtime.kernels.ops.tile_packing import TILE, TILED
 from pi_runtime.kernels.ops.tile_products import tile_row_products
 
@@ -170,10 +171,19 @@ class _ProductCall:
         later = [self.b.gep(row, [v.offset(AHEAD.nbytes)]) for row in found.values]
         return replace(found, later=later, level=AHEAD.level)
 
-    def emit(self, tile: Callable[..., Any], lanes: int, sizes: tuple[int, ...], alone_rows: int, bits: int) -> None:
+    def emit(
+        self,
+        tile: Callable[..., Any],
+        lanes: int,
+        sizes: tuple[int, ...],
+        alone_rows: int,
+        bits: int,
+        grouped: BlockFormat | None = None,
+    ) -> None:
         """Emit a format's loops. `alone_rows`: a vector alone takes so many long rows in turn at once.
 
-        Memory prefers few of these, and of scattered ones as many as a tile has.
+        Memory prefers few of these, and of scattered ones as many as a tile has. `grouped` is the format if it has
+        scales of groups: they are unpacked once for all of the largest tiles.
         """
         b = self.b
         long = b.icmp_signed(">=", self.columns, v.offset(LONG))
@@ -182,7 +192,7 @@ class _ProductCall:
             with alone:
                 self._alone(tile, lanes, alone_rows, bits)
             with company:
-                self._many(tile, lanes, sizes)
+                self._many(tile, lanes, sizes, grouped)
 
     def _alone(self, tile: Callable[..., Any], lanes: int, rows: int, bits: int) -> None:
         b = self.b
@@ -210,14 +220,18 @@ class _ProductCall:
         apart = b.sub(v.listed(b, self.index, last, last), v.listed(b, self.index, before, before))
         return b.icmp_signed("==", apart, b.sub(last, before))
 
-    def _many(self, tile: Callable[..., Any], lanes: int, sizes: tuple[int, ...]) -> None:
+    def _many(self, tile: Callable[..., Any], lanes: int, sizes: tuple[int, ...], grouped: BlockFormat | None) -> None:
         b = self.b
+        room = None if grouped is None else beside_room(b, ROWS, self.columns)
         with cgutils.for_range_slice(b, v.offset(0), self.count, v.offset(ROWS)) as (row, _):
             rows, t = self._rows(row, ROWS), v.offset(0)
             for size in sizes:
-                tiles = self._tiles(b.sub(self.token_count, t), size)
+                tiles, taken = self._tiles(b.sub(self.token_count, t), size), rows
+                if grouped is not None and size == sizes[0]:
+                    with b.if_then(b.icmp_signed(">", tiles, v.offset(0))):
+                        taken = write_beside(grouped, b, rows, self.columns, room)
                 with cgutils.for_range(b, tiles) as loop:
-                    self._tile(tile, lanes, rows, row, b.add(t, b.mul(loop.index, v.offset(size))), size)
+                    self._tile(tile, lanes, taken, row, b.add(t, b.mul(loop.index, v.offset(size))), size)
                 t = b.add(t, b.mul(tiles, v.offset(size)))
 
     def _tiles(self, left: Any, size: int) -> Any:
@@ -237,7 +251,9 @@ def _emit_row_products(b: Any, fmt: Any, call: Any) -> Any:
     for code, f in FLOAT_FORMATS.items():
         cases[code] = partial(call.emit, partial(float_tile, f), f.lanes, _FLOAT_TILES, _FLOATS_ALONE, 8 * f.nbytes)
     for code, block in BLOCK_FORMATS.items() if ISA.lanes else ():
-        cases[code] = partial(call.emit, partial(BlockTile, block), LANES, _BLOCK_TILES, 1, block.bits)
+        grouped = block if block.fmt.grouped else None
+        tile = partial(BlockTile, block)
+        cases[code] = partial(call.emit, tile, LANES, _BLOCK_TILES, 1, block.bits, grouped)
     v.switch(b, fmt, cases)
 
 

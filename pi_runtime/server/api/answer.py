@@ -4,7 +4,7 @@ import json
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -69,6 +69,11 @@ def sse(data: Any, name: str | None = None) -> bytes:
     """A server-sent event; `name` is its event field, where it has one."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + to_json(data) + b"\n\n"
+
+
+def sse_by_type(events: Iterable[Mapping[str, Any]]) -> bytes:
+    """Server-sent events, each with its type as its name."""
+    return b"".join(sse(event, event["type"]) for event in events)
 
 
 class ShownLogprobs:

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 
 from pi_runtime.engine.events import CallArguments, CallBegan, CallBroken, End, Event, ReasoningDelta, TextDelta
 from pi_runtime.sequence.stats import Stats
-from pi_runtime.server.api.answer import SSE, GatheredAnswer, bounded, sse
+from pi_runtime.server.api.answer import SSE, GatheredAnswer, bounded, sse, sse_by_type
 from pi_runtime.server.api.body import MANY, Body, Known, ModelName, accepted, unsupported
 from pi_runtime.server.api.conversation import (
     Function,
@@ -22,6 +22,7 @@ from pi_runtime.server.api.conversation import (
     NamedTool,
     OtherTool,
     SchemaFields,
+    TemplateVariables,
     Tool,
     ToolChoice,
     allowed_tools,
@@ -191,9 +192,7 @@ class AnthropicConversation(Body):
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], MANY] | None = Field(
-        default=None, description="Further names for the model's template, such as `enable_thinking`."
-    )
+    chat_template_kwargs: TemplateVariables = None
 
     def read(self, served: Served) -> tuple[str, list[dict[str, Any]], Any]:
         """The text that the template makes of it, the tools, and the choice among them. Raises ApiError."""
@@ -307,7 +306,7 @@ class MessagesWriter:
         found = []
         if answer.is_new:
             found = [{"type": "message_start", "message": self._message(event.stats)}]
-        return _written([*found, *self._events(event)])
+        return sse_by_type([*found, *self._events(event)])
 
     def final_events(self, answers: Sequence[GatheredAnswer]) -> bytes:
         """Why the turn ended, its usage, and the end of the stream."""
@@ -315,7 +314,7 @@ class MessagesWriter:
         assert answer.end is not None
         usage = self._usage(answer.end.stats, answer.end)
         delta = {"type": "message_delta", "delta": _stopped(answer), "usage": usage}
-        return _written([*self._ended(), delta, {"type": "message_stop"}])
+        return sse_by_type([*self._ended(), delta, {"type": "message_stop"}])
 
     def response(self, answers: Sequence[GatheredAnswer]) -> AnthropicAnswer:
         """The turn as one object."""
@@ -406,10 +405,6 @@ def _stopped(answer: GatheredAnswer) -> dict[str, Any]:
     assert end is not None
     reason = "tool_use" if answer.finish_reason == "tool_calls" else STOP_REASONS[end.finish_reason]
     return {"stop_reason": reason, "stop_sequence": end.stop_string}
-
-
-def _written(events: Sequence[dict[str, Any]]) -> bytes:
-    return b"".join(sse(event, event["type"]) for event in events)
 
 
 def _blocks(content: Content, *kinds: str) -> list[Block]:

@@ -28,6 +28,12 @@ class JsonObjectFormat(Body):
     schema_: SchemaFields | None = Field(default=None, alias="schema")
 
 
+TemplateVariables = Annotated[
+    Annotated[dict[str, Any], MANY] | None,
+    Field(description="Further names for the model's template, such as `enable_thinking`."),
+]
+
+
 class GrammarFields(Body):
     """What the answer must be, from its first token on: one of these."""
 
@@ -274,9 +280,7 @@ class ConversationFields(Body):
         default=None,
         description="Passed over where the model's template does not know it; `none` turns `enable_thinking` off.",
     )
-    chat_template_kwargs: Annotated[dict[str, Any], MANY] | None = Field(
-        default=None, description="Further names for the model's template, such as `enable_thinking`."
-    )
+    chat_template_kwargs: TemplateVariables = None
     add_generation_prompt: bool | None = Field(
         default=None, description="`false`: the assistant's turn does not begin."
     )

@@ -22,7 +22,7 @@ from pi_runtime.engine.events import (
     TextDelta,
 )
 from pi_runtime.sequence.stats import Stats
-from pi_runtime.server.api.answer import FINISH_REASONS, KEEP_ALIVE, SSE, GatheredAnswer, sse
+from pi_runtime.server.api.answer import FINISH_REASONS, KEEP_ALIVE, SSE, GatheredAnswer, sse_by_type
 from pi_runtime.server.api.body import MANY, ONE_ANSWER, TOKENS, Body, Known, Metadata, ModelName, invalid, unsupported
 from pi_runtime.server.api.conversation import (
     AllowedTools,
@@ -35,6 +35,7 @@ from pi_runtime.server.api.conversation import (
     NamedTool,
     OtherTool,
     RefusalPart,
+    TemplateVariables,
     TextFormat,
     Tool,
     ToolChoice,
@@ -475,9 +476,7 @@ class ResponseRequest(SamplingFields, CacheFields, IgnoredFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], MANY] | None = Field(
-        default=None, description="Further names for the model's template, such as `enable_thinking`."
-    )
+    chat_template_kwargs: TemplateVariables = None
     tools: Annotated[list[AnyFunctionTool], MANY] | None = None
     tool_choice: (
         Literal["none", "auto", "required"]
@@ -596,11 +595,11 @@ class ResponseWriter:
         if answer.is_new:
             kinds = ("response.created", "response.in_progress")
             found = [self._output.event(kind, response=dict(self._response)) for kind in kinds]
-        return _written([*found, *self._events(answer, event)])
+        return sse_by_type([*found, *self._events(answer, event)])
 
     def final_events(self, answers: Sequence[GatheredAnswer]) -> bytes:  # noqa: ARG002  all events have been written
         """The last event of the stream, which has the response."""
-        return _written([self._output.event(f"response.{self._response['status']}", response=self._response)])
+        return sse_by_type([self._output.event(f"response.{self._response['status']}", response=self._response)])
 
     def response(self, answers: Sequence[GatheredAnswer]) -> dict[str, Any]:
         """The response as one object."""
@@ -614,7 +613,7 @@ class ResponseWriter:
         failure: Failure = {"code": "server_error", "message": error.message}
         self._response |= {"status": "failed", "error": failure, "output": self._output.items}
         first = self._output.event("error", code=error.code, message=error.message, param=error.param)
-        return _written([first, self._output.event("response.failed", response=self._response)])
+        return sse_by_type([first, self._output.event("response.failed", response=self._response)])
 
     def _events(self, answer: GatheredAnswer, event: Event) -> list[dict[str, Any]]:
         """Add an event of the answer to the output; returns the events of the stream."""
@@ -638,10 +637,6 @@ class ResponseWriter:
             "usage": response_usage(end.stats, end.reasoning_tokens),
         }
         return events
-
-
-def _written(events: Sequence[Mapping[str, Any]]) -> bytes:
-    return b"".join(sse(event, event["type"]) for event in events)
 
 
 def _choice(body: ResponseRequest) -> ToolChoice | None:

@@ -14,7 +14,14 @@ pytest.importorskip("transformers")
 import huggingface_hub
 import typer
 
-from pi_compile.checkpoint.folder import fetch_offer, find_checkpoint, hub_commit, names_model
+from pi_compile.checkpoint.folder import (
+    fetch_offer,
+    fetched_config,
+    find_checkpoint,
+    gguf_sizes,
+    hub_commit,
+    names_model,
+)
 from pi_compile.cli import main
 from pi_compile.errors import CheckpointError
 from pi_runtime.errors import UsageError
@@ -52,6 +59,41 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def not_there(*_arguments: Any, local_files_only: bool, **_options: Any) -> str:
     assert local_files_only, "nothing may be fetched before the question"
     raise huggingface_hub.errors.LocalEntryNotFoundError("no snapshot here")
+
+
+@pytest.mark.usefixtures("hub")
+def test_gguf_files_are_sized_under_the_names_that_fetch_them() -> None:
+    """Parts count together."""
+    found = gguf_sizes("owner/name")
+    names = ("name-Q4_K_M", "name-Q4_K_S", "name-UD-Q4_K_S")
+    assert found == dict(zip((f"owner/name:{name}" for name in names), (2 << 20, 1 << 20, 1 << 20), strict=True))
+    for name, nbytes in found.items():
+        assert f"{nbytes >> 20}.0 MiB" in str(fetch_offer(name))
+
+
+@pytest.mark.parametrize("base", ["owner/base", ["owner/base", "other/base"], None])
+def test_gguf_files_have_the_config_of_what_they_were_made_from(
+    base: str | list[str] | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def download(name: str, file: str) -> str:
+        if name != "owner/base":
+            raise no_such_file(name, file)
+        return str(tmp_path / file)
+
+    def no_such_file(name: str, file: str) -> Exception:
+        error = huggingface_hub.errors.EntryNotFoundError
+        made = Exception.__new__(error)
+        made.args = (f"{name} has no {file}",)
+        return made
+
+    card = SimpleNamespace(base_model=base)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: SimpleNamespace(card_data=card))
+    if base:
+        assert fetched_config("owner/name") == tmp_path / "config.json"
+    else:
+        with pytest.raises(huggingface_hub.errors.EntryNotFoundError, match="has no config"):
+            fetched_config("owner/name")
 
 
 @pytest.mark.usefixtures("hub")

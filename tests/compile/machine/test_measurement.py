@@ -15,7 +15,7 @@ from pi_compile.machine import measurement
 from pi_compile.machine.measurement import DEPTHS, SIZES_KIB, probe_disk
 from pi_compile.machine.profile import Disk, read_machine
 from pi_runtime import console
-from pi_runtime.artifact.formats import ROW_FORMATS
+from pi_runtime.artifact.formats import FORMATS, ROW_FORMATS
 
 Fails = Callable[..., str]
 DISK = Disk(name="d", sizes_kib=[4, 64], depths=[1, 16], read_mb_per_s=[[40.0, 200.0], [400.0, 1000.0]])
@@ -106,6 +106,20 @@ def test_everything_is_measured_at_the_best_number_of_threads() -> None:
     }
     assert "GB/s by threads 1: 11.0, 2: 16.0, 4: 20.0, 6: 16.0; products on 4 threads" in found.source
     assert found.cpu.ram_gib > 0.1
+
+
+def test_a_brief_measurement_is_of_few_bytes_and_of_formats_that_have_a_speed_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(measurement, "timed_matrix", lambda fmt, nbytes, *_columns: sizes.append(nbytes) or fmt)
+    monkeypatch.setattr(measurement, "probe_disk", lambda _folder, nbytes: sizes.append(nbytes) or DISK)
+    found = measurement.measure_machine(Path(), briefly=True)
+    assert [*found.cpu.gather_gb_per_s] == [fmt for fmt in ROW_FORMATS if not FORMATS[fmt].timed_as]
+    assert max(sizes) <= 1 << 27
+    whole = measurement.measure_machine(Path())
+    assert max(sizes) == 1 << 30
+    assert found.cpu.gather_gb_per_s.items() < whole.cpu.gather_gb_per_s.items()
 
 
 def test_the_method_and_the_day_stand_in_the_file() -> None:

@@ -253,7 +253,6 @@ def test_mistakes(refused: Callable[..., str], folder: Path) -> None:
     assert "no such recipe" in refused(INPUT, "r.toml")
     assert "pi-compile train RECIPE --export" in refused(USAGE, "model.pi", "--machine", "m.toml")
     assert "of another model" in refused(INPUT, *model, "--counts", ROOT / "profiles" / "activations" / "demo.npz")
-    assert "--machine" in refused(USAGE, "config.json")
     assert "go together" in refused(USAGE, *model, "--density", "0.1")
     assert "--density much" in refused(USAGE, *model, "--curve", "opt-30b", "--density", "much")
     assert "--curve opt-30b" in refused(USAGE, *model, "--curve", "opt30b", "--density", "0.1")

@@ -12,7 +12,10 @@ from support.scripted import saying, scripted_artifact
 from support.synthetic import byte_tokenizer
 
 from pi_runtime import Engine, load
+from pi_runtime.errors import Setting, UsageError
+from pi_runtime.server.api.conversation import GrammarFields
 from pi_runtime.server.api.served import Served
+from pi_runtime.server.errors import refused
 from pi_runtime.server.settings import ServerSettings
 
 Chat = tuple[Served, Engine]
@@ -167,6 +170,13 @@ def test_grammars_that_are_none(random_chat: Chat, fields: dict[str, Any], param
     chat = {"messages": [{"role": "user", "content": "a"}]}
     asking.refused(COMPLETIONS, {"prompt": "a", **fields}, random_chat[0], param, says)
     asking.refused(CHAT, {**chat, **fields}, random_chat[0], param, says)
+
+
+@pytest.mark.parametrize("name", GrammarFields.model_fields)
+def test_an_error_of_a_grammar_names_the_field_that_gives_it(name: str) -> None:
+    """Also where the engine refuses it, under the name of its setting."""
+    found = refused(UsageError("wrong", setting=Setting(name, "x")))
+    assert (found.param, found.message) == (name, f"{name} x: wrong")
 
 
 def test_a_grammar_leaves_no_room_for_calls(hermes: Chat) -> None:
