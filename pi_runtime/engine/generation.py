@@ -5,8 +5,10 @@ from collections.abc import Iterable, Iterator
 from pi_runtime.engine.core import Core
 from pi_runtime.engine.scheduler import PIECE, PromptPace, Scheduler
 from pi_runtime.engine.stream import AnswerIterator
+from pi_runtime.errors import DoesNotFitError
 from pi_runtime.execution.executor import Executor
-from pi_runtime.execution.kv_cache import KVCache
+from pi_runtime.execution.kv_cache import KVCache, common_length
+from pi_runtime.execution.pages import PagesExhausted
 from pi_runtime.sequence.answer import AnswerSequence
 from pi_runtime.sequence.drafts import Speculation
 from pi_runtime.sequence.sequence import Output, TokenSequence
@@ -54,14 +56,32 @@ class OneCache:
         self._cache = cache
 
     def open(self, sequence: TokenSequence, _: Iterable[KVCache]) -> KVCache | None:
-        """The cache, with as much as it holds of the sequence's tokens."""
-        self._cache.keep_common_prefix(sequence.tokens)
-        self._cache.truncate(sequence.num_reusable)
-        return self._cache
+        """The cache, with as much as it holds of the sequence's tokens, or as was kept of them."""
+        cache, kept, self._sequence = self._cache, self._cache.kept, sequence
+        cache.keep_common_prefix(sequence.tokens)
+        cache.truncate(sequence.num_reusable)
+        most = sequence.tokens[: min(sequence.num_reusable, len(sequence.tokens) - 1)]
+        if kept is not None and cache.length < kept.length == common_length(kept.tokens, most):
+            cache.close()
+            cache.adopt(kept.runs, kept.tokens, kept.selected)
+            cache.kept = kept
+        return cache
+
+    def share(self, cache: KVCache) -> None:
+        """Keep the last place of a prompt from which a later one, which may have another end, can go on."""
+        if cache.length in self._sequence.stops:
+            cache.kept = None
+            cache.kept = cache.fork()
 
     def grow(self, cache: KVCache, count: int) -> bool:
         """Make room for so many further tokens; raises what the cache's pool raises where it cannot."""
-        cache.reserve(count)
+        try:
+            cache.reserve(count)
+        except (PagesExhausted, DoesNotFitError):
+            if cache.kept is None:
+                raise
+            cache.kept = None
+            cache.reserve(count)
         return True
 
     grow_freely = grow
@@ -69,4 +89,4 @@ class OneCache:
     def nothing(self, *_: object) -> None:
         """Nobody else begins with what the cache holds."""
 
-    catch_up = share = keep = release = count_step = nothing
+    catch_up = keep = release = count_step = nothing

@@ -235,6 +235,7 @@ class Model(ChatModel):
             yield self._step(SequenceStep(cache=cache, tokens=block, select=True, logits="all", observer=observer))
 
     def _step(self, sequence: SequenceStep) -> SequenceResult:
+        sequence.cache.kept = None  # of an answer, whose place it is no more
         return self.executor.step([sequence])[0]
 
     def warm_up(self) -> None:

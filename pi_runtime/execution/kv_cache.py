@@ -181,6 +181,8 @@ class KVCache:
         """Its pages are shared only with caches that have the same."""
         self._tokens: list[int] = []
         self._selected: list[bool] = []
+        self.kept: KVCache | None = None
+        """What its caller may come back to: a fork of it, of an earlier time."""
         self._addresses = np.zeros((pages_of(context), len(pool.classes)), np.int64)
         self.table_address = int(self._addresses.ctypes.data)
         """Where the addresses of the pages lie, for compiled kernels."""
@@ -331,7 +333,7 @@ class KVCache:
 
     def close(self) -> None:
         """Release every page; the cache is then empty."""
-        self.write_back = None
+        self.write_back = self.kept = None
         self.truncate(0)
 
     def __del__(self) -> None:

@@ -1,6 +1,7 @@
 """Layers with a state: the same bits however a prompt is cut, in any company, after pauses and from snapshots."""
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,8 @@ def test_engines_give_the_text_that_a_sequence_has_alone(
     assert drafted or device == "disk"
 
 
-def test_a_conversation_is_not_read_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_engine", [True, False], ids=["engine", "a cache of the caller's"])
+def test_a_conversation_is_not_read_again(tmp_path: Path, by_engine: bool) -> None:
     """Each turn reads again at most 64 tokens beyond what is new or was changed; here a thought is dropped."""
     path, rng = artifact(tmp_path / "a.pi", context=4096), random.Random(2)
     header, end = [90, 91, 92, 93, 94], 77
@@ -167,13 +169,32 @@ def test_a_conversation_is_not_read_again(tmp_path: Path) -> None:
         return [*(rng.randrange(100, 250) for _ in range(rng.randrange(least, 90))), end]
 
     with load(path, context=4096) as model, Engine(model) as engine:
-        talk, kept = [1, *message(40)], 0
+        talk, kept, cache = [1, *message(40)], 0, model.new_cache()
         for turn in range(20):
-            stream = engine.generate([*talk, *header], max_tokens=rng.randrange(1, 40))
-            assert "".join(stream) is not None
+            prompt, count = [*talk, *header], rng.randrange(1, 40)
+            alone = partial(model.generate, cache=cache)
+            stream = (engine.generate if by_engine else alone)(prompt, max_tokens=count)
+            text = "".join(stream)
+            assert by_engine or text == "".join(model.generate(prompt, max_tokens=count)), turn
             assert stream.stats.cached_tokens >= kept - 64, turn
             kept = len(talk)  # behind it the next prompt has no thought
             talk += [*header, *message(10), *message(10)]
+
+
+@pytest.mark.parametrize("length", [70, 100, 200])
+@pytest.mark.parametrize("device", ["cpu", "disk"])
+def test_a_place_that_is_kept_takes_no_memory_that_a_sequence_needs(device: str, length: int, tmp_path: Path) -> None:
+    path, ids = artifact(tmp_path / "a.pi"), np.random.default_rng(length).integers(100, 250, length)
+    with opened(path, device) as model:
+        wanted = "".join(model.generate(ids, max_tokens=CONTEXT))
+        budget = sequence_nbytes(model.executor.new_pool().classes, CONTEXT, model.executor.block_tokens)
+        cache = model.executor.new_cache(model.executor.new_pool(budget))
+        for _ in range(2):
+            answer = model.generate(ids, max_tokens=CONTEXT, cache=cache)
+            assert "".join(answer) == wanted
+            assert answer.finish_reason == "context" or cache.length > length
+        cache.close()
+        assert cache.pool.in_use == 0
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 63, 64, 65, 100, 200, 1000, 5000])
