@@ -59,7 +59,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("layout", (BY_NEURON, WHOLE))
+@pytest.mark.parametrize("layout", [BY_NEURON, WHOLE])
 def test_scales_of_groups_are_options_where_rows_are_whole(tmp_path: Path, layout: str) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "hidden_act": "silu"}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
