@@ -95,7 +95,7 @@ def forecast_line(artifact: Path, profile: ActivationProfile, context: int, mach
         return token_time(costs, [CPU] * n, [0] * n, CPU, CPU).total * 1000 / PICO
 
     own, whole = ms(work.layers), ms((LayerWork(rung=DENSE),) * n)
-    return f"by the machine's profile a token takes {own:.3g} ms, and {whole:.3g} ms with whole matrices (pack --plain)"
+    return f"by the machine's profile a token takes {own:.3g} ms, and {whole:.3g} ms with whole matrices alone"
 
 
 def reads_line(ffn: float, whole: float) -> str:

@@ -45,7 +45,7 @@ def test_a_forecast_has_both(kind: str, tmp_path: Path) -> None:
     found = summary.forecast_line(path, of_layer, 16, Machine(name="m", source="t", cpu=alone))
     own, whole = (float(word) for word in re.findall(r"([\d.e-]+) ms", found))
     assert own > 2 * whole
-    assert found.endswith("with whole matrices (pack --plain)")
+    assert found.endswith("with whole matrices alone")
     of_layer = replace(of_layer, layers=(LayerWork(rung="dense"),))
     own, whole = re.findall(r"([\d.e-]+) ms", summary.forecast_line(path, of_layer, 16, machine(gpu=None, link=None)))
     assert own == whole
