@@ -103,7 +103,7 @@ def _text(url: str, body: dict[str, Any]) -> str:
 
 
 def _counted(texts: dict[tuple[str, str], set[str]], way: str) -> dict[str, int]:
-    """Of one way up to now: prompts, those that had several texts, and the most texts of one."""
+    """Counts of one way up to now: prompts, those that had several texts, and the most texts of one."""
     found = [len(some) for (other, _), some in texts.items() if other == way]
     return {"prompts": len(found), "changed": sum(n > 1 for n in found), "most_texts": max(found, default=0)}
 

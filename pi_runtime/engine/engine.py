@@ -34,7 +34,7 @@ from pi_runtime.sequence.sequence import Origin, Rank, TokenSequence
 from pi_runtime.sequence.settings import AnswerSettings, names_settings
 
 SNAPSHOTS = 16
-"""Of states, for each slot, that a budget has room for unless asked otherwise: as many as a conversation has turns."""
+"""Snapshots of states, for each slot, that a budget has room for unless asked otherwise: one a turn of a talk."""
 DISK_BUDGET = 8 << 30
 """Bytes of keys and values in `kv_disk` unless asked otherwise."""
 CLOSE_S = 5.0

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.scripted import saying, scripted_artifact
 from support.synthetic import random_artifact, small_decoder
@@ -13,6 +14,7 @@ from support.synthetic import random_artifact, small_decoder
 from pi_runtime import Model, console, load
 from pi_runtime.artifact.schema import Text
 from pi_runtime.commands.run import app
+from pi_runtime.execution.pages import PagePool
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -74,3 +76,16 @@ def loop(endless: Path) -> Iterator[Model]:
     """Says abab… until its context of 8 is full."""
     with load(endless, context=8) as model:
         yield model
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads a page that was given back reads NaN."""
+    release = PagePool._release
+
+    def poison(pool: PagePool, page: int) -> None:
+        release(pool, page)
+        if pool._references[page] == 0:
+            pool.values(page).view(np.uint8)[...] = 255
+
+    monkeypatch.setattr(PagePool, "_release", poison)

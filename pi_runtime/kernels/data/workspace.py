@@ -30,7 +30,7 @@ class Workspace(NamedTuple):
     embedding_TW: Floats
     """States as wide as the embedding, where the model has another width."""
     qkv_TQ: Floats
-    """As wide as that of any layer; so are the next and `mixed_TQ`."""
+    """Rows as wide as those of any layer; so are the next and `mixed_TQ`."""
     gate_TQ: Floats
     """What attention's sums, or those of states, are multiplied by."""
     gates_TG: Floats

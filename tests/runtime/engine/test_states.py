@@ -17,7 +17,6 @@ from pi_runtime.artifact.layer_classes import layer_classes, sequence_nbytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Layer, Text
 from pi_runtime.execution.executor import SequenceStep
-from pi_runtime.execution.pages import PagePool
 from pi_runtime.kernels import reference
 from pi_runtime.sequence.sequence import snapshot_places
 
@@ -35,17 +34,7 @@ FACTS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reads a page that was given back reads NaN."""
-    release = PagePool._release
-
-    def poison(pool: PagePool, page: int) -> None:
-        release(pool, page)
-        if pool._references[page] == 0:
-            pool.values(page).view(np.uint8)[...] = 255
-
-    monkeypatch.setattr(PagePool, "_release", poison)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def artifact(path: Path, *, rung: str = "predicted", context: int = CONTEXT, **fields: Any) -> Path:

@@ -20,23 +20,12 @@ from pi_runtime.artifact.schema import Layer, Text
 from pi_runtime.errors import UsageError
 from pi_runtime.execution import pages
 from pi_runtime.execution.kv_cache import pages_of
-from pi_runtime.execution.pages import PagePool
 from pi_runtime.kernels.data import weight_table
 
 CONTEXT = 256
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reads a page that was given back reads NaN."""
-    release = PagePool._release
-
-    def poison(pool: PagePool, page: int) -> None:
-        release(pool, page)
-        if pool._references[page] == 0:
-            pool.values(page).view(np.uint8)[...] = 255
-
-    monkeypatch.setattr(PagePool, "_release", poison)
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 @contextmanager
