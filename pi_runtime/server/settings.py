@@ -81,6 +81,8 @@ class ServerSettings:
     """Settings by which tokens are drawn where a request does not say, whatever the model's makers say."""
     max_tokens: int | None = None
     """Most tokens of an answer where a request does not say; None leaves that to the form of API."""
+    embeddings: Literal["mean", "last"] | None = None
+    """How texts become vectors (see `Model.embed`); None where they do not."""
     limits: Limits = field(default_factory=Limits)
 
     @property
