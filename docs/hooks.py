@@ -14,6 +14,7 @@ import pi_compile.cli.main
 import pi_runtime.commands.model_cache
 import pi_runtime.commands.run
 import pi_runtime.commands.serve
+from pi_runtime import console
 
 LOG = logging.getLogger("mkdocs.hooks.docs")
 ROOT = Path(__file__).parents[1]
@@ -67,7 +68,8 @@ def commands_page() -> str:
         named = [pair for command in commands for pair in getattr(command, "commands", {"": command}).items()]
         for name, one in named:
             lines += ["", f"### {program} {name}", "", one.help] if name else []
-            rows = [row(*parameter.get_help_record(typer.Context(one))) for parameter in one.params]
+            records = [console.help_record(parameter, typer.Context(one)) for parameter in one.params]
+            rows = [row(*record) for record in records if record is not None]
             lines += ["", "| argument or flag | meaning |", "| --- | --- |", *rows]
     return "\n".join(lines) + "\n"
 
