@@ -35,7 +35,11 @@ API = {
     ),
 }
 """The public names, where they are defined."""
-OUTSIDE = {"how-to/contributing.md": "CONTRIBUTING.md", "reference/changelog.md": "CHANGELOG.md"}
+OUTSIDE = {
+    "index.md": "README.md",
+    "how-to/contributing.md": "CONTRIBUTING.md",
+    "reference/changelog.md": "CHANGELOG.md",
+}
 """Pages that lie in the repository's root."""
 FOREIGN = re.compile(r'<(?:script|link|img|iframe)[^>]+(?:src|href)="?(?:https?:)?//[^">]+')
 
@@ -43,13 +47,18 @@ FOREIGN = re.compile(r'<(?:script|link|img|iframe)[^>]+(?:src|href)="?(?:https?:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made here."""
     files.append(File.generated(config, "reference/commands.md", content=commands_page()))
-    files.append(File.generated(config, "reference/api.md", content=api_page()))
     for page, name in OUTSIDE.items():
-        text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](../")
+        up = "../" * page.count("/")
+        text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", f"]({up}")
         for other, linked in OUTSIDE.items():
-            text = text.replace(f"]({linked}", f"](../{other}")
+            text = text.replace(f"]({linked}", f"]({up}{other}")
         files.append(File.generated(config, page, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_options: Any) -> str:
+    """Put the docstrings of the public names behind the page on Python."""
+    return markdown + api() if page.file.src_uri == "reference/python.md" else markdown
 
 
 def on_post_page(output: str, page: Any, **_options: Any) -> str:
@@ -74,12 +83,10 @@ def commands_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def api_page() -> str:
+def api() -> str:
     """The public functions and classes, which mkdocstrings fills in from their docstrings."""
-    lines = ["# Python API", "", "Made of the docstrings. How they are used together: [from Python](python.md)."]
-    for title, names in API.items():
-        lines += ["", f"## {title}", *(f"\n::: {name}" for name in names)]
-    return "\n".join(lines) + "\n"
+    parts = [f"## {title}\n\n" + "\n\n".join(f"::: {name}" for name in names) for title, names in API.items()]
+    return "\n" + "\n\n".join(parts) + "\n"
 
 
 def row(names: str, text: str) -> str:
