@@ -3,13 +3,14 @@
 Shape letters: T tokens, V vocabulary, L layers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Self, Unpack, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Plan
@@ -23,7 +24,7 @@ from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.sequence.answer import AnswerSequence, check_prompt
 from pi_runtime.sequence.drafts import Acceptance, Speculation, StepTimes
-from pi_runtime.sequence.embedding import EmbeddingSequence, Pooling, final_norm
+from pi_runtime.sequence.embedding import EmbeddingSequence, Pooling
 from pi_runtime.sequence.head_draft import HEAD_RIGHT, HeadDraft
 from pi_runtime.sequence.sampling import Sampling, TokenLogprobs
 from pi_runtime.sequence.sequence import ReadSequence, ScoreSequence
@@ -204,7 +205,7 @@ class Model(ChatModel):
         if pooling not in get_args(Pooling):
             raise UsageError(f"pooling {pooling!r}", expected=" or ".join(get_args(Pooling)))
         decoder = self.manifest.decoder
-        norm = partial(final_norm, decoder=decoder, array=self._artifact.array)
+        norm = partial(_final_norm, decoder=decoder, array=self._artifact.array)
         ids = self._prompt_ids(prompt)
         return EmbeddingSequence(ids, context=self.context, layers=decoder.n_layers, norm=norm, pooling=pooling)
 
@@ -312,3 +313,18 @@ def _checked_ids(token_ids: Any, vocabulary: int) -> npt.NDArray[np.int64]:
     if ids.min() < 0 or ids.max() >= vocabulary:
         raise PromptError(f"token id {ids.max() if ids.min() >= 0 else ids.min()}", expected=f"0 to {vocabulary - 1}")
     return ids.astype(np.int64)
+
+
+def _final_norm(
+    x_TD: npt.NDArray[np.float32], decoder: Decoder, array: Callable[[str], npt.NDArray[Any]]
+) -> npt.NDArray[np.float64]:
+    """What the head would read: x · weight / √(mean(x²) + eps), less the mean and with a bias where the norm is
+    LayerNorm; x itself where there is no norm. Each row by itself, in float64."""
+    found_TD = x_TD.astype(np.float64)
+    if not decoder.final_norm:
+        return found_TD
+    if decoder.norm != "rms":
+        found_TD -= found_TD.mean(axis=1, keepdims=True)
+    found_TD /= np.sqrt(np.square(found_TD).mean(axis=1, keepdims=True) + decoder.norm_eps)
+    found_TD *= array("final_norm/weight")
+    return found_TD if decoder.norm == "rms" else found_TD + array("final_norm/bias")

@@ -4,30 +4,16 @@ Shape letters: T tokens, D model width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.errors import ArtifactError, ContextError, PromptError
 from pi_runtime.sequence.sequence import Floats, Ints, TokenSequence
 
 Pooling = Literal["mean", "last"]
 """What a text's vector is made of: the mean over all tokens, or the last token alone."""
-
-
-def final_norm(x_TD: Floats, decoder: Decoder, array: Callable[[str], npt.NDArray[Any]]) -> npt.NDArray[np.float64]:
-    """What the head would read: x · weight / √(mean(x²) + eps), less the mean and with a bias where the norm is
-    LayerNorm; x itself where there is no norm. Each row by itself, in float64."""
-    found_TD = x_TD.astype(np.float64)
-    if not decoder.final_norm:
-        return found_TD
-    if decoder.norm != "rms":
-        found_TD -= found_TD.mean(axis=1, keepdims=True)
-    found_TD /= np.sqrt(np.square(found_TD).mean(axis=1, keepdims=True) + decoder.norm_eps)
-    found_TD *= array("final_norm/weight")
-    return found_TD if decoder.norm == "rms" else found_TD + array("final_norm/bias")
 
 
 class EmbeddingSequence(TokenSequence):
