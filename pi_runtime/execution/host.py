@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from pi_runtime.artifact.buffers import rotary_tables
 from pi_runtime.artifact.decoder import Decoder, rotary_table
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.formats import FORMATS
@@ -34,7 +35,10 @@ def _rotary_tables(d: Decoder, context: int) -> tuple[Floats, Floats]:
         scale = d.windowed_scale or d.rotary_scale
         own = replace(d, rotary_frequencies=d.windowed_frequencies, rotary_scale=scale)
         tables.append(rotary_table(own, context))
-    cos_SJ, sin_SJ = (np.concatenate(parts) for parts in zip(*tables, strict=True))
+    cos_SJ, sin_SJ = (buffer.in_ram() for buffer in rotary_tables(d, context).values())
+    for n, (cos, sin) in enumerate(tables):
+        rows, columns = slice(n * context, (n + 1) * context), slice(cos.shape[1])
+        cos_SJ[rows, columns], sin_SJ[rows, columns] = cos, sin
     return cos_SJ, sin_SJ
 
 
@@ -197,7 +201,7 @@ def positions_of(runs: Sequence[tuple[int, int, KVCache]]) -> Positions:
     run_R4 = [(first, count, at, cache.table_address) for first, (count, at, cache) in zip(first_R, runs, strict=False)]
     position_T = np.concatenate([np.arange(start, start + count) for count, start, _ in runs])
     pool = runs[0][2].pool
-    return Positions(position_T, np.array(run_R4, np.int64), FORMATS[pool.format].code, pool.row_nbytes)
+    return Positions(position_T, np.array(run_R4, np.int64), FORMATS[pool.format].code)
 
 
 def batches(sequences: Sequence[SequenceStep]) -> Iterator[list[SequenceStep]]:
