@@ -49,7 +49,7 @@ Where scales are bytes (`BYTE_SCALES`), those of a row stand in the order of the
 r, binary32, before them. Tables have whole numbers, E2M1 twice what it is, so that byte scales stand for half of it.
 
 A format is one object. NumPy, kernels, sizes, the cost model and the names in checkpoints derive from it what they do;
-docs/how-to/add-a-number-format.md says what a further one is.
+docs/how-to/extend.md says what a further one is.
 """
 
 from collections.abc import Sequence
