@@ -90,10 +90,10 @@ class CpuModel:
         """The next tokens of some sequences, with memory for the states that are wanted."""
         for s in sequences:
             s.cache.hold(is_held=s.is_tried)
-        step, states = tokens_of(sequences, len(self.table_LX)), self.manifest.guess_states
-        if not states or not any(s.states for s in sequences):
+        step, states = tokens_of(sequences, len(self.table_LX)), _all_states(sequences)
+        if not states:
             return step
-        step.state_L[list(states)] = np.arange(len(states))
+        step.state_L[states] = np.arange(len(states))
         shape = len(step.tokens_T), len(states) * self.cfg.d_model
         return step._replace(states_TC=np.empty(shape, np.float32))
 
@@ -106,6 +106,7 @@ class CpuModel:
     def _results(self, sequences: Sequence[SequenceStep], states_TC: Floats | None) -> Iterator[SequenceResult]:
         """The sequences' results, out of the memory that the next call overwrites."""
         ws, token, row = self.workspace, 0, 0
+        kept = _all_states(sequences)
         for s in sequences:
             tokens = len(s.tokens)
             rows = tokens if s.logits == "all" else 1
@@ -114,7 +115,11 @@ class CpuModel:
             yield SequenceResult(
                 logits_TV=ws.logits_TV[row : row + rows].copy(),
                 rows_L2=counts_LT3[:, 0, 1:].copy() if one else None,
-                states_TC=states_TC[token : token + tokens] if s.states and states_TC is not None else None,
+                states_TC=None
+                if states_TC is None or not s.states
+                else np.hstack(
+                    [np.hsplit(states_TC[token : token + tokens], len(kept))[kept.index(layer)] for layer in s.states]
+                ),
             )
             token, row = token + tokens, row + rows
 
@@ -164,6 +169,11 @@ class CpuModel:
         if self.artifact is not None:
             self.artifact.close()
         self.artifact = None
+
+
+def _all_states(sequences: Sequence[SequenceStep]) -> list[int]:
+    """The layers whose inputs any sequence of a step wants."""
+    return sorted({layer for s in sequences for layer in s.states})
 
 
 def tokens_of(sequences: Sequence[SequenceStep], layers: int) -> Step:

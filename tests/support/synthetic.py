@@ -194,10 +194,10 @@ def golden_artifact(path: Path) -> Path:
 def counted_artifact(path: Path, decoder: Decoder, format: str) -> Path:  # noqa: A002
     """An artifact with a predictor in each layer, whose weights come from integer arithmetic alone.
 
-    In a format with scales of groups it has matrices as checkpoints have them, and no predictors.
+    In a format whose rows are not summed it has matrices as checkpoints have them, and no predictors.
     """
     formats, ranks, layout = dict.fromkeys(PARTS, format), [40] * decoder.n_layers, BY_NEURON
-    if FORMATS[format].grouped:
+    if not FORMATS[format].summed:
         layout, ranks = WHOLE, [None] * decoder.n_layers
         formats |= {f"layers/0/{name}": format for name in APART}
     manifest = replace(bare_manifest(decoder, formats, ranks), ffn_layout=layout)
