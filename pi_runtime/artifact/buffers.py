@@ -150,8 +150,8 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
     mixed, made, gates = (max(getattr(one, f"{of}_width") for one in kinds) for of in ("mixed", "qkv", "gate"))
     t, latents = tokens, d.n_heads if d.latent_rank else 0
     widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank), chunk_places(d.d_ff)
-    if layout != BY_NEURON:  # a product with `down` has the factors of all neurons as its input
-        widest = max(widest, d.d_ff)
+    # A product with `down` has the factors of all neurons as its input.
+    low = rank if layout == BY_NEURON else max(rank, d.d_ff)
     return {
         "x_TD": Buffer((t, d.d_model)),
         "normed_TD": Buffer((t, d.d_model)),
@@ -179,7 +179,7 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "unpacked_CBE": Buffer((CHUNKS, POSITIONS if cache == "q8" else 0, d.cached_width)),
         "low_rank_flat": Buffer((t * rank,)),
         "inputs": Buffer((t * input_nbytes(widest),), "uint8"),
-        "low_rank_inputs": Buffer((t * input_nbytes(rank),), "uint8"),
+        "low_rank_inputs": Buffer((t * input_nbytes(low),), "uint8"),
         "score_TF": Buffer((t, d.d_ff)),
         "list_CK": Buffer((CHUNKS, places), "int64"),
         "count_C": Buffer((CHUNKS,), "int64"),
