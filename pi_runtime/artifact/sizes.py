@@ -179,7 +179,7 @@ def _plain_specs(
     for n, (rank, own) in enumerate(zip(ranks, layouts, strict=True)):
         for name, spec in layer_specs(d.of_layer(n), formats, rank, profiled, own):
             if name == "attention/qkv":
-                yield from _apart(d, f"layers/{n}/", formats, spec)
+                yield from _apart(d.of_layer(n), f"layers/{n}/", formats, spec)
             else:
                 yield f"layers/{n}/{name}", spec
     if d.final_norm:

@@ -77,6 +77,10 @@ FACTS: dict[str, dict[str, Any]] = {
         "block": "sandwich", "window": 9, "windowed_layers": (0,),
         "windowed_frequencies": (1.0, 0.5, 0.25, 0.125), "windowed_scale": 1.3,
     },
+    "heads of two sizes": {
+        "window": 9, "windowed_layers": (0,), "windowed_head_dim": 12, "windowed_kv_heads": 4, "qk_norm": True,
+        "windowed_frequencies": (1.0, 0.5, 0.25, 0.125, 0.1), "rotary_frequencies": (1.0, 0.1, 0.0, 0.0),
+    },
     "shared experts, dense layers, a bias for choosing in groups": {
         "n_experts": 5, "experts_per_token": 3, "experts_shared": 1, "dense_layers": (0,), "dense_ff": 130,
         "router_score": "sigmoid", "router_choice_bias": True, "router_groups": 2, "router_scale": 1.5,
