@@ -149,7 +149,7 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
     widths = ("mixed", "qkv", "gate", "cached")
     mixed, made, gates, cached = (max(getattr(one, f"{of}_width") for one in d.kinds) for of in widths)
     t, latents = tokens, d.n_heads if d.latent_rank else 0
-    widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank), chunk_places(d.d_ff)
+    widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank, d.beside_ff), chunk_places(d.d_ff)
     if layout != BY_NEURON:  # a product with `down` has the factors of all neurons as its input
         widest = max(widest, d.d_ff)
     return {
@@ -157,6 +157,7 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "normed_TD": Buffer((t, d.d_model)),
         "attended_TD": Buffer((t, d.d_model)),
         "residual_TD": Buffer((t if d.block == "sandwich" else 0, d.d_model)),
+        "beside_TF": Buffer((2 * t, d.beside_ff)),
         "embedding_TW": Buffer((t, narrow_width(d))),
         "qkv_TQ": Buffer((t, made)),
         "gate_TQ": Buffer((t, gates)),
