@@ -16,7 +16,8 @@ The FFN is, per neuron i with activation a,
 and with experts  y = Σ_e p_e y_e  over the experts_per_token experts e with the largest router_e · x, p the softmax of
 these values over those experts, or over all; or  p_e = s(router_e · x), with s(z) = 1 / (1 + e⁻ᶻ), and mostly over
 their sum. The router reads what the FFN reads, or x as it enters the block. Experts that every token takes, p_e = 1 or
-s(gate · x), stand behind those of the router; a dense layer is made of such experts alone.
+s(gate · x), stand behind those of the router; a dense layer is made of such experts alone. In a sandwich block another
+FFN may be beside the experts, with n₃ its norm, and m₃ and m₄ those of both sums:  m₂(m₃(ffn(n₃(x))) + m₄(y)).
 
 In some layers a recurrence may stand in attention's place: each head has a state S of a fixed size, and no keys and
 values. Source: Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464.
@@ -132,8 +133,8 @@ COUNT = Values("integer in 0…2³¹−1", lambda value, _: 0 <= value < 2**31, 
 ABOVE_0 = Values("float > 0", lambda value, _: 0 < value < inf, 1.0)
 FROM_0 = Values("float ≥ 0", lambda value, _: 0 <= value < inf, 0.0)
 LAYERS = Values("list of layers, rising", lambda v, d: [*v] == sorted(n for n in {*v} if 0 <= n < d.n_layers), ())
-ANGLES = Values("list of float32 numbers, all > 0", lambda value, _: all(f > 0 for f in value), ())
-TURNS = Values("list of float32 numbers, all > 0 or all < 0", lambda v, _: all(f > 0 for f in v) or max(v) < 0, ())
+ANGLES = Values("list of float32 numbers, all ≥ 0", lambda value, _: all(f >= 0 for f in value), ())
+TURNS = Values("list of float32 numbers, all ≥ 0 or all < 0", lambda v, _: all(f >= 0 for f in v) or max(v) < 0, ())
 WITH_ROPE = Rule("with rope", lambda d: d.positions == "rope")
 NOT_EARLY = Rule("without `router_early`", lambda d: not d.router_early)
 
@@ -153,8 +154,8 @@ IN_SOME_LAYERS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoder:
-    """Shape and function of a decoder-only transformer."""
+class Facts:
+    """Shape and function of a decoder-only transformer, fact by fact."""
 
     # fmt: off
     family: str = given("name of the adapter that read it, for display; no behaviour depends on it", TEXT)
@@ -201,6 +202,13 @@ class Decoder:
     router_early: bool = fact(
         "the router reads x as it enters the block, without a norm", FLAG, of="n_experts", bodies=WITHOUT_GPU
     )
+    router_norm: bool = fact(
+        "the router reads x behind attention through an `rms` norm of its own", FLAG, NOT_EARLY,
+        Rule("in a sandwich block", lambda d: d.block == "sandwich"), of="n_experts", bodies=WITHOUT_GPU,
+    )
+    expert_scale: bool = fact(
+        "weights of routed experts are times a number of each", FLAG, of="n_experts", bodies=WITHOUT_GPU
+    )
     experts_shared: int = fact(
         "so many experts, the last ones, are taken by every token and not by the router; they count in both numbers",
         COUNT, NOT_EARLY, Rule("below `experts_per_token`", lambda d: d.experts_shared < d.experts_per_token),
@@ -219,6 +227,14 @@ class Decoder:
         "neurons of a dense layer's FFN", COUNT,
         Rule("up to X · F, with several experts", lambda d: d.dense_experts <= d.n_experts > 1), of="dense_layers",
     )
+    beside_ff: int = fact(
+        "neurons of a gated FFN beside the experts, with norms of its own, below", COUNT,
+        Rule("in a sandwich block of `rms` norms, with several gated experts",
+             lambda d: d.block == "sandwich" and d.norm == "rms" and d.n_experts > 1 and d.ffn == "gated"),
+        Rule("without `ffn_bias` and activations of gated FFNs only",
+             lambda d: not d.ffn_bias and d.activation not in GATED_ACTIVATIONS),
+        bodies=WITHOUT_GPU,
+    )
     context_length: int = given("positions that the model was made for", SIZE)
     embedding_scale: float = fact("factor of the embedding at D numbers, before learned positions are added", ABOVE_0)
     embedding_norm: bool = fact("the first block reads a norm of that sum", FLAG)
@@ -226,6 +242,7 @@ class Decoder:
         "how attention, FFN and norms follow each other, below", one_of(*BLOCKS),
         later={"reordered": ALL, "sandwich": WITHOUT_GPU},
     )
+    block_scale: bool = fact("what leaves a block is times a number of its layer", FLAG, bodies=WITHOUT_GPU)
     shared_norm: bool = fact(
         "attention and FFN read the same norm", FLAG, Rule("in a parallel block", lambda d: d.block == "parallel")
     )
@@ -237,6 +254,13 @@ class Decoder:
     qk_norm: bool = fact("each head of queries and keys goes through an `rms` norm before its rotation", FLAG)
     joint_qk_norm: bool = fact(
         "this norm is over all heads of a token's queries, and over all keys", FLAG, of="qk_norm"
+    )
+    v_norm: bool = fact(
+        "each head of values goes through an `rms` norm too", FLAG, of="qk_norm", bodies=WITHOUT_GPU
+    )
+    keys_as_values: bool = fact(
+        "in layers without a window values are keys before these norms, and have no rows of their own", FLAG,
+        of="v_norm", bodies=WITHOUT_GPU,
     )
     inner_norms: bool = fact(
         "what attention's last matrix reads, and the h of the FFN, go through an `rms` norm before it, below", FLAG,
@@ -261,9 +285,21 @@ class Decoder:
     windowed_layers: tuple[int, ...] = fact(
         "layers with this window; in the others a token sees all positions up to its own", LAYERS, of="window"
     )
+    windowed_head_dim: int = fact(
+        "E of layers with a window; 0 for `head_dim`", COUNT,
+        Rule("from as many as are rotated on",
+             lambda d: d.windowed_head_dim >= 2 * len(d.windowed_frequencies or d.rotary_frequencies)),
+        of="windowed_layers", bodies=WITHOUT_GPU,
+    )
+    windowed_kv_heads: int = fact(
+        "G of layers with a window; 0 for `n_kv_heads`", COUNT,
+        Rule("as a divisor of `n_heads`", lambda d: d.n_heads % d.windowed_kv_heads == 0),
+        of="windowed_layers", bodies=WITHOUT_GPU,
+    )
     windowed_frequencies: tuple[float, ...] = fact(
         "the angles of layers with a window, where they have others", ANGLES,
-        Rule("as many as `rotary_frequencies`", lambda d: len(d.windowed_frequencies) == len(d.rotary_frequencies)),
+        Rule("up to half of these layers' E",
+             lambda d: 2 * len(d.windowed_frequencies) <= (d.windowed_head_dim or d.head_dim)),
         of="windowed_layers",
     )
     windowed_scale: float = fact(
@@ -335,6 +371,11 @@ class Decoder:
     score_scale: float = fact("factor of scores beside 1 / √E (YaRN's mscale, squared)", ABOVE_0, of="latent_rank")
     # fmt: on
 
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder(Facts):
+    """A decoder, and what follows from its facts."""
+
     def of_layer(self, layer: int) -> Self:
         """The decoder as one layer computes it: without angles, a window, a recurrence, or a router, where the layer
         has none, and without facts of attention where a recurrence stands in its place."""
@@ -343,6 +384,9 @@ class Decoder:
             differences |= _NO_ATTENTION if layer in self.recurrent_layers else {"recurrence": "none"}
         if layer in self.windowed_layers:
             del differences["window"]
+            differences["keys_as_values"] = False
+            differences["head_dim"] = self.windowed_head_dim or self.head_dim
+            differences["n_kv_heads"] = self.windowed_kv_heads or self.n_kv_heads
             differences["rotary_frequencies"] = self.windowed_frequencies or self.rotary_frequencies
             differences["rotary_scale"] = self.windowed_scale or self.rotary_scale
         if layer in self.unrotated_layers:
@@ -374,6 +418,16 @@ class Decoder:
     def within_context(self, window: int) -> int:
         """The length of a window of text, at most the context."""
         return min(window, self.context_length)
+
+    @property
+    def kinds(self) -> "tuple[Self, ...]":
+        """The decoder as its layers compute it (see `of_layer`), each kind of them once."""
+        return tuple(dict.fromkeys(self.of_layer(n) for n in range(self.n_layers)))
+
+    @property
+    def router_apart(self) -> bool:
+        """Whether the router reads something else than the experts."""
+        return self.router_early or self.router_norm
 
     def seen(self, layer: int, positions: int) -> int:
         """How many of so many positions the newest token sees in a layer."""
@@ -416,6 +470,11 @@ class Decoder:
         return self.n_heads * self.head_dim, keys, keys
 
     @property
+    def qkv_rows(self) -> int:
+        """Rows of attention's first matrix."""
+        return self.qkv_width - (self.qkv_parts[2] if self.keys_as_values else 0)
+
+    @property
     def qkv_width(self) -> int:
         """Numbers that attention's first matrix makes of a token."""
         if self.latent_rank:
@@ -455,7 +514,9 @@ class Decoder:
         return 2 * len(self.rotary_frequencies)
 
 
-_NO_ATTENTION = dict.fromkeys(("qkv_bias", "out_bias", "qk_norm", "output_gate", "attention_sinks"), False)
+_NO_ATTENTION = dict.fromkeys(
+    ("qkv_bias", "out_bias", "qk_norm", "v_norm", "keys_as_values", "output_gate", "attention_sinks"), False
+)
 """Facts that a layer lacks in which a recurrence stands in attention's place."""
 
 

@@ -46,6 +46,9 @@ def route(cfg: KernelConfig, w: LayerRecord, x_TD: Floats, ws: Workspace) -> Non
                 _choices(cfg, w.router_choice_bias, value_TX[t, :routed], choice_TX[t, :routed])
             _take_largest(choice_TX[t, :routed], expert_K)
             _weigh(cfg, w, value_TX[t, :routed], expert_K, route_weight_K)
+            if w.expert_scale != 0:
+                for k in range(w.experts_chosen):
+                    route_weight_K[k] *= vector(w.expert_scale, routed)[expert_K[k]]
             if cfg.shared_gate != 0:
                 ws.route_weight_TK[t, w.experts_chosen : w.experts_chosen + w.experts_shared] = _sigmoid(
                     value_TX[t, routed]

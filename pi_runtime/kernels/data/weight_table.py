@@ -53,6 +53,7 @@ class LayerRecord:
     state_norm: Annotated[int, "attention/state_norm"]
     q_norm: Annotated[int, "attention/q_norm"]
     k_norm: Annotated[int, "attention/k_norm"]
+    v_norm: Annotated[int, "attention/v_norm"]
     q_up: Annotated[int, "attention/q_up"]
     q_up_scales: Annotated[int, "attention/q_up_scales"]
     k_up: Annotated[int, "attention/k_up"]
@@ -67,6 +68,18 @@ class LayerRecord:
     router: Annotated[int, "ffn/router"]
     router_bias: Annotated[int, "ffn/router_bias"]
     router_choice_bias: Annotated[int, "ffn/router_choice_bias"]
+    router_norm: Annotated[int, "ffn/router_norm"]
+    expert_scale: Annotated[int, "ffn/expert_scale"]
+    beside_first: Annotated[int, "ffn/beside_first"]
+    beside_first_scales: Annotated[int, "ffn/beside_first_scales"]
+    beside_up: Annotated[int, "ffn/beside_up"]
+    beside_up_scales: Annotated[int, "ffn/beside_up_scales"]
+    beside_down: Annotated[int, "ffn/beside_down"]
+    beside_down_scales: Annotated[int, "ffn/beside_down_scales"]
+    beside_norm: Annotated[int, "ffn/beside_norm"]
+    beside_out_norm: Annotated[int, "ffn/beside_out_norm"]
+    experts_out_norm: Annotated[int, "ffn/experts_out_norm"]
+    block_scale: Annotated[int, "ffn/block_scale"]
     first: Annotated[int, "ffn/first"]
     first_scales: Annotated[int, "ffn/first_scales"]
     first_bias: Annotated[int, "ffn/first_bias"]
@@ -90,6 +103,9 @@ class LayerRecord:
     k_format: int
     v_format: int
     out_format: int
+    beside_first_format: int
+    beside_up_format: int
+    beside_down_format: int
     first_format: int
     rest_format: int
     up_format: int
@@ -111,8 +127,12 @@ class LayerRecord:
     """1: a recurrence stands in attention's place."""
     qkv_width: int
     mixed_width: int
-    unrotated: int
-    """1: queries and keys are not rotated."""
+    kv_heads: int
+    keys_as_values: int
+    head_dim: int
+    cached_width: int
+    angles: int
+    """J of queries and keys; 0: they are not rotated."""
     window: int
     """Positions that a token sees; 0 for all."""
     second_angles: int
@@ -143,13 +163,11 @@ class KernelConfig(NamedTuple):
     d_model: int
     d_embedding: int
     heads: int
-    kv_heads: int
     head_dim: int
     latent_rank: int
     """0: keys and values are those of heads."""
     query_rank: int
     value_dim: int
-    cached_width: int
     state_heads: int
     """0: no layer has a recurrence."""
     state_key_heads: int
@@ -231,7 +249,6 @@ def config_of(d: Decoder, formats: Mapping[str, str]) -> KernelConfig:
     same |= {name: int(value) for name, value in same.items() if isinstance(value, bool)}
     differing = {
         "heads": d.n_heads,
-        "kv_heads": d.n_kv_heads,
         "value_dim": d.value_dim or d.head_dim,
         "attention_format": code["attention"],
         "experts": d.n_experts,
@@ -319,7 +336,11 @@ def _facts_of(d: Decoder, layer: int) -> dict[str, int]:
         "recurrent": int(own.recurs),
         "qkv_width": own.qkv_width,
         "mixed_width": own.mixed_width,
-        "unrotated": int(layer in d.unrotated_layers),
+        "kv_heads": own.n_kv_heads,
+        "keys_as_values": int(own.keys_as_values),
+        "head_dim": own.head_dim,
+        "cached_width": own.cached_width,
+        "angles": own.rotary_dim // 2,
         "window": own.window,
         "second_angles": int(layer in d.windowed_layers and d.windowed_frequencies != ()),
         "experts_shared": own.experts_shared,

@@ -45,6 +45,8 @@ LARGEST_HALF = np.float32(65504)
 Q8 = FORMATS["q8"].code
 FIRST, COUNT, START, TABLE = range(4)
 """Columns of runs (see `forward.Positions`)."""
+STORED_ALONE = 4096
+"""Numbers that one thread stores in a few microseconds: others take longer to wake."""
 
 
 class LayerCache(NamedTuple):
@@ -81,10 +83,9 @@ def norm_heads(eps: np.float32, weight: int, first: int, heads: int, width: int,
 
 
 @public
-def rotate(cos_SJ: Floats, sin_SJ: Floats, position_T: Ints, heads: int, width: int, qkv_TQ: Floats) -> None:
+def rotate(cos_SJ: Floats, sin_SJ: Floats, half: int, position_T: Ints, heads: int, width: int, qkv_TQ: Floats) -> None:
     """(a, b) ← (a cos − b sin, b cos + a sin): a and b are the halves of a head's first 2J numbers, for the first
-    `heads` heads."""
-    half = cos_SJ.shape[1]
+    `heads` heads. Of the tables the first `half` columns are taken, as J."""
     for t in range(qkv_TQ.shape[0]):
         cos_J, sin_J = cos_SJ[position_T[t]], sin_SJ[position_T[t]]
         for h in range(heads):
@@ -116,10 +117,22 @@ def _q8_nbytes(width: int) -> int:
     return (width + BLOCK - 1) // BLOCK * BLOCK
 
 
+@device
+def row_nbytes(fmt: int, width: int) -> int:
+    """Bytes of a head's keys, or values, at one position."""
+    if fmt == Q8:
+        return _q8_nbytes(width) // BLOCK * (BLOCK + 2)
+    return width * (2 if fmt == F16 else 4)
+
+
 @public
 def store_kv(cache: LayerCache, qkv_TQ: Floats, run_R4: Ints) -> None:
     """Write the tokens' keys and values into their pages, limited to what float16 can hold."""
-    _store_kv(cache, qkv_TQ, run_R4)
+    if 2 * qkv_TQ.shape[0] * cache.groups * cache.width > STORED_ALONE:
+        _store_kv(cache, qkv_TQ, run_R4)
+        return
+    for task in range(run_R4.shape[0] * cache.groups):
+        _store_task(cache, qkv_TQ, run_R4[task // cache.groups], task % cache.groups)
 
 
 @loop_body
