@@ -149,15 +149,9 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
     widths = ("mixed", "qkv", "gate", "cached")
     mixed, made, gates, cached = (max(getattr(one, f"{of}_width") for one in d.kinds) for of in widths)
     t, latents = tokens, d.n_heads if d.latent_rank else 0
-<<<<<<< HEAD
-    widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank), chunk_places(d.d_ff)
+    widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank, d.beside_ff), chunk_places(d.d_ff)
     # A product with `down` has the factors of all neurons as its input.
     low = rank if layout == BY_NEURON else max(rank, d.d_ff)
-=======
-    widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank, d.beside_ff), chunk_places(d.d_ff)
-    if layout != BY_NEURON:  # a product with `down` has the factors of all neurons as its input
-        widest = max(widest, d.d_ff)
->>>>>>> main
     return {
         "x_TD": Buffer((t, d.d_model)),
         "normed_TD": Buffer((t, d.d_model)),

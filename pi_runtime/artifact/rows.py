@@ -12,7 +12,7 @@ from pi_runtime.artifact.buffers import cpu_workspace, rotary_tables, table_byte
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import BLOCK_TOKENS, FEW_TOKENS, chunk_places, padded_width
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.artifact.sizes import BY_NEURON, MATRICES, WHOLE, ArraySpec, scales_name
+from pi_runtime.artifact.sizes import BY_NEURON, WHOLE, ArraySpec, scales_name
 
 ROW_ARRAYS = ("first", "rest")
 """The arrays of an FFN whose rows are read when they are needed; scales of block formats stay in memory."""
@@ -100,9 +100,9 @@ def useful_budgets(manifest: Manifest, fixed: int) -> tuple[int, int]:
 
 def unit_matrices(manifest: Manifest, layer: int) -> dict[str, tuple[str, int]]:
     """The whole matrices of a layer's FFN: (name of the array, bytes that one expert has of it) of each."""
-    names = ((name.removeprefix("ffn/"), f"layers/{layer}/{name}") for name in MATRICES[WHOLE])
-    found = {name: full for name, full in names if full in manifest.arrays and "/ffn/" in full}
-    return {name: (full, manifest.arrays[full].nbytes // manifest.decoder.n_experts) for name, full in found.items()}
+    arrays, experts = manifest.arrays, manifest.decoder.n_experts
+    found = {name: f"layers/{layer}/ffn/{name}" for name in ("first", "up", "down")}
+    return {name: (full, arrays[full].nbytes // experts) for name, full in found.items() if full in arrays}
 
 
 def unit_nbytes(manifest: Manifest) -> int:
