@@ -25,8 +25,8 @@ PROFILED_TOKENS = (32, 256)
 """So many tokens of each count what the profile knows of experts when a model is opened."""
 
 WORTH_READING = 0.5
-"""An expert is read ahead where those at its place of the list were taken in at least this share of their layers' turns:
-a wrong one takes as long to read as a right one saves, and drives another out."""
+"""An expert is read ahead where those at its place of the list were taken in at least this share of their turns: a
+wrong one takes as long to read as a right one saves, and drives another out."""
 
 
 class EarlyNames:

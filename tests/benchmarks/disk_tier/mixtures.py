@@ -45,8 +45,8 @@ MIXTURES: dict[str, tuple[dict[str, Any], dict[str, float], dict[str, int]]] = {
     "Qwen3-MoE": (_QWEN3, {"common": 0.38, "subject": 0.1, "likeness": 0.35}, {"f16": 2, "q4": 6}),
     "small-SiLU": (_SMALL_SILU, {"common": 0.0, "subject": 0.0, "likeness": 0.3}, {"f16": 16, "q4": 40}),
 }
-"""Of each its shape, its routing, and its layers in each format, which make 2 to 4 GB. The last one's routing follows the
-token alone: there is no hot list, which is the hardest case for any cache."""
+"""Of each its shape, its routing, and its layers in each format, which make 2 to 4 GB. The last one's routing
+follows the token alone: there is no hot list, which is the hardest case for any cache."""
 PUBLISHED = "published 0.38, 0.38 and 0.89 (Qwen3)"
 _TILE = 4096
 
