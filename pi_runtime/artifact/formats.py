@@ -42,7 +42,7 @@ on; s of q6_k 128 higher. So d s and e m are exact in float32, and the record ta
 Q4_K, Q5_K and Q6_K, where e has the other sign.
 
 A format is one object. NumPy, kernels, sizes, the cost model and the names in checkpoints derive from it what they do;
-docs/how-to/add-a-number-format.md says what a further one is.
+docs/how-to/extend.md says what a further one is.
 """
 
 from collections.abc import Sequence
