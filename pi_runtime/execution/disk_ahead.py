@@ -1,4 +1,4 @@
-"""Reading rows of the next layer ahead: its predictor or router is asked before its turn, where tokens are faster so.
+"""Reading rows of the next FFN ahead: its predictor or router is asked before its turn, where tokens are faster so.
 
 A router that reads what enters its layer names the experts exactly, before attention.
 
@@ -88,6 +88,7 @@ class ReadAhead:
         ]
         """Layers with rows to be read, and an FFN that reads a norm of the residual, or a router before it."""
         self.can_L.append(False)  # behind the last one
+        self._next_L = [min((n for n in d.ffn_layers if n > layer), default=d.n_layers) for layer in range(d.n_layers)]
         self.take(None)
 
     def learn(self, counts_LT2: Ints, seconds: float) -> None:
@@ -107,9 +108,10 @@ class ReadAhead:
             self._read(layer, self._tokens)
 
     def next(self, layer: int) -> None:
-        """Begin to read what the layer behind this one will probably need, where tokens are faster so."""
-        if self._tokens is not None and self._by_residual and self.can_L[layer + 1]:
-            self._read(layer + 1, self._tokens)
+        """Begin to read what the next FFN behind this one will probably need, where tokens are faster so."""
+        behind = self._next_L[layer]
+        if self._tokens is not None and self._by_residual and self.can_L[behind]:
+            self._read(behind, self._tokens)
 
     def _read(self, layer: int, tokens: FfnTokens) -> None:
         x_TD, _, select_T = tokens

@@ -16,8 +16,8 @@ ROOMS = {"pi_compile": (22, 82), "pi_runtime": (16, 47)}
 ROOM_LINES = {
     ("pi_runtime/server",): 6850,
     ("pi_runtime/engine",): 5850,
-    ("pi_runtime/execution", "pi_runtime/disk"): 5050,
-    ("pi_runtime/kernels",): 8900,
+    ("pi_runtime/execution", "pi_runtime/disk"): 5100,
+    ("pi_runtime/kernels",): 9000,
     ("pi_runtime/cuda",): 4300,
     ("pi_compile/checkpoint",): 7150,
     ("pi_compile/sparsification",): 2650,
