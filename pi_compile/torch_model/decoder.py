@@ -309,10 +309,7 @@ def attention(
 ) -> Tensor:
     """Causal attention over (B, T, D) inputs, from position 0. `on_input` sees what its matrices multiply."""
     qkv = F.linear(x_BTD, w["attention/qkv"], w.get("attention/qkv_bias"))
-    if d.recurs:
-        attended = _of_states(d, w, qkv, *(F.linear(x_BTD, w[f"attention/{name}"]) for name in ("gates", "gate")))
-    else:
-        attended = (_of_latents if d.latent_rank else _of_heads)(d, w, qkv)
+    attended = _of_states(d, w, qkv, x_BTD) if d.recurs else (_of_latents if d.latent_rank else _of_heads)(d, w, qkv)
     if d.output_gate:
         attended = attended * torch.sigmoid(F.linear(x_BTD, w["attention/gate"]))
     if d.inner_norms:
@@ -351,15 +348,21 @@ def _of_heads(d: Decoder, w: Mapping[str, Tensor], qkv: Tensor) -> Tensor:
     return attended.transpose(1, 2).reshape(batch, tokens, -1)
 
 
-def _of_states(d: Decoder, w: NamedTensors, qkv: Tensor, gates: Tensor, z: Tensor) -> Tensor:
-    """What the heads' states give, token by token, normed and times SiLU(z); see `recurrence` of the definition."""
+def _of_states(d: Decoder, w: NamedTensors, qkv: Tensor, x_BTD: Tensor) -> Tensor:
+    """What the heads' states give, token by token, normed and gated; see `recurrence` of the definition."""
+    z = F.linear(x_BTD, w["attention/gate"])
+    if d.recurrence == "short_conv":
+        b, z = z.chunk(2, -1)
+        qkv = b * qkv
     padded = F.pad(qkv.mT, (d.state_columns - 1, 0))
     taps = w["attention/conv"].mT[:, None].contiguous()
-    mixed = F.silu(F.conv1d(padded, taps, w.get("attention/conv_bias"), groups=d.qkv_width)).mT
-    q, k, v = torch.split(mixed, [*d.qkv_parts], -1)
+    sums = F.conv1d(padded, taps, w.get("attention/conv_bias"), groups=d.qkv_width).mT
+    if d.recurrence == "short_conv":
+        return z * sums
+    q, k, v = torch.split(F.silu(sums), [*d.qkv_parts], -1)
     q, k = (part.reshape(*part.shape[:2], d.state_key_heads, -1) for part in (q, k))
     v, z = (part.reshape(*part.shape[:2], d.state_heads, -1) for part in (v, z))
-    return _RECURRENCES[d.recurrence](d, w, q, k, v, z, gates).flatten(2)
+    return _RECURRENCES[d.recurrence](d, w, q, k, v, z, F.linear(x_BTD, w["attention/gates"])).flatten(2)
 
 
 def _shared(d: Decoder, x_BTGK: Tensor) -> Tensor:

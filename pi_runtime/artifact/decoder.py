@@ -19,10 +19,12 @@ their sum. The router reads what the FFN reads, or x as it enters the block. Exp
 s(gate · x), stand behind those of the router; a dense layer is made of such experts alone.
 
 In some layers a recurrence may stand in attention's place: each head has a state S of a fixed size, and no keys and
-values. Sources: Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464; Dao and Gu 2024, Mamba-2, arXiv:2405.21060.
+values. Sources: Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464; Dao and Gu 2024, Mamba-2, arXiv:2405.21060;
+transformers' `modeling_lfm2.py`, of which `short_conv` has no state beside the columns of its convolution.
 
     gated_delta   S ← eᵍ S,   S ← S + k (b (v − Sᵀk))ᵀ,   y = Sᵀq / √K       g = −decay · ln(1 + e^(a + bias))
     mamba2        S ← e^(−decay · t) S + k (t v)ᵀ,   y = Sᵀq + skip · v      t = max(ln(1 + e^(a + bias)), least step)
+    short_conv    y = c · the causal convolution of b · v, number by number                  b, c and v linear in x
 
 with a head's numbers a and s(b) of the token, and q, k, v SiLU of a causal convolution; of the delta rule, q and k then
 divided by their lengths. Several heads may share q and k. The delta rule's sums y are normed, head by head, and
@@ -74,6 +76,10 @@ class Recurrence:
     """Numbers that each head has of a token beside those of the convolution."""
     arrays: Callable[["Decoder"], Mapping[str, tuple[int, ...]]]
     """Its float32 arrays beside the convolution's, by their names, with their shapes."""
+    factors: int = 1
+    """Factors of each of its sums that `attention/gate` makes; of two, one is of what the convolution reads."""
+    has_keys: bool = True
+    """Whether its heads have queries and keys."""
 
 
 def _of_heads(d: "Decoder") -> dict[str, tuple[int, ...]]:
@@ -88,6 +94,7 @@ RECURRENCES: Mapping[str, Recurrence] = {
             "conv_bias": (d.qkv_width,), **_of_heads(d), "skip": (d.state_heads,), "state_norm": (d.mixed_width,)
         },
     ),
+    "short_conv": Recurrence(0, lambda _: {}, factors=2, has_keys=False),
 }  # fmt: skip
 """What may stand in attention's place, by name."""
 
@@ -172,8 +179,11 @@ WITH_ROPE = Rule("with rope", lambda d: d.positions == "rope")
 NOT_EARLY = Rule("without `router_early`", lambda d: not d.router_early)
 
 HAS_STATES = Rule(
-    "with states of heads, keys, values and positions",
-    lambda d: min(d.state_heads, d.state_key_heads, d.state_key_dim, d.state_value_dim, d.state_columns) > 0,
+    "with states of heads, values and positions, and of keys but for `short_conv`",
+    lambda d: (
+        min(d.state_heads, d.state_value_dim, d.state_columns) > 0
+        and [d.state_key_heads > 0, d.state_key_dim > 0] == 2 * [RECURRENCES[d.recurrence].has_keys]
+    ),
 )
 EVENLY = Rule("as a divisor of `state_heads`", lambda d: d.state_heads % d.state_key_heads == 0)
 IN_SOME_LAYERS = (
@@ -466,8 +476,9 @@ class Decoder(Facts):
 
     @property
     def gate_width(self) -> int:
-        """Numbers that what attention's last matrix reads is multiplied by; 0 for none."""
-        return self.mixed_width if self.output_gate or self.recurs else 0
+        """Numbers that what attention's last matrix reads, or a convolution, is multiplied by; 0 for none."""
+        factors = RECURRENCES[self.recurrence].factors if self.recurs else int(self.output_gate)
+        return factors * self.mixed_width
 
     @property
     def qkv_parts(self) -> tuple[int, int, int]:

@@ -17,7 +17,8 @@ rows of `rest` a neuron, R predictor rank.
     layers/N/attention/qkv [C, D]   …/conv [W, C]   …/gates [2·H, D] of b, then of a   …/decay [H]   …/decay_bias [H]
     …/state_norm [U]   …/gate [H·U, D]   …/out [D, H·U]   of a recurrence with H heads of U values, C channels of
     queries, keys and values, and a convolution of W positions; of mamba2 …/gates [H, D] of a, …/state_norm [H·U], and
-    …/conv_bias [C]   …/skip [H] beside
+    …/conv_bias [C]   …/skip [H] beside; of short_conv …/qkv [H·U, D] of v, …/gate [2·H·U, D] of b, then of c,
+    …/conv and …/out alone
     layers/N/attention/{q_norm,k_norm} [E], or [H·E] and [G·E] where the norm is joint
     layers/N/attention/inner_norm [H·E], or [H·U]   layers/N/ffn/inner_norm [F]
     layers/N/attention/out_norm/{weight,bias} [D], layers/N/ffn/out_norm/{weight,bias} [D] of a sandwich block

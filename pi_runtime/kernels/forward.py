@@ -170,13 +170,13 @@ def _attend(
     """ws.attended_TD ← attention(x)."""
     tokens = x_TD.shape[0]
     qkv_TQ, mixed_TQ = _of_width(ws.qkv_TQ, tokens, w.qkv_width), _of_width(ws.mixed_TQ, tokens, w.mixed_width)
-    gate_TQ = _of_width(ws.gate_TQ, tokens if w.gate != 0 else 0, w.mixed_width)
-    out = matrix(w.out_format, w.out, w.out_scales, w.mixed_width)
+    gate_TQ = _of_width(ws.gate_TQ, tokens if w.gate != 0 else 0, w.gate_width)
+    out, gates_TG = matrix(w.out_format, w.out, w.out_scales, w.mixed_width), ws.gates_TG[:tokens]
     if w.gate != 0:
         gate = matrix(w.gate_format, w.gate, w.gate_scales, cfg.d_model)
-        linear(gate, w.mixed_width, 0, x_TD, address_of(ws.inputs), gate_TQ)
-    if w.recurrence != 0:
-        gates_TG, gates = ws.gates_TG[:tokens], matrix(F32, w.gates, 0, cfg.d_model)
+        linear(gate, w.gate_width, 0, x_TD, address_of(ws.inputs), gate_TQ)
+    if w.gates != 0:
+        gates = matrix(F32, w.gates, 0, cfg.d_model)
         linear(gates, gates_TG.shape[1], 0, x_TD, address_of(ws.inputs), gates_TG)
     _project(cfg, w, x_TD, address_of(ws.inputs), qkv_TQ)
     pages = w.page_layer, cfg.kv_heads, cfg.cached_width, w.window, w.page_class, cfg.page_classes, w.sinks

@@ -381,14 +381,19 @@ def latent_attention(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
 def recurrence(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
     """What stands in attention's place, from position 0 on, one token after the other; see `artifact.decoder`."""
     n_tokens, keys = len(x_TD), d.state_key_heads * d.state_key_dim
-    made_TC = w.product("attention/qkv", x_TD)
+    made_TC, z = w.product("attention/qkv", x_TD), w.product("attention/gate", x_TD)
+    if d.recurrence == "short_conv":
+        b, z = np.split(z, 2, axis=1)
+        made_TC = b * made_TC
     padded_TC = np.concatenate([np.zeros((d.state_columns - 1, d.qkv_width), np.float32), made_TC])
     taps = zip(range(d.state_columns), w["attention/conv"], strict=True)
     sums_TC = sum(padded_TC[j : j + n_tokens] * tap_C for j, tap_C in taps)
     sums_TC = sums_TC + w["attention/conv_bias"] if "attention/conv_bias" in w else sums_TC
+    if d.recurrence == "short_conv":
+        return w.product("attention/out", z * sums_TC)
     q, k, v = np.split(_silu(sums_TC), [keys, 2 * keys], axis=1)
     q_TGK, k_TGK = (part.reshape(n_tokens, d.state_key_heads, -1) for part in (q, k))
-    v_THV, z_THV = (part.reshape(n_tokens, d.state_heads, -1) for part in (v, w.product("attention/gate", x_TD)))
+    v_THV, z_THV = (part.reshape(n_tokens, d.state_heads, -1) for part in (v, z))
     gates_TG, step = x_TD @ w["attention/gates"].T, _RECURRENCES[d.recurrence]
     mixed_TQ = step(d, w, q_TGK, k_TGK, v_THV, z_THV, gates_TG).reshape(n_tokens, -1)
     return w.product("attention/out", mixed_TQ)

@@ -102,6 +102,10 @@ FACTS: dict[str, dict[str, Any]] = {
         "mixer_only_layers": (0,), "ffn_only_layers": (2,), "n_layers": 3, "n_experts": 3, "experts_per_token": 2,
         "activation": "relu2", "ffn": "plain", "positions": "none", "score_scale": 0.7,
     },
+    "a short convolution": {
+        "recurrence": "short_conv", "recurrent_layers": (0,), "state_heads": 4, "state_value_dim": 9,
+        "state_columns": 3, "qk_norm": True,
+    },
     "experts weighed among all": {"n_experts": 3, "experts_per_token": 2, "router_normalised": False},
 }  # fmt: skip
 """What a decoder of two layers or more may have beside the usual."""

@@ -114,6 +114,7 @@ class LayerRecord:
     has_ffn: int
     qkv_width: int
     mixed_width: int
+    gate_width: int
     unrotated: int
     """1: queries and keys are not rotated."""
     window: int
@@ -331,6 +332,7 @@ def _facts_of(d: Decoder, layer: int) -> dict[str, int]:
         "has_ffn": int(own.has_ffn),
         "qkv_width": own.qkv_width,
         "mixed_width": own.mixed_width,
+        "gate_width": own.gate_width,
         "unrotated": int(layer in d.unrotated_layers),
         "window": own.window,
         "second_angles": int(layer in d.windowed_layers and d.windowed_frequencies != ()),

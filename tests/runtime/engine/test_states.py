@@ -43,6 +43,14 @@ FACTS: dict[str, dict[str, Any]] = {
         "n_experts": 3,
         "experts_per_token": 2,
     },
+    "short_conv": {
+        "recurrent_layers": (0, 1, 3),
+        "n_layers": 4,
+        "state_heads": 6,
+        "state_value_dim": 37,
+        "state_columns": 3,
+        "qk_norm": True,
+    },
 }
 every_recurrence = pytest.mark.parametrize("kind", FACTS)
 
