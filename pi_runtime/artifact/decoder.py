@@ -168,8 +168,8 @@ COUNT = Values("integer in 0…2³¹−1", lambda value, _: 0 <= value < 2**31, 
 ABOVE_0 = Values("float > 0", lambda value, _: 0 < value < inf, 1.0)
 FROM_0 = Values("float ≥ 0", lambda value, _: 0 <= value < inf, 0.0)
 LAYERS = Values("list of layers, rising", lambda v, d: [*v] == sorted(n for n in {*v} if 0 <= n < d.n_layers), ())
-ANGLES = Values("list of float32 numbers, all > 0", lambda value, _: all(f > 0 for f in value), ())
-TURNS = Values("list of float32 numbers, all > 0 or all < 0", lambda v, _: all(f > 0 for f in v) or max(v) < 0, ())
+ANGLES = Values("list of float32 numbers, all ≥ 0", lambda value, _: all(f >= 0 for f in value), ())
+TURNS = Values("list of float32 numbers, all ≥ 0 or all < 0", lambda v, _: all(f >= 0 for f in v) or max(v) < 0, ())
 ALONE = (
     Rule("in a sequential block", lambda d: d.block == "sequential"),
     Rule("in layers that have the other part", lambda d: not {*d.mixer_only_layers} & {*d.ffn_only_layers}),
@@ -316,9 +316,21 @@ class Facts:
     windowed_layers: tuple[int, ...] = fact(
         "layers with this window; in the others a token sees all positions up to its own", LAYERS, of="window"
     )
+    windowed_head_dim: int = fact(
+        "E of layers with a window; 0 for `head_dim`", COUNT,
+        Rule("from as many as are rotated on",
+             lambda d: d.windowed_head_dim >= 2 * len(d.windowed_frequencies or d.rotary_frequencies)),
+        of="windowed_layers", bodies=WITHOUT_GPU,
+    )
+    windowed_kv_heads: int = fact(
+        "G of layers with a window; 0 for `n_kv_heads`", COUNT,
+        Rule("as a divisor of `n_heads`", lambda d: d.n_heads % d.windowed_kv_heads == 0),
+        of="windowed_layers", bodies=WITHOUT_GPU,
+    )
     windowed_frequencies: tuple[float, ...] = fact(
         "the angles of layers with a window, where they have others", ANGLES,
-        Rule("as many as `rotary_frequencies`", lambda d: len(d.windowed_frequencies) == len(d.rotary_frequencies)),
+        Rule("up to half of these layers' E",
+             lambda d: 2 * len(d.windowed_frequencies) <= (d.windowed_head_dim or d.head_dim)),
         of="windowed_layers",
     )
     windowed_scale: float = fact(
@@ -428,6 +440,11 @@ class Decoder(Facts):
         """The length of a window of text, at most the context."""
         return min(window, self.context_length)
 
+    @property
+    def kinds(self) -> "tuple[Self, ...]":
+        """The decoder as its layers compute it (see `of_layer`), each kind of them once."""
+        return tuple(dict.fromkeys(self.of_layer(n) for n in range(self.n_layers)))
+
     def seen(self, layer: int, positions: int) -> int:
         """How many of so many positions the newest token sees in a layer."""
         return min(self.window, positions) if layer in self.windowed_layers else positions
@@ -536,6 +553,8 @@ def _differences(d: Decoder, layer: int) -> dict[str, Any]:
         found |= _NO_ATTENTION if layer in d.recurrent_layers else {"recurrence": "none"}
     if layer in d.windowed_layers:
         del found["window"]
+        found["head_dim"] = d.windowed_head_dim or d.head_dim
+        found["n_kv_heads"] = d.windowed_kv_heads or d.n_kv_heads
         found["rotary_frequencies"] = d.windowed_frequencies or d.rotary_frequencies
         found["rotary_scale"] = d.windowed_scale or d.rotary_scale
     if layer in d.unrotated_layers:

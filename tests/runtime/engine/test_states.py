@@ -137,6 +137,8 @@ def test_tokens_that_are_taken_back_leave_no_trace(kind: str, tmp_path: Path, lo
         ("mamba2", "stand-in", {}),
         ("gated_delta", "disk", {}),
         ("mamba2", "disk", {}),
+        ("short_conv", "cpu", {}),
+        ("short_conv", "disk", {}),
     ],
 )
 def test_engines_give_the_text_that_a_sequence_has_alone(
