@@ -161,6 +161,8 @@ def ffn_of_experts(
     The results of a token's experts are added in the order of the experts, so that no other token changes it.
     """
     tokens, f = x_TD.shape[0], ffn_of(cfg, ws)
+    if w_X[0].has_ffn == 0:
+        return
     if w_X[0].down != 0:
         _add_matrices(f, w_X, x_TD, ws.attended_TD[:tokens], tally_T3, y_TD)
         return
