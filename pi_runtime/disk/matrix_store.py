@@ -55,7 +55,7 @@ class MatrixStore:
 
     def places(self, name: str) -> list[tuple[int, int]] | None:
         """Where each expert has a matrix before it is read: anywhere. None for an array that is none of a unit's."""
-        if name.removeprefix("ffn/") not in self._parts_L[0]:
+        if all(name.removeprefix("ffn/") not in parts for parts in self._parts_L):
             return None
         return [(int(self._memory.ctypes.data), 0)] * self._experts
 
@@ -91,7 +91,8 @@ class MatrixStore:
     def _ask_some(self, wanted: list[int], layer: int) -> None:
         """Begin to read absent units that are wanted soon, as long as this drives out none that is wanted sooner."""
         if self._experts == 1:
-            wanted = [n % self._layers for n in range(layer, layer + self._layers)]
+            coming = (n % self._layers for n in range(layer, layer + self._layers))
+            wanted = [n for n in coming if self._parts_L[n]]  # some layers may have no FFN
         for n, unit in enumerate(wanted):
             if self._slot_U[unit] < 0 and not self._ask(unit, wanted[:n] if self._experts == 1 else wanted, layer):
                 return
