@@ -84,8 +84,13 @@ def layers(
     refuse_lacking(d, "torch")
     states = list(states)
     for layer, w in enumerate(map(_by_neuron, weights), first):
+        own = d.of_layer(layer)
         for batch, x_BTD in enumerate(states):
-            residual, inputs = before_ffn(d.of_layer(layer), w, x_BTD, on_input)
+            if not own.has_ffn:
+                normed = norm(d, w, "attention/norm", x_BTD)
+                states[batch] = x_BTD + attention(own, w, normed, on_input)
+                continue
+            residual, inputs = before_ffn(own, w, x_BTD, on_input)
             h = neurons(d, w, inputs)
             if on_ffn is not None:
                 h = on_ffn(layer, batch, w, inputs, h)
@@ -97,8 +102,9 @@ def _by_neuron(w: NamedTensors) -> NamedTensors:
     """A layer's arrays, of whatever layout, with a row of `ffn/rest` for each neuron."""
     if "ffn/down" not in w:
         return w
-    up = [w["ffn/up"]] if "ffn/up" in w else []
-    return {**w, "ffn/rest": torch.stack([*up, w["ffn/down"].mT], 1)}
+    up, d_ff = [w["ffn/up"]] if "ffn/up" in w else [], w["ffn/down"].shape[1]
+    down = w["ffn/down"].reshape(len(w["ffn/first"]) // d_ff, -1, d_ff).mT.reshape(len(w["ffn/first"]), -1)
+    return {**w, "ffn/rest": torch.stack([*up, down], 1)}
 
 
 def norm(d: Decoder, w: NamedTensors, name: str, x: Tensor) -> Tensor:
@@ -130,6 +136,8 @@ def input_width(d: Decoder) -> int:
 
 
 def _before_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | None) -> tuple[Tensor, Tensor]:
+    if not d.has_mixer:
+        return x_BTD, norm(d, w, "ffn/norm", x_BTD)
     if d.block == "post-norm":
         x_BTD = norm(d, w, "attention/norm", x_BTD + attention(d, w, x_BTD, on_input))
         return x_BTD, x_BTD
@@ -318,11 +326,7 @@ def attention(
 ) -> Tensor:
     """Causal attention over (B, T, D) inputs, from position 0. `on_input` sees what its matrices multiply."""
     qkv = F.linear(x_BTD, w["attention/qkv"], w.get("attention/qkv_bias"))
-    if d.recurs:
-        attended = _of_states(d, w, qkv, F.linear(x_BTD, w["attention/gates"]))
-        attended = attended * F.silu(F.linear(x_BTD, w["attention/gate"]))
-    else:
-        attended = (_of_latents if d.latent_rank else _of_heads)(d, w, qkv)
+    attended = _of_states(d, w, qkv, x_BTD) if d.recurs else (_of_latents if d.latent_rank else _of_heads)(d, w, qkv)
     if d.output_gate:
         attended = attended * torch.sigmoid(F.linear(x_BTD, w["attention/gate"]))
     if d.inner_norms:
@@ -348,7 +352,7 @@ def _of_heads(d: Decoder, w: Mapping[str, Tensor], qkv: Tensor) -> Tensor:
     if d.positions == "rope":
         cos, sin = _rotary(d, tokens, qkv.device)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    if d.query_growth:
+    if d.query_growth or d.score_scale != 1:
         q = q * torch.from_numpy(query_factors(d, tokens)).to(q.device)[:, None]
     group = d.n_heads // d.n_kv_heads
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -364,27 +368,60 @@ def _of_heads(d: Decoder, w: Mapping[str, Tensor], qkv: Tensor) -> Tensor:
     return attended.transpose(1, 2).reshape(batch, tokens, -1)
 
 
-def _of_states(d: Decoder, w: Mapping[str, Tensor], qkv: Tensor, gates: Tensor) -> Tensor:
-    """What each head's state gives, token by token, normed; see `recurrence` of the definition."""
-    batch, tokens, _ = qkv.shape
+def _of_states(d: Decoder, w: NamedTensors, qkv: Tensor, x_BTD: Tensor) -> Tensor:
+    """What the heads' states give, token by token, normed and gated; see `recurrence` of the definition."""
+    z = F.linear(x_BTD, w["attention/gate"])
+    if d.recurrence == "short_conv":
+        b, z = z.chunk(2, -1)
+        qkv = b * qkv
     padded = F.pad(qkv.mT, (d.state_columns - 1, 0))
-    mixed = F.silu(F.conv1d(padded, w["attention/conv"].mT[:, None].contiguous(), groups=d.qkv_width)).mT
-    q, k, v = torch.split(mixed, [*d.qkv_parts], -1)
-    q, k = (part.reshape(batch, tokens, d.state_key_heads, d.state_key_dim) for part in (q, k))
-    q, k = (part * torch.rsqrt((part * part).sum(-1, keepdim=True) + LENGTH_EPS) for part in (q, k))
-    shared, q = d.state_heads // d.state_key_heads, q / d.state_key_dim**0.5
-    q, k = (u.repeat(1, 1, shared, 1) if d.state_heads_tiled else u.repeat_interleave(shared, 2) for u in (q, k))
-    v = v.reshape(batch, tokens, d.state_heads, d.state_value_dim)
+    taps = w["attention/conv"].mT[:, None].contiguous()
+    sums = F.conv1d(padded, taps, w.get("attention/conv_bias"), groups=d.qkv_width).mT
+    if d.recurrence == "short_conv":
+        return z * sums
+    q, k, v = torch.split(F.silu(sums), [*d.qkv_parts], -1)
+    q, k = (part.reshape(*part.shape[:2], d.state_key_heads, -1) for part in (q, k))
+    v, z = (part.reshape(*part.shape[:2], d.state_heads, -1) for part in (v, z))
+    return _RECURRENCES[d.recurrence](d, w, q, k, v, z, F.linear(x_BTD, w["attention/gates"])).flatten(2)
+
+
+def _shared(d: Decoder, x_BTGK: Tensor) -> Tensor:
+    """Queries or keys as each head has them."""
+    shared = d.state_heads // d.state_key_heads
+    return x_BTGK.repeat(1, 1, shared, 1) if d.state_heads_tiled else x_BTGK.repeat_interleave(shared, 2)
+
+
+def _gated_delta(
+    d: Decoder, w: NamedTensors, q: Tensor, k: Tensor, v: Tensor, z: Tensor, gates: Tensor
+) -> Tensor:  # fmt: skip
+    q, k = (_shared(d, part * torch.rsqrt((part * part).sum(-1, keepdim=True) + LENGTH_EPS)) for part in (q, k))
+    q = q / d.state_key_dim**0.5
     b, a = gates.chunk(2, -1)
     b, kept = b.sigmoid(), torch.exp(-w["attention/decay"] * F.softplus(a + w["attention/decay_bias"]))
-    state, sums = qkv.new_zeros(batch, d.state_heads, d.state_key_dim, d.state_value_dim), list[Tensor]()
-    for t in range(tokens):
+    state, sums = v.new_zeros(len(v), d.state_heads, d.state_key_dim, d.state_value_dim), list[Tensor]()
+    for t in range(v.shape[1]):
         state = state * kept[:, t, :, None, None]
         wrong = v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])
         state = state + k[:, t, :, :, None] * (b[:, t, :, None] * wrong)[:, :, None]
         sums.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
-    y = F.rms_norm(torch.stack(sums, 1), (d.state_value_dim,), w["attention/state_norm"], d.norm_eps)
-    return y.flatten(2)
+    eps = d.state_norm_eps or d.norm_eps
+    return F.rms_norm(torch.stack(sums, 1), (d.state_value_dim,), w["attention/state_norm"], eps) * F.silu(z)
+
+
+def _mamba2(d: Decoder, w: NamedTensors, q: Tensor, k: Tensor, v: Tensor, z: Tensor, a: Tensor) -> Tensor:
+    q, k = _shared(d, q), _shared(d, k)
+    step = F.softplus(a + w["attention/decay_bias"]).clamp_min(d.state_least_step)
+    kept, change = torch.exp(-w["attention/decay"] * step), step[..., None] * v
+    state, sums = v.new_zeros(len(v), d.state_heads, d.state_key_dim, d.state_value_dim), list[Tensor]()
+    for t in range(v.shape[1]):
+        state = state * kept[:, t, :, None, None] + k[:, t, :, :, None] * change[:, t, :, None]
+        sums.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    y = (torch.stack(sums, 1) + v * w["attention/skip"][:, None]) * F.silu(z)
+    y = y.reshape(*y.shape[:2], d.state_key_heads, -1)
+    return F.rms_norm(y, y.shape[-1:], eps=d.state_norm_eps or d.norm_eps).flatten(2) * w["attention/state_norm"]
+
+
+_RECURRENCES = {"gated_delta": _gated_delta, "mamba2": _mamba2}
 
 
 def _in_window(d: Decoder, tokens: int, device: Any) -> Tensor:

@@ -16,7 +16,9 @@ rows of `rest` a neuron, R predictor rank.
     layers/N/attention/gate [H·E, D]   what is multiplied with attention's sums goes through a sigmoid
     layers/N/attention/qkv [C, D]   …/conv [W, C]   …/gates [2·H, D] of b, then of a   …/decay [H]   …/decay_bias [H]
     …/state_norm [U]   …/gate [H·U, D]   …/out [D, H·U]   of a recurrence with H heads of U values, C channels of
-    queries, keys and values, and a convolution of W positions
+    queries, keys and values, and a convolution of W positions; of mamba2 …/gates [H, D] of a, …/state_norm [H·U], and
+    …/conv_bias [C]   …/skip [H] beside; of short_conv …/qkv [H·U, D] of v, …/gate [2·H·U, D] of b, then of c,
+    …/conv and …/out alone
     layers/N/attention/{q_norm,k_norm} [E], or [H·E] and [G·E] where the norm is joint
     layers/N/attention/inner_norm [H·E], or [H·U]   layers/N/ffn/inner_norm [F]
     layers/N/attention/out_norm/{weight,bias} [D], layers/N/ffn/out_norm/{weight,bias} [D] of a sandwich block
@@ -24,7 +26,8 @@ rows of `rest` a neuron, R predictor rank.
     layers/N/attention/v [G·E, D]   …/k [G·E, D]   where values, or keys too, have a format of their own: `qkv` has
     the other rows then
     layers/N/ffn/rest [F, k, D]                 …/up_bias [F]         …/down_bias [D], or …/expert_bias [X, D]
-    layers/N/ffn/up [F, D]   …/down [D, F]      in place of `rest` in the layout `matrices`; `up` only where it is gated
+    layers/N/ffn/up [F, D]   …/down [X·D, F / X]   in place of `rest` in the layout `matrices`; `up` only where it is
+    gated; `down` has D rows an expert
     layers/N/ffn/beside_first [B, D]   …/beside_up [B, D]   …/beside_down [D, B]   …/beside_norm [D]
     …/beside_out_norm [D]   …/experts_out_norm [D]   of another FFN beside the experts
     layers/N/ffn/router_norm [D]   …/expert_scale [X]   layers/N/ffn/block_scale [1]   layers/N/attention/v_norm [E]
@@ -44,7 +47,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Self
 
-from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.decoder import RECURRENCES, Decoder
 from pi_runtime.artifact.formats import BLOCK, FORMATS, GROUP
 from pi_runtime.artifact.rungs import DENSE
 
@@ -219,7 +222,15 @@ def layer_specs(
     d: Decoder, formats: Mapping[str, str], rank: int | None, profiled: bool, layout: str
 ) -> Iterator[tuple[str, ArraySpec]]:
     """The arrays of a layer, scales apart, without `layers/N/`; `d` is the decoder as this layer computes it."""
-    yield from _attention_specs(d, formats["attention"])
+    if d.has_mixer:
+        yield from _attention_specs(d, formats["attention"])
+    if d.has_ffn:
+        yield from _ffn_specs(d, formats, rank, profiled, layout)
+
+
+def _ffn_specs(
+    d: Decoder, formats: Mapping[str, str], rank: int | None, profiled: bool, layout: str
+) -> Iterator[tuple[str, ArraySpec]]:
     if not d.shared_norm:
         yield from _norm(d, "ffn/norm")
     if d.block == "sandwich":
@@ -274,7 +285,7 @@ def _ffn_matrices(d: Decoder, fmt: str, layout: str) -> Iterator[tuple[str, Arra
         return
     if d.ffn == "gated":
         yield "ffn/up", ArraySpec(fmt, by_neuron)
-    yield "ffn/down", ArraySpec(fmt, (d.d_model, d.neurons))
+    yield "ffn/down", ArraySpec(fmt, (d.n_experts * d.d_model, d.d_ff))
 
 
 def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
@@ -286,7 +297,9 @@ def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
     if d.latent_rank:
         yield from _latent_specs(d, fmt)
     if d.recurs:
-        yield from _recurrent_specs(d)
+        yield "attention/conv", ArraySpec("f32", (d.state_columns, d.qkv_width))
+        arrays = RECURRENCES[d.recurrence].arrays(d).items()
+        yield from ((f"attention/{name}", ArraySpec("f32", shape)) for name, shape in arrays)
     if d.gate_width:
         yield "attention/gate", ArraySpec(fmt, (d.gate_width, d.d_model))
     if d.qk_norm:
@@ -306,14 +319,6 @@ def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
         yield from _norm(d, "attention/out_norm")
 
 
-def _recurrent_specs(d: Decoder) -> Iterator[tuple[str, ArraySpec]]:
-    yield "attention/conv", ArraySpec("f32", (d.state_columns, d.qkv_width))
-    yield "attention/gates", ArraySpec("f32", (2 * d.state_heads, d.d_model))
-    yield "attention/decay", ArraySpec("f32", (d.state_heads,))
-    yield "attention/decay_bias", ArraySpec("f32", (d.state_heads,))
-    yield "attention/state_norm", ArraySpec("f32", (d.state_value_dim,))
-
-
 def _latent_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
     if d.query_rank:
         yield "attention/q_norm", ArraySpec("f32", (d.query_rank,))
@@ -331,7 +336,7 @@ def _norm(d: Decoder, name: str) -> list[tuple[str, ArraySpec]]:
 def active_parameters(d: Decoder) -> int:
     """Number of weights that a token meets: those of other experts are left out."""
     idle = (d.n_experts - d.experts_per_token) * d.d_ff * d.d_model * (3 if d.ffn == "gated" else 2)
-    return parameters(d) - (d.n_layers - len(d.dense_layers)) * idle
+    return parameters(d) - (len(d.ffn_layers) - len(d.dense_layers)) * idle
 
 
 def parameters(d: Decoder) -> int:

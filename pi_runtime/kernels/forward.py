@@ -112,7 +112,9 @@ def attention(
     if cfg.router_early != 0:
         _route(cfg, w, x_TD, ws)
     normed_TD = ws.normed_TD[:tokens]
-    if cfg.block in (weight_table.POST_NORM, weight_table.REORDERED):
+    if w.qkv == 0:
+        ws.attended_TD[:tokens] = np.float32(0)
+    elif cfg.block in (weight_table.POST_NORM, weight_table.REORDERED):
         _attend(cfg, w, eps, cos_SJ, sin_SJ, at, x_TD, ws)
     else:
         _norm(cfg.centred, eps, w.attention_norm, w.attention_norm_bias, x_TD, normed_TD)
@@ -123,7 +125,7 @@ def attention(
     if w.router_norm != 0:
         _norm(0, eps, w.router_norm, 0, ws.residual_TD[:tokens], ws.attended_TD[:tokens])
         _route(cfg, w, ws.attended_TD[:tokens], ws)
-    elif cfg.experts > 1 and cfg.router_early == 0:
+    elif cfg.experts > 1 and cfg.router_early == 0 and w.has_ffn != 0:
         _route(cfg, w, normed_TD, ws)
     if w.expert_bias != 0:
         moe.add_expert_biases(w, ws, x_TD)
@@ -141,7 +143,7 @@ def _enter_ffn(cfg: KernelConfig, w: LayerRecord, eps: np.float32, x_TD: Floats,
         _norm(cfg.centred, eps, w.attention_out_norm, w.attention_out_norm_bias, attended_TD, attended_TD)
     for t in range(tokens):
         _add(attended_TD[t], x_TD[t])
-    if cfg.block in (weight_table.SEQUENTIAL, weight_table.SANDWICH):
+    if cfg.block in (weight_table.SEQUENTIAL, weight_table.SANDWICH) and w.has_ffn != 0:
         _norm(cfg.centred, eps, w.ffn_norm, w.ffn_norm_bias, x_TD, normed_TD)
     elif cfg.block == weight_table.POST_NORM:
         _norm(cfg.centred, eps, *attention_norm, x_TD, x_TD)
@@ -169,28 +171,30 @@ def _attend(
     """ws.attended_TD ← attention(x)."""
     tokens = x_TD.shape[0]
     qkv_TQ, mixed_TQ = _of_width(ws.qkv_TQ, tokens, w.qkv_width), _of_width(ws.mixed_TQ, tokens, w.mixed_width)
-    gate_TQ = _of_width(ws.gate_TQ, tokens if w.gate != 0 else 0, w.mixed_width)
-    out = matrix(w.out_format, w.out, w.out_scales, w.mixed_width)
+    gate_TQ = _of_width(ws.gate_TQ, tokens if w.gate != 0 else 0, w.gate_width)
+    out, gates_TG = matrix(w.out_format, w.out, w.out_scales, w.mixed_width), ws.gates_TG[:tokens]
     if w.gate != 0:
         gate = matrix(w.gate_format, w.gate, w.gate_scales, cfg.d_model)
-        linear(gate, w.mixed_width, 0, x_TD, address_of(ws.inputs), gate_TQ)
-    if w.recurrent != 0:
-        gates_TG, gates = ws.gates_TG[:tokens], matrix(F32, w.gates, 0, cfg.d_model)
+        linear(gate, w.gate_width, 0, x_TD, address_of(ws.inputs), gate_TQ)
+    if w.gates != 0:
+        gates = matrix(F32, w.gates, 0, cfg.d_model)
         linear(gates, gates_TG.shape[1], 0, x_TD, address_of(ws.inputs), gates_TG)
     _project(cfg, w, x_TD, address_of(ws.inputs), qkv_TQ)
     pages = w.page_layer, w.kv_heads, w.cached_width, w.window, w.page_class, cfg.page_classes, w.sinks
     cache = LayerCache(at.cache_format, row_nbytes(at.cache_format, w.cached_width), *pages)
-    if w.recurrent != 0:
-        heads = cfg.state_heads, cfg.state_key_heads, cfg.state_heads_tiled
-        sizes = cfg.state_key_dim, cfg.state_value_dim, cfg.state_columns
-        place, weights = (w.page_layer, w.page_class, cfg.page_classes), (w.conv, w.decay, w.decay_bias, w.state_norm)
-        made = Made(qkv_TQ, gates_TG, gate_TQ)
-        _mix_states(States(*heads, *sizes, *place, *weights, eps), made, at.run_R4, ws.attention_CX, mixed_TQ)
+    if w.recurrence != 0:
+        heads = w.recurrence, cfg.state_heads, cfg.state_key_heads, cfg.state_heads_tiled
+        sizes = cfg.state_key_dim, cfg.state_value_dim, cfg.state_columns, cfg.state_gates
+        place = w.page_layer, w.page_class, cfg.page_classes
+        weights = w.conv, w.conv_bias, w.decay, w.decay_bias, w.skip, w.state_norm
+        eps, least = np.float32(cfg.state_norm_eps), np.float32(cfg.state_least_step)
+        states = States(*heads, *sizes, *place, *weights, eps, least)
+        _mix_states(states, Made(qkv_TQ, gates_TG, gate_TQ), at.run_R4, ws.attention_CX, mixed_TQ)
     elif cfg.latent_rank > 0:
         _mix_latents(cfg, w, cache, cos_SJ, sin_SJ, at.position_T, at.run_R4, ws)
     else:
         _mix(cfg, w, eps, cache, cos_SJ, sin_SJ, at, ws, qkv_TQ, mixed_TQ)
-    if w.recurrent == 0 and w.gate != 0:
+    if w.recurrence == 0 and w.gate != 0:
         for t in range(tokens):
             for j in range(w.mixed_width):
                 mixed_TQ[t, j] *= np.float32(1) / (np.float32(1) + np.exp(-gate_TQ[t, j]))
@@ -240,9 +244,10 @@ def _mix(
     if w.angles > 0:
         first, heads = cos_SJ.shape[0] // 2 * w.second_angles, cfg.heads + w.kv_heads
         rotate(cos_SJ[first:], sin_SJ[first:], w.angles, at.position_T, heads, w.head_dim, qkv_TQ)
-    if cfg.query_growth != 0:
+    if cfg.query_growth != 0 or cfg.score_scale != 1:
         for t in range(qkv_TQ.shape[0]):
-            factor = np.float32(1 + cfg.query_growth * log1p(at.position_T[t] // cfg.query_period))
+            turns = at.position_T[t] // max(1, cfg.query_period)
+            factor = np.float32(cfg.score_scale * (1 + cfg.query_growth * log1p(turns)))
             for i in range(cfg.heads * w.head_dim):
                 qkv_TQ[t, i] *= factor
     store_kv(cache, qkv_TQ, at.run_R4)

@@ -129,6 +129,19 @@ DELTA_EXPERTS = DELTA | {
     "num_experts": 5,
     "num_experts_per_tok": 2,
 }
+LFM2 = {k: v for k, v in OLMO2.items() if k != "hidden_act"} | {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "block_auto_adjust_ff_dim": False,
+    "tie_word_embeddings": True,
+}
+LFM2_MOE = {k: v for k, v in LFM2.items() if not k.startswith("block")} | {
+    "intermediate_size": 123,
+    "moe_intermediate_size": 53,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "num_dense_layers": 1,
+}
 FATRELU = {"hidden_act": "fatrelu", "hidden_act_param": 0.2}
 MIXTRAL = LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2}
 SCALED: dict[str, dict[str, Any]] = {
@@ -341,6 +354,19 @@ CASES: dict[str, Case] = {
     "qwen3.5-fatrelu": Case("Qwen3_5", DELTA, FATRELU, forced_threshold),
     "qwen3.5-moe": Case("Qwen3_5Moe", DELTA_EXPERTS),
     "qwen3.5-moe-fatrelu": Case("Qwen3_5Moe", DELTA_EXPERTS, FATRELU, forced_threshold),
+    "lfm2": Case("Lfm2", LFM2),
+    "lfm2-untied": Case(
+        "Lfm2",
+        {k: v for k, v in LFM2.items() if k not in ("layer_types", "block_auto_adjust_ff_dim")}
+        | {"block_ffn_dim_multiplier": 1.3, "block_multiple_of": 8}
+        | {"full_attn_idxs": [0, 2], "conv_L_cache": 4, "tie_word_embeddings": False},
+    ),
+    "lfm2-moe": Case("Lfm2Moe", LFM2_MOE),
+    "lfm2-moe-unbiased": Case(
+        "Lfm2Moe",
+        LFM2_MOE | {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.7},
+        not_in_gguf="llama.cpp has a bias for choosing in every such model",
+    ),
     "gpt-oss": Case("GptOss", GPT_OSS, {"layer_types": None}),
     "gpt-oss-listed": Case(
         "GptOss",

@@ -58,7 +58,7 @@ def _decoder(config: Config, family: str = "gemma4_text", per_layer: int = 256) 
     local = rope.rotary(rope.of_kind(config, rope.KINDS[True], "rope_theta"), width)
     local["rotary_scale"] *= width**0.25
     found = with_windows(config, found, local, [False] * found.n_layers, 512)
-    own = {"windowed_head_dim": width, "windowed_kv_heads": groups} if found.windowed_layers else {}
+    own: dict[str, Any] = {"windowed_head_dim": width, "windowed_kv_heads": groups} if found.windowed_layers else {}
     usual = {"windowed_head_dim": found.head_dim, "windowed_kv_heads": found.n_kv_heads}
     return replace(found, **{name: value for name, value in own.items() if value != usual[name]})
 

@@ -19,6 +19,7 @@ from pi_compile.checkpoint.families import (
     gemma4,
     glm,
     gpt_oss,
+    lfm2,
     mistral,
     olmo,
     phi,
@@ -55,6 +56,7 @@ class OfFamily:
     names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Usual config keys → the family's."""
     ffn_norm: str = "ffn_norm"
+    final_norm: str = "output_norm"
     attention: Callable[[Decoder, Collection[str]], Table] = field(default=lambda _d, _names: {})
     """Makes the arrays of a layer's attention and norms that differ, of the names of a file's tensors."""
     partly_rotated: bool = False
@@ -367,6 +369,35 @@ def _states_attention(d: Decoder, names: Collection[str]) -> Table:
     }
 
 
+def _lfm2(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
+    """Layers without heads of keys have a convolution; the width of the others' FFN is that of the tensors."""
+    layers, heads = fields["num_hidden_layers"], fields["num_key_value_heads"]
+    heads = heads if isinstance(heads, list) else layers * [heads]
+    if len(heads) != layers or len({*heads} - {0}) != 1:
+        raise _error(file, "attention.head_count_kv", f"0 or one number for each of {layers} layers", heads)
+    _take_gating(file, keys, (0, _SIGMOID))
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": [lfm2.KINDS[n > 0] for n in heads],
+        "block_auto_adjust_ff_dim": False,
+        "num_dense_layers": keys.pop("leading_dense_block_count", 0),
+    }
+
+
+def _lfm2_attention(d: Decoder, _names: Collection[str]) -> Table:
+    if not d.recurs:
+        return {}
+    block, conv = "blk.{n}.shortconv", FusedRows(1, d.qkv_width, 0, d.qkv_width, transposed=True)
+    return {
+        **lfm2.in_proj(f"{block}.in_proj.weight", d),
+        "attention/conv": (SourceTensor(f"{block}.conv.weight", rows=conv),),
+        "attention/out": stored(f"{block}.out_proj.weight"),
+    }
+
+
+_OF_LFM2: dict[str, Any] = {"fields": _lfm2, "attention": _lfm2_attention, "final_norm": "token_embd_norm"}
+
+
 def _tiled(adapter: Adapter) -> Adapter:
     """The family as llama.cpp's converter writes it: heads with a state stand in another order."""
 
@@ -473,6 +504,18 @@ OF_FAMILIES = {
         names={"num_local_experts": "num_experts", "num_experts_per_tok": "top_k_experts"},
         fields=_gemma4,
         attention=_gemma4_arrays,
+    ),
+    "lfm2": OfFamily(
+        adapter=replace(lfm2.LFM2, read_keys=lfm2.LFM2.read_keys | {"num_dense_layers"}),
+        required={"shortconv.l_cache": "conv_L_cache"},
+        names=lfm2.NAMES,
+        **_OF_LFM2,
+    ),
+    "lfm2moe": OfFamily(
+        adapter=lfm2.LFM2_MOE,
+        required={"shortconv.l_cache": "conv_L_cache", "expert_feed_forward_length": "moe_intermediate_size"},
+        names=lfm2.NAMES,
+        **_OF_LFM2,
     ),
     "mistral3": OfFamily(
         adapter=replace(mistral.MINISTRAL3, decoder=_mistral3_decoder), fields=_mistral3, permuted=True
