@@ -40,11 +40,6 @@ from pi_runtime.artifact.sizes import FfnBytes
 
 BYTES = Processor("bytes", 0, {"": PICO}, {}, None)
 """A processor that reads one byte a picosecond, in any format and order: times are bytes."""
-TUNE_FRACTIONS = (0.25, 0.0625, 0.0)
-"""Fractions of the quality budget that may be spent on the tune text: the next is tried if the report text refuses one.
-
-Other text costs more than the one that was tuned on. 0 is the least error in every layer.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +66,7 @@ class TrainSpec:
 
     def layer_error(self, n_layers: int) -> float:
         """Roughly the error that one layer may make; the search for a rank leaves out predictors with more."""
-        return TUNE_FRACTIONS[0] * self.perplexity_increase / n_layers
+        return self.perplexity_increase / n_layers
 
 
 Tensor = torch.Tensor

@@ -151,7 +151,7 @@ def _run_rung(
     return kept
 
 
-PASSES = 3
+PASSES = 4
 """Most choices that are measured on the tune text, for each format of the predictors."""
 
 Time = Callable[[Candidate], float]
@@ -214,6 +214,8 @@ def _choose_in_format(
         on_pass()
         if not hopeful:
             break
+        if found[-1].tune.divergence > most:
+            path = path[: path.index(chosen)] or path[:1]  # what loses more would not keep the budget either
         if _error(chosen) > 0:
             divergence_of_error = found[-1].tune.divergence / _error(chosen)
     keeping = [c for c in found if c.tune.divergence <= most]

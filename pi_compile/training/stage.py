@@ -8,6 +8,7 @@ Any number of workers share the tasks: the candidates of a layer, a batch of win
 batch on its way through a choice. All workers come to the same choice, each by itself, from what all have measured.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -22,9 +23,9 @@ from pi_compile.files import json_digest
 from pi_compile.results import ActivationProfile, Matrices, PredictorSet, PredictorsOnDisk
 from pi_compile.torch_model import ResidentLayers, SparseFfn, computing_with
 from pi_compile.torch_model import decoder as td
-from pi_compile.training.candidates import TUNE_FRACTIONS, Candidate, TrainSpec, searches_for
+from pi_compile.training.candidates import Candidate, TrainSpec, searches_for
 from pi_compile.training.layer_search import LayerSearch
-from pi_compile.training.rung_choice import MeasuredText, Quality, RungChoice, choose_rungs, not_met
+from pi_compile.training.rung_choice import LayerCandidates, MeasuredText, Quality, RungChoice, choose_rungs, not_met
 from pi_compile.training.samples import LayerSums, PushedText
 from pi_compile.training.work_estimate import ProgressMeter, TrainingWork
 from pi_compile.workers import WorkFolder
@@ -32,6 +33,13 @@ from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.errors import NotMetError
+
+CORRECTIONS, CLOSE = 3, 0.95
+"""Times that what may be spent on the tune text is corrected, and how near to the budget a correction aims."""
+LUCK = 1.28
+"""Standard errors that one of ten means lies beyond."""
+REFUSED_FRACTIONS = (1.0, 0.25, 0.0)
+"""Shares of that which are spent, the next where the report text refuses a choice; 0: the least error in all layers."""
 
 Tokens = npt.NDArray[np.integer]
 Progress = Callable[[int, int], None]
@@ -152,16 +160,31 @@ class _Training:
 
     @cached_property
     def tune(self) -> PushedText:
-        return self._pushed(
-            "tune", keeps_inputs=bool(searches_for(self.spec.rungs, self.checkpoint.decoder)), counts=True
-        )
+        """The part of the tune text on which rungs are chosen."""
+        searches = searches_for(self.spec.rungs, self.checkpoint.decoder)
+        return self._pushed("tune", slice(self._chosen_by), keeps_inputs=bool(searches), counts=True)
+
+    @cached_property
+    def check(self) -> PushedText:
+        """The rest of the tune text, which says how much more a choice costs on text it was not made for."""
+        return self._pushed("tune", slice(-self._checked_by, None), "check", counts=True)
+
+    @property
+    def _checked_by(self) -> int:
+        """Windows of the tune text by which a choice is corrected: a quarter; where there is one it does both."""
+        return max(1, len(self.windows(self.texts.tune)) // 4)
+
+    @property
+    def _chosen_by(self) -> int:
+        """Windows of the tune text by which rungs are chosen."""
+        return max(1, len(self.windows(self.texts.tune)) - self._checked_by)
 
     @cached_property
     def report(self) -> PushedText:
         return self._pushed("report", counts=True)
 
-    def _pushed(self, name: str, **keeps: bool) -> PushedText:
-        ids_NT = self.windows(getattr(self.texts, name))
+    def _pushed(self, text: str, part: slice = slice(None), name: str = "", **keeps: bool) -> PushedText:
+        ids_NT, name = self.windows(getattr(self.texts, text))[part], name or text
         return PushedText(self.checkpoint, self.resident, ids_NT, name, self.work.path, self.spec.device, **keeps)
 
     def find_candidates(self) -> None:
@@ -170,7 +193,7 @@ class _Training:
         A layer's search is preferred to pushing text on. The report text goes first: then a single worker needs the
         layer no more when it has searched.
         """
-        texts = [self.report, self.tune, self.fit] if self.searches else [self.report, self.tune]
+        texts = [self.report, self.check, self.tune, *([self.fit] if self.searches else [])]
         tasks: dict[str, Callable[[], None]] = {}
         needs: dict[str, list[str]] = {}
         for search in self.searches:
@@ -197,28 +220,62 @@ class _Training:
         return self._measured(self.tune).measure_dense()
 
     @cached_property
+    def dense_check(self) -> Quality:
+        return self._measured(self.check).measure_dense()
+
+    @cached_property
     def dense_report(self) -> Quality:
         return self._measured(self.report).measure_dense()
 
     def choose(self) -> tuple[RungChoice, Quality]:
         """The choice that keeps the budget on the report text, and its quality there. Raises NotMetError."""
         layers = [self._allowed(n, sums) for n, sums in enumerate(self.dense_tune.layers)]
-        dense, budget = self.dense_report, self.spec.perplexity_increase
-        for fraction in TUNE_FRACTIONS:
-            choice = choose_rungs(
-                layers,
-                fraction * budget,
-                formats=self.spec.predictor_formats,
-                time=self._time,
-                measure=lambda chosen: self._measure(self.tune, chosen),
-                on_pass=self.meter.pass_done,
-            )
+        dense, budget, most = self.dense_report, self.spec.perplexity_increase, self._most(layers)
+        for fraction in REFUSED_FRACTIONS:
+            choice = self._choice(layers, fraction * most)
             report = self._measure(self.report, choice.candidates)
             # The divergence is what the increase would be without the luck of which words the text happens to hold.
             cost = max(report.increase_over(dense)[0], report.divergence)
             if cost <= budget:
                 return choice, report
         raise not_met(choice, cost, budget)
+
+    def _most(self, layers: LayerCandidates) -> float:
+        """The divergence that a choice may have on the tune text so that other text keeps the quality budget.
+
+        What a choice costs on the part of the tune text that it was not made for is nearly in proportion to what it
+        costs on the other part, so that a few choices tell.
+        """
+        budget = most = self.spec.perplexity_increase
+        for _ in range(CORRECTIONS):
+            choice = self._choice(layers, most)
+            cost = self._expected(choice)
+            if cost <= budget:
+                break
+            most = CLOSE * budget / cost * min(most, choice.tune.divergence)
+        return most
+
+    def _expected(self, choice: RungChoice) -> float:
+        """The cost that nine of ten other texts as long as the tune text stay below, by the part that checks.
+
+        The divergence, and what the increase of perplexity is above it by luck: `LUCK` standard errors of its mean, but
+        no more than half of the divergence, for short texts say little of either.
+        """
+        found = self._measure(self.check, choice.candidates)
+        windows = len(self.check.ids_NT) / (len(self.check.ids_NT) + len(self.tune.ids_NT))
+        error = found.increase_over(self.dense_check)[1] * math.sqrt(windows)
+        return found.divergence + min(LUCK * error, found.divergence / 2)
+
+    def _choice(self, layers: LayerCandidates, most: float) -> RungChoice:
+        """The fastest choice whose divergence on the tune text is at most `most`."""
+        return choose_rungs(
+            layers,
+            most,
+            formats=self.spec.predictor_formats,
+            time=self._time,
+            measure=lambda chosen: self._measure(self.tune, chosen),
+            on_pass=self.meter.pass_done,
+        )
 
     def _measure(self, text: PushedText, chosen: Sequence[Candidate]) -> Quality:
         def ffn_of(n: int) -> SparseFfn:

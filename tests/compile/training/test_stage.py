@@ -44,7 +44,7 @@ from pi_compile.results.predictor_set import PredictorSet
 from pi_compile.torch_model import decoder as td
 from pi_compile.torch_model.predictor import DENSE, Predictor, SparseFfn
 from pi_compile.training import candidates, stage
-from pi_compile.training.candidates import BYTES, TUNE_FRACTIONS
+from pi_compile.training.candidates import BYTES
 from pi_compile.training.layer_search import LayerSearch
 from pi_compile.training.rung_choice import PASSES, MeasuredText
 from pi_runtime.artifact.schema import Layer
@@ -88,8 +88,8 @@ def test_sparse_layers_get_a_predictor_that_reads_less(trained: PredictorSet) ->
             assert (row.recall, row.error) == (1, 0)
             assert row.rows_read_over_active == pytest.approx(1 / row.density)
     p = trained.perplexity
-    assert abs(p["report"] / p["report_dense"] - 1) < 0.001
-    assert 0 <= p["tune_divergence"] <= TUNE_FRACTIONS[0] * SPEC.perplexity_increase
+    assert max(p["report"] / p["report_dense"] - 1, p["report_divergence"]) <= SPEC.perplexity_increase
+    assert 0 <= p["tune_divergence"] <= SPEC.perplexity_increase
 
 
 def test_the_table_is_plain_data(trained: PredictorSet) -> None:
@@ -133,7 +133,7 @@ def test_a_recipe_may_allow_an_exact_rung_alone(
 
 
 def test_dense_is_a_way_out_where_gate_is_not_allowed(run: Callable[..., PredictorSet]) -> None:
-    trained = run(rungs=("dense", "predicted"))
+    trained = run(rungs=("dense", "predicted"), perplexity_increase=2.5e-4)
     assert [row.rung for row in trained.rows] == ["predicted", "dense", "predicted"]
 
 
@@ -273,7 +273,7 @@ def test_what_the_report_text_refuses_is_chosen_again_with_less(
     trained = run(perplexity_increase=0.01)
     assert len(reported) == refused + 1
     assert reported == sorted(reported, reverse=True)
-    assert trained.perplexity["tune_divergence"] <= TUNE_FRACTIONS[refused] * 0.01
+    assert trained.perplexity["tune_divergence"] <= stage.REFUSED_FRACTIONS[refused] * 0.01
     assert trained.perplexity["increase"] <= 0.01
     assert (refused == 2) == ([row.rung for row in trained.rows] == ["gate"] * 3)
 
