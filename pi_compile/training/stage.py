@@ -258,13 +258,14 @@ class _Training:
     def _expected(self, choice: RungChoice) -> float:
         """The cost that nine of ten other texts as long as the tune text stay below, by the part that checks.
 
-        The divergence, and what the increase of perplexity is above it by luck: `LUCK` standard errors of its mean, but
-        no more than half of the divergence, for short texts say little of either.
+        The divergence, or the increase of perplexity where that is more, and what the latter is by luck: `LUCK`
+        standard errors of its mean, but no more than half as much again, for short texts say little of either.
         """
         found = self._measure(self.check, choice.candidates)
-        windows = len(self.check.ids_NT) / (len(self.check.ids_NT) + len(self.tune.ids_NT))
-        error = found.increase_over(self.dense_check)[1] * math.sqrt(windows)
-        return found.divergence + min(LUCK * error, found.divergence / 2)
+        increase, error = found.increase_over(self.dense_check)
+        cost = max(found.divergence, increase)
+        share = len(self.check.ids_NT) / (len(self.check.ids_NT) + len(self.tune.ids_NT))
+        return cost + min(LUCK * error * math.sqrt(share), cost / 2)
 
     def _choice(self, layers: LayerCandidates, most: float) -> RungChoice:
         """The fastest choice whose divergence on the tune text is at most `most`."""
