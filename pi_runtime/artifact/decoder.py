@@ -16,7 +16,8 @@ The FFN is, per neuron i with activation a,
 and with experts  y = Σ_e p_e y_e  over the experts_per_token experts e with the largest router_e · x, p the softmax of
 these values over those experts, or over all; or  p_e = s(router_e · x), with s(z) = 1 / (1 + e⁻ᶻ), and mostly over
 their sum. The router reads what the FFN reads, or x as it enters the block. Experts that every token takes, p_e = 1 or
-s(gate · x), stand behind those of the router; a dense layer is made of such experts alone.
+s(gate · x), stand behind those of the router; a dense layer is made of such experts alone. In a sandwich block another
+FFN may be beside the experts, with n₃ its norm, and m₃ and m₄ those of both sums:  m₂(m₃(ffn(n₃(x))) + m₄(y)).
 
 In some layers a recurrence may stand in attention's place: each head has a state S of a fixed size, and no keys and
 values. Sources: Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464; Dao and Gu 2024, Mamba-2, arXiv:2405.21060;
@@ -245,6 +246,13 @@ class Facts:
     router_early: bool = fact(
         "the router reads x as it enters the block, without a norm", FLAG, of="n_experts", bodies=WITHOUT_GPU
     )
+    router_norm: bool = fact(
+        "the router reads x behind attention through an `rms` norm of its own", FLAG, NOT_EARLY,
+        Rule("in a sandwich block", lambda d: d.block == "sandwich"), of="n_experts", bodies=WITHOUT_GPU,
+    )
+    expert_scale: bool = fact(
+        "weights of routed experts are times a number of each", FLAG, of="n_experts", bodies=WITHOUT_GPU
+    )
     experts_shared: int = fact(
         "so many experts, the last ones, are taken by every token and not by the router; they count in both numbers",
         COUNT, NOT_EARLY, Rule("below `experts_per_token`", lambda d: d.experts_shared < d.experts_per_token),
@@ -263,6 +271,14 @@ class Facts:
         "neurons of a dense layer's FFN", COUNT,
         Rule("up to X · F, with several experts", lambda d: d.dense_experts <= d.n_experts > 1), of="dense_layers",
     )
+    beside_ff: int = fact(
+        "neurons of a gated FFN beside the experts, with norms of its own, below", COUNT,
+        Rule("in a sandwich block of `rms` norms, with several gated experts",
+             lambda d: d.block == "sandwich" and d.norm == "rms" and d.n_experts > 1 and d.ffn == "gated"),
+        Rule("without `ffn_bias` and activations of gated FFNs only",
+             lambda d: not d.ffn_bias and d.activation not in GATED_ACTIVATIONS),
+        bodies=WITHOUT_GPU,
+    )
     context_length: int = given("positions that the model was made for", SIZE)
     embedding_scale: float = fact("factor of the embedding at D numbers, before learned positions are added", ABOVE_0)
     embedding_norm: bool = fact("the first block reads a norm of that sum", FLAG)
@@ -270,6 +286,7 @@ class Facts:
         "how attention, FFN and norms follow each other, below", one_of(*BLOCKS),
         later={"reordered": ALL, "sandwich": WITHOUT_GPU},
     )
+    block_scale: bool = fact("what leaves a block is times a number of its layer", FLAG, bodies=WITHOUT_GPU)
     mixer_only_layers: tuple[int, ...] = fact(
         "layers without an FFN and its norm, whose arrays they lack", LAYERS, *ALONE,
         Rule("not in all layers", lambda d: len(d.mixer_only_layers) < d.n_layers),
@@ -290,6 +307,13 @@ class Facts:
     qk_norm: bool = fact("each head of queries and keys goes through an `rms` norm before its rotation", FLAG)
     joint_qk_norm: bool = fact(
         "this norm is over all heads of a token's queries, and over all keys", FLAG, of="qk_norm"
+    )
+    v_norm: bool = fact(
+        "each head of values goes through an `rms` norm too", FLAG, of="qk_norm", bodies=WITHOUT_GPU
+    )
+    keys_as_values: bool = fact(
+        "in layers without a window values are keys before these norms, and have no rows of their own", FLAG,
+        of="v_norm", bodies=WITHOUT_GPU,
     )
     inner_norms: bool = fact(
         "what attention's last matrix reads, and the h of the FFN, go through an `rms` norm before it, below", FLAG,
@@ -445,6 +469,11 @@ class Decoder(Facts):
         """The decoder as its layers compute it (see `of_layer`), each kind of them once."""
         return tuple(dict.fromkeys(self.of_layer(n) for n in range(self.n_layers)))
 
+    @property
+    def router_apart(self) -> bool:
+        """Whether the router reads something else than the experts."""
+        return self.router_early or self.router_norm
+
     def seen(self, layer: int, positions: int) -> int:
         """How many of so many positions the newest token sees in a layer."""
         return min(self.window, positions) if layer in self.windowed_layers else positions
@@ -507,6 +536,11 @@ class Decoder(Facts):
         return self.n_heads * self.head_dim, keys, keys
 
     @property
+    def qkv_rows(self) -> int:
+        """Rows of attention's first matrix."""
+        return self.qkv_width - (self.qkv_parts[2] if self.keys_as_values else 0)
+
+    @property
     def qkv_width(self) -> int:
         """Numbers that attention's first matrix makes of a token."""
         if self.latent_rank:
@@ -553,6 +587,7 @@ def _differences(d: Decoder, layer: int) -> dict[str, Any]:
         found |= _NO_ATTENTION if layer in d.recurrent_layers else {"recurrence": "none"}
     if layer in d.windowed_layers:
         del found["window"]
+        found["keys_as_values"] = False
         found["head_dim"] = d.windowed_head_dim or d.head_dim
         found["n_kv_heads"] = d.windowed_kv_heads or d.n_kv_heads
         found["rotary_frequencies"] = d.windowed_frequencies or d.rotary_frequencies
@@ -568,7 +603,9 @@ def _differences(d: Decoder, layer: int) -> dict[str, Any]:
     return found
 
 
-_NO_ATTENTION = dict.fromkeys(("qkv_bias", "out_bias", "qk_norm", "output_gate", "attention_sinks"), False)
+_NO_ATTENTION = dict.fromkeys(
+    ("qkv_bias", "out_bias", "qk_norm", "v_norm", "keys_as_values", "output_gate", "attention_sinks"), False
+)
 """Facts that a layer lacks in which a recurrence stands in attention's place."""
 
 

@@ -60,6 +60,23 @@ GEMMA3 = LLAMA | {
     "query_pre_attn_scalar": 17,
     "hidden_activation": "gelu_pytorch_tanh",
 }
+GEMMA4 = LLAMA | {
+    "hidden_size_per_layer_input": 0,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 7,
+    "global_head_dim": 20,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 2.0,
+}
+GEMMA4_MOE = GEMMA4 | {
+    "enable_moe_block": True,
+    "num_experts": 5,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 29,
+}
 GLM = LLAMA | {
     "head_dim": 12,
     "intermediate_size": 123,
@@ -288,6 +305,18 @@ CASES: dict[str, Case] = {
         GEMMA3 | {"layer_types": ["full_attention", "sliding_attention"], "final_logit_softcapping": 2.0},
         not_in_gguf="llama.cpp has a window in five layers of six",
     ),
+    "gemma4": Case("Gemma4Text", GEMMA4),
+    "gemma4-own-values": Case(
+        "Gemma4Text",
+        GEMMA4 | {"attention_k_eq_v": False, "attention_bias": True},
+        not_in_gguf="llama.cpp has no biases for Gemma 4",
+    ),
+    "gemma4-experts": Case("Gemma4Text", GEMMA4_MOE),
+    "gemma4-unified": Case(
+        "Gemma4UnifiedText",
+        {key: value for key, value in GEMMA4.items() if "per_layer" not in key},
+        not_in_gguf="llama.cpp's converter takes the class that reads pictures too, and writes Gemma 4",
+    ),
     "glm4-moe": Case("Glm4Moe", GLM),
     "glm4-moe-groups": Case(
         "Glm4Moe",
@@ -475,7 +504,8 @@ def random_checkpoint(
         return made
     of_text = "Text" if case.model.startswith("Qwen3_5") else ""
     config = getattr(tf, f"{case.model}{of_text}Config")(**case.fields)
-    names = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+    names = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Gemma4Text": "Gemma4ForCausalLM"}
+    names["Gemma4UnifiedText"] = "Gemma4UnifiedForCausalLM"
     model_class = getattr(tf, names.get(case.model, f"{case.model}ForCausalLM"))
     model = randomised(model_class(config))
     # The quick implementation of experts asks for rows of a multiple of 16 bytes.

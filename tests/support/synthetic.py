@@ -80,6 +80,11 @@ FACTS: dict[str, dict[str, Any]] = {
     "heads of two sizes": {
         "window": 9, "windowed_layers": (0,), "windowed_head_dim": 12, "windowed_kv_heads": 4, "qk_norm": True,
         "windowed_frequencies": (1.0, 0.5, 0.25, 0.125, 0.1), "rotary_frequencies": (1.0, 0.1, 0.0, 0.0),
+        "v_norm": True, "keys_as_values": True, "block_scale": True,
+    },
+    "an FFN beside experts, whose router has a norm and which have numbers": {
+        "block": "sandwich", "n_experts": 5, "experts_per_token": 2, "router_norm": True, "expert_scale": True,
+        "beside_ff": 37, "activation": "gelu_tanh",
     },
     "shared experts, dense layers, a bias for choosing in groups": {
         "n_experts": 5, "experts_per_token": 3, "experts_shared": 1, "dense_layers": (0,), "dense_ff": 130,
