@@ -47,7 +47,7 @@ RunVramBudget = Annotated[
 RunCtxSize = Annotated[int | None, typer.Option("--ctx-size", envvar="PI_CTX_SIZE", help="Positions to hold.")]
 RunCacheFormat = Annotated[
     str,
-    typer.Option("--cache-format", envvar="PI_CACHE_FORMAT", help="How keys and values are held: auto, f16 or q8."),
+    typer.Option("--cache-format", envvar="PI_CACHE_FORMAT", help="How keys and values are held, as `pi-run` has it."),
 ]
 Threads = Annotated[int | None, typer.Option(envvar="PI_THREADS", help="CPU threads.")]
 Json = Annotated[bool, console.JSON]

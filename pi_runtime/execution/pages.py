@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from pi_runtime.artifact.buffers import cache_format
+from pi_runtime.artifact.buffers import CACHE_FORMATS, cache_format
 from pi_runtime.artifact.footprint import POSITIONS
 from pi_runtime.artifact.layer_classes import layer_classes
 from pi_runtime.artifact.schema import Manifest
@@ -134,10 +134,11 @@ class PagePool:
         return -(-nbytes * (self.page_nbytes + self._beside) // self.page_nbytes)
 
     @property
-    def row_nbytes(self) -> int:
-        """Bytes of a head's keys, or values, at one position."""
-        page = self.classes[0].page
-        return page.nbytes // prod(page.shape[:-1])
+    def row(self) -> tuple[int, int, bool]:
+        """What kernels know of a head's keys, or values, at one position: the code of their number format, their bytes,
+        and whether they are rotated."""
+        page, held = self.classes[0].page, CACHE_FORMATS[self.format]
+        return held.numbers.code, page.nbytes // prod(page.shape[:-1]), held.hadamard
 
     @property
     def in_use(self) -> int:

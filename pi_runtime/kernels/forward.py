@@ -41,6 +41,8 @@ class Positions(NamedTuple):
     """Code of the number format of keys and values."""
     row_nbytes: int
     """Bytes of a head's keys, or values, at one position."""
+    hadamard: bool
+    """Whether heads are held rotated (see `page_rows`)."""
 
 
 class Step(NamedTuple):
@@ -178,7 +180,7 @@ def _attend(
         linear(gates, gates_TG.shape[1], 0, x_TD, address_of(ws.inputs), gates_TG)
     _project(cfg, w, x_TD, address_of(ws.inputs), qkv_TQ)
     pages = w.page_layer, cfg.kv_heads, cfg.cached_width, w.window, w.page_class, cfg.page_classes, w.sinks
-    cache = LayerCache(at.cache_format, at.row_nbytes, *pages)
+    cache = LayerCache(at.cache_format, at.row_nbytes, *pages, at.hadamard)
     if w.recurrent != 0:
         heads = cfg.state_heads, cfg.state_key_heads, cfg.state_heads_tiled
         sizes = cfg.state_key_dim, cfg.state_value_dim, cfg.state_columns

@@ -121,7 +121,7 @@ def guess(
     qkv = matrix(w.matrix_format, w.qkv, w.qkv_scales, joined_TU.shape[1])
     linear(qkv, qkv_TQ.shape[1], 0, joined_TU, inputs, qkv_TQ)
     rotate(cos_SJ, sin_SJ, at.position_T, w.heads + w.kv_heads, w.head_dim, qkv_TQ)
-    cache = LayerCache(at.cache_format, at.row_nbytes, 0, w.kv_heads, w.head_dim, 0, 0, 1, 0)
+    cache = LayerCache(at.cache_format, at.row_nbytes, 0, w.kv_heads, w.head_dim, 0, 0, 1, 0, at.hadamard)
     store_kv(cache, qkv_TQ, at.run_R4)
     attend(cache, qkv_TQ, at.run_R4, ws.unpacked_CBE, ws.attention_CX, mixed_TQ)
     out = matrix(w.matrix_format, w.out, w.out_scales, mixed_TQ.shape[1])
