@@ -14,6 +14,7 @@ import pi_compile.cli.main
 import pi_runtime.commands.model_cache
 import pi_runtime.commands.run
 import pi_runtime.commands.serve
+from pi_runtime import console
 
 LOG = logging.getLogger("mkdocs.hooks.docs")
 ROOT = Path(__file__).parents[1]
@@ -34,7 +35,11 @@ API = {
     ),
 }
 """The public names, where they are defined."""
-OUTSIDE = {"how-to/contributing.md": "CONTRIBUTING.md", "reference/changelog.md": "CHANGELOG.md"}
+OUTSIDE = {
+    "index.md": "README.md",
+    "how-to/contributing.md": "CONTRIBUTING.md",
+    "reference/changelog.md": "CHANGELOG.md",
+}
 """Pages that lie in the repository's root."""
 FOREIGN = re.compile(r'<(?:script|link|img|iframe)[^>]+(?:src|href)="?(?:https?:)?//[^">]+')
 
@@ -42,13 +47,18 @@ FOREIGN = re.compile(r'<(?:script|link|img|iframe)[^>]+(?:src|href)="?(?:https?:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made here."""
     files.append(File.generated(config, "reference/commands.md", content=commands_page()))
-    files.append(File.generated(config, "reference/api.md", content=api_page()))
     for page, name in OUTSIDE.items():
-        text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](../")
+        up = "../" * page.count("/")
+        text = (ROOT / name).read_text(encoding="utf-8").replace("](docs/", f"]({up}")
         for other, linked in OUTSIDE.items():
-            text = text.replace(f"]({linked}", f"](../{other}")
+            text = text.replace(f"]({linked}", f"]({up}{other}")
         files.append(File.generated(config, page, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_options: Any) -> str:
+    """Put the docstrings of the public names behind the page on Python."""
+    return markdown + api() if page.file.src_uri == "reference/python.md" else markdown
 
 
 def on_post_page(output: str, page: Any, **_options: Any) -> str:
@@ -67,17 +77,16 @@ def commands_page() -> str:
         named = [pair for command in commands for pair in getattr(command, "commands", {"": command}).items()]
         for name, one in named:
             lines += ["", f"### {program} {name}", "", one.help] if name else []
-            rows = [row(*parameter.get_help_record(typer.Context(one))) for parameter in one.params]
+            records = [console.help_record(parameter, typer.Context(one)) for parameter in one.params]
+            rows = [row(*record) for record in records if record is not None]
             lines += ["", "| argument or flag | meaning |", "| --- | --- |", *rows]
     return "\n".join(lines) + "\n"
 
 
-def api_page() -> str:
+def api() -> str:
     """The public functions and classes, which mkdocstrings fills in from their docstrings."""
-    lines = ["# Python API", "", "Made of the docstrings. How they are used together: [from Python](python.md)."]
-    for title, names in API.items():
-        lines += ["", f"## {title}", *(f"\n::: {name}" for name in names)]
-    return "\n".join(lines) + "\n"
+    parts = [f"## {title}\n\n" + "\n\n".join(f"::: {name}" for name in names) for title, names in API.items()]
+    return "\n" + "\n\n".join(parts) + "\n"
 
 
 def row(names: str, text: str) -> str:

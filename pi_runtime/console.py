@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+from typer.models import OptionInfo
 
 from pi_runtime.errors import Setting, UsageError
 from pi_runtime.errors.exit_codes import INTERRUPTED, code_and_message
@@ -54,8 +55,24 @@ VERSION = typer.Option(
 )
 
 
+HELP = {"help_option_names": ["-h", "--help"]}
+_KINDS = {"path": "FILE", "str": "TEXT", "text": "TEXT", "int": "N", "integer": "N", "float": "N"}
+
+
+def help_record(parameter: Any, ctx: Any) -> tuple[str, str] | None:
+    """How help shows a parameter: values are FILE, FOLDER, N, SIZE or TEXT, and an argument is its name alone."""
+    record: tuple[str, str] | None = parameter.get_help_record(ctx)
+    if record is None:
+        return None
+    names, text = record
+    if parameter.param_type_name == "argument":
+        return re.sub(r" <.*>$", "", names).upper(), text
+    names = re.sub(r"<(?:list\[)?(\w+)\]?(?: range)?>$", lambda found: _KINDS.get(found[1].lower(), found[0]), names)
+    return re.sub(r"<(\w+(?:\|\w+)+)>$", r"\1", names), text
+
+
 class GroupedCommand(TyperCommand):
-    """A command whose help shows the options of each title together, and those without one last."""
+    """A command whose help shows the options of each title together, those without one last, and then its epilog."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write all options, and the arguments before them."""
@@ -64,26 +81,58 @@ class GroupedCommand(TyperCommand):
             title = (
                 "Arguments" if parameter.param_type_name == "argument" else getattr(parameter, "rich_help_panel", "")
             )
-            if (record := parameter.get_help_record(ctx)) is not None:
+            if (record := help_record(parameter, ctx)) is not None:
                 sections.setdefault(title or "Options", []).append(record)
         sections["Options"] = sections.pop("Options")
-        for title, records in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
+        _write_sections({title: records for title, records in sections.items() if records}, formatter)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        """Write the epilog line by line, as it stands."""
+        formatter.write("".join(f"{line}\n" for line in ["", *inspect.cleandoc(self.epilog or "").splitlines()]))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Name arguments as the list of them does."""
+        arguments = [one for one in self.get_params(ctx) if one.param_type_name == "argument"]
+        named = [(one.required, (help_record(one, ctx) or ("",))[0]) for one in arguments]
+        return ["[OPTIONS]", *(name if required else f"[{name}]" for required, name in named)]
+
+
+class GroupedCommands(TyperGroup):
+    """A program whose help shows the commands of each panel together, and then its epilog."""
+
+    format_epilog = GroupedCommand.format_epilog
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        """Write a line for each command."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name, command in self.commands.items():
+            title = getattr(command, "rich_help_panel", None)
+            sections.setdefault(str(title), []).append((name, command.get_short_help_str(100)))
+        _write_sections(sections, formatter)
+
+
+def _write_sections(sections: Mapping[str, list[tuple[str, str]]], formatter: Any) -> None:
+    for title, records in sections.items():
+        with formatter.section(title):
+            formatter.write_dl(records)
 
 
 def takes(
-    *groups: type[Any], flags: Mapping[str, Any] | None = None, titles: Mapping[type[Any], str] | None = None
+    *groups: type[Any],
+    flags: Mapping[str, Any] | None = None,
+    titles: Mapping[type[Any], str] | None = None,
+    variables: bool = False,
 ) -> Callable[[Callable[..., None]], Any]:
     """Let a command take the fields of dataclasses as options. It is called with an instance of each, in their order.
 
     A field has its option in its annotation, or in `flags` by its name; one that has neither keeps its default.
-    `titles` are those of groups in the help of a `GroupedCommand`; an option with a panel of its own keeps that.
+    `titles` are those of groups in the help of a `GroupedCommand`; an option with a panel of its own keeps that. With
+    `variables` every option has a variable, `PI_` and its name.
     """
     known, titled = flags or {}, titles or {}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        fields = {group: _options(group, known, titled.get(group)) for group in groups}
+        fields = {group: _options(group, known, titled.get(group), variables) for group in groups}
         own = list(inspect.signature(command).parameters.values())[len(groups) :]
         taken = [option for options in fields.values() for option in options]
 
@@ -101,7 +150,7 @@ def takes(
     return decorate
 
 
-def _options(group: type[Any], flags: Mapping[str, Any], title: str | None) -> list[inspect.Parameter]:
+def _options(group: type[Any], flags: Mapping[str, Any], title: str | None, variables: bool) -> list[inspect.Parameter]:
     found = []
     for field in inspect.signature(group).parameters.values():
         kind, option = field.annotation, flags.get(field.name)
@@ -113,6 +162,8 @@ def _options(group: type[Any], flags: Mapping[str, Any], title: str | None) -> l
             kind = str  # what has a parser is text for typer
         option = copy.copy(option)
         option.rich_help_panel = title if option.rich_help_panel is None else option.rich_help_panel
+        if variables and isinstance(option, OptionInfo):
+            option.envvar = option.envvar or f"PI_{field.name.upper()}"
         found.append(field.replace(annotation=Annotated[kind, option]))
     return found
 

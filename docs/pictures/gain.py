@@ -1,105 +1,97 @@
-"""Draw what one gains, from the figures that the pages state.
+"""Draw the first screen's picture, and write its table, of the figures in gain.toml.
 
-python docs/pictures/gain.py > docs/pictures/gain.svg
+python docs/pictures/gain.py            # writes gain.svg and the table in README.md
 """
 
 import re
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
-DOCS = Path(__file__).parents[1]
-LEFT, WIDTH, STEP, EDGES = 150, 240, 34, 72
+PICTURES = Path(__file__).parent
+README = PICTURES.parents[1] / "README.md"
+BEGIN, END = "<!-- gain: begin -->\n", "<!-- gain: end -->\n"
+LEFT, WIDTH, STEP, EDGES = 250, 150, 30, 76
 """Where bars begin, how long the longest is, the distance of two, and what a panel has above and below them."""
 
 
-def row(page: str, begins: str) -> list[str]:
-    """The cells of the first row of a table that begins so, without the first."""
-    (line,) = re.findall(rf"^\| {re.escape(begins)} \| (.*) \|$", (DOCS / page).read_text(encoding="utf-8"), re.M)[:1]
-    return [cell.strip() for cell in line.split("|")]
+def figures() -> dict[str, Any]:
+    return tomllib.loads((PICTURES / "gain.toml").read_text(encoding="utf-8"))
 
 
-def number(cell: str) -> float:
-    return float(cell.replace(",", ""))
+def table(found: dict[str, Any]) -> str:
+    """The table of README.md: a row for what a reader has, with the range of its bars."""
+    lines = ["| you have | you get, in times llama.cpp's speed |", "| --- | --- |"]
+    for row in found["row"]:
+        bars = found["panel"][row["panel"]]["bars"] if "panel" in row else []
+        lines.append(f"| {row['have']} | {re.sub(r'{(.+?)}', lambda name: span(bars, name[1]), row['get'])} |")
+    return "\n".join(lines) + f"\n\n{found['source']}\n"
 
 
-def times(begins: str) -> float:
-    """How many times as fast the page on a real model says that something is."""
-    return float(re.findall(r"([\d.]+) ×", row("tutorials/real-model.md", begins)[0])[0])
+def span(bars: list[tuple[str, float]], ends: str) -> str:
+    """The least and the most of the bars whose names end with one of the words."""
+    values = [value for name, value in bars if name.endswith(tuple(ends.split("|")))]
+    return f"{min(values):g} to {max(values):g}"
 
 
-def panels() -> list[dict[str, object]]:
-    """Title, note, place, and bars: a name, a value, its text, and a style."""
-    chat = {
-        "eight texts together": times("decoding eight texts"),
-        "a letter again": times("a letter written again to somebody else, with drafts"),
-        "a second question": times("a second question on a text of 312 tokens"),
-    }
-    modes, cells = ("dense", "gate", "predicted"), row("tutorials/demo.md", "FFN bytes read per token")
-    nbytes = [(mode, number(cell)) for mode, cell in zip(modes, cells, strict=True)]
-    rates = {clients: row("how-to/server.md", clients) for clients in ("1 client", "4 clients", "8 clients")}
-    speeds = [
-        (f"{clients}, {name}", number(cells[at]), cells[at], style)
-        for clients, cells in rates.items()
-        for name, at, style in (("llama-server", 3, "other"), ("pi-serve", 0, "ours"))
-    ]
-    own = EDGES + STEP * len(chat)
-    return [
-        {
-            "title": "A published chat model, times as fast",
-            "note": "SmolLM2-135M-Instruct, two cores: nox -s showcase",
-            "bars": [(name, n, f"{n:g} ×", "ours") for name, n in chat.items()],
-            "at": (0, 0),
-        },
-        {
-            "title": "FFN bytes read for a token",
-            "note": "the bundled model, f16: nox -s demo",
-            "bars": [(mode, n, f"{n / 1e6:.2f} MB", "other" if mode == "dense" else "ours") for mode, n in nbytes],
-            "at": (0, own),
-        },
-        {
-            "title": "Tokens a second, all answers",
-            "note": "1.2 B, q8, 10 % active, two cores: nox -s bench -- serve",
-            "bars": speeds,
-            "at": (490, 0),
-        },
-    ]
+def written(page: str, found: dict[str, Any]) -> str:
+    """The page with its table anew."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}{table(found)}{END}{rest.partition(END)[2]}"
 
 
 TEMPLATE = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 {{ height }}" role="img" aria-labelledby="title desc" \
 font-family="system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif" font-size="13">
-  <title id="title">What one gains</title>
-  <desc id="desc">{% for panel in panels %}{{ panel.title }}: \
-{% for name, value, text, style in panel.bars %}{{ name }} {{ text }}{{ "; " if not loop.last }}{% endfor %}. \
+  <title id="title">Times llama.cpp's speed; the line is llama.cpp</title>
+  <desc id="desc">{% for panel in panels %}{{ panel.title }} ({{ panel.note }}): \
+{% for name, value in panel.bars %}{{ name }} {{ value }}{{ "; " if not loop.last }}{% endfor %}. \
 {% endfor %}</desc>
   <style>
-    .ink { fill: #1f2328 } .soft { fill: #59636e; font-size: 12px }
+    .ink { fill: #1f2328 } .soft { fill: #59636e; font-size: 12px } .line { stroke: #59636e; stroke-width: 1.5 }
     .head { fill: #1f2328; font-weight: 600; font-size: 15px }
-    .other { fill: #8c959f } .ours { fill: #218bff }
+    .less { fill: #bc4c00 } .more { fill: #218bff }
     @media (prefers-color-scheme: dark) {
-      .ink, .head { fill: #e6edf3 } .soft { fill: #9198a1 } .other { fill: #6e7681 } .ours { fill: #58a6ff }
+      .ink, .head { fill: #e6edf3 } .soft { fill: #9198a1 } .line { stroke: #9198a1 }
+      .less { fill: #db6d28 } .more { fill: #58a6ff }
     }
   </style>
-{% for panel in panels %}{% set x, top = panel.at %}{% set most = panel.bars | map(attribute=1) | max %}
-  <text class="head" x="{{ x + 12 }}" y="{{ top + 24 }}">{{ panel.title }}</text>
-{% for name, value, text, style in panel.bars %}{% set y = top + 44 + step * loop.index0 %}
-  <text class="ink" x="{{ x + left }}" y="{{ y + 15 }}" text-anchor="end">{{ name }}</text>
+{% for panel in panels %}{% set most = panel.bars | map(attribute=1) | max %}
+  <text class="head" x="{{ panel.x + 12 }}" y="{{ panel.y + 24 }}">{{ panel.title }}</text>
+{% for name, value in panel.bars %}{% set y = panel.y + 44 + step * loop.index0 %}
+  <text class="ink" x="{{ panel.x + left }}" y="{{ y + 15 }}" text-anchor="end">{{ name }}</text>
 {% set long = (width * value / most) | round(1) %}
-  <rect class="{{ style }}" x="{{ x + left + 8 }}" y="{{ y }}" width="{{ long }}" height="22" rx="3"/>
-  <text class="ink" x="{{ x + left + 16 + long }}" y="{{ y + 15 }}">{{ text }}</text>
+  <rect class="{{ "less" if value < 1 else "more" }}" x="{{ panel.x + left + 8 }}" y="{{ y }}" width="{{ long }}" \
+height="20" rx="3"/>
+  <text class="ink" x="{{ panel.x + left + 16 + [long, width / most] | max }}" y="{{ y + 15 }}">{{ value }} ×</text>
 {% endfor %}
-  <text class="soft" x="{{ x + 12 }}" y="{{ top + 64 + step * panel.bars | length }}">{{ panel.note }}</text>
+{% set one = (panel.x + left + 8 + width / most) | round(1) %}{% set end = panel.y + 36 + step * panel.bars | length %}
+  <line class="line" x1="{{ one }}" y1="{{ panel.y + 38 }}" x2="{{ one }}" y2="{{ end }}"/>
+  <text class="soft" x="{{ panel.x + 12 }}" y="{{ end + 24 }}">the line: llama.cpp · {{ panel.note }}</text>
 {% endfor %}
 </svg>
 """
 
 
-def main() -> None:
-    found = panels()
-    height = max(panel["at"][1] + EDGES + STEP * len(panel["bars"]) for panel in found)  # type: ignore[index, arg-type]
+def drawing(found: dict[str, Any]) -> str:
+    """The picture: the first panel on the left, the others on the right, each with a line where llama.cpp is."""
+    panels, right = [], 0
+    for number, panel in enumerate(found["panel"]):
+        place = {"x": 0, "y": 0} if number == 0 else {"x": 480, "y": right}
+        right += EDGES + STEP * len(panel["bars"]) if number else 0
+        panels.append({**panel, **place})
+    height = max(panel["y"] + EDGES + STEP * len(panel["bars"]) for panel in panels)
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, autoescape=True)
-    print(environment.from_string(TEMPLATE).render(panels=found, height=height, left=LEFT, width=WIDTH, step=STEP))
+    template = environment.from_string(TEMPLATE)
+    return template.render(panels=panels, height=height, left=LEFT, width=WIDTH, step=STEP) + "\n"
+
+
+def main() -> None:
+    found = figures()
+    (PICTURES / "gain.svg").write_text(drawing(found), encoding="utf-8")
+    README.write_text(written(README.read_text(encoding="utf-8"), found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,25 @@ if TYPE_CHECKING:
     from pi_compile.checkpoint import Checkpoint
     from pi_compile.pipeline.pipeline import Pipeline
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+_EPILOG = """
+Examples:
+  pi-compile plan OWNER/NAME
+  pi-compile init checkpoint --corpus texts/ -o model.toml
+  pi-compile build model.toml -o model.pi
+
+More: docs/tutorials/own-model.md
+"""
+app = typer.Typer(
+    cls=console.GroupedCommands,
+    context_settings=console.HELP,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    epilog=_EPILOG,
+)
+_build_command = partial(app.command, cls=console.GroupedCommand, rich_help_panel="Build")
+_look_command = partial(app.command, cls=console.GroupedCommand, rich_help_panel="Look")
+_tool_command = partial(app.command, cls=console.GroupedCommand, rich_help_panel="Tools")
 
 
 def main() -> None:
@@ -62,7 +80,7 @@ def _show_stage(options: BuildOptions, export: Path | None, as_json: bool, *, tr
             console.say(f"{export}: written; name it in [place] activations, relative to the recipe")
 
 
-@app.command()
+@_build_command()
 def init(
     model: Annotated[
         str,
@@ -124,24 +142,24 @@ def init(
             console.say(line)
 
 
-app.command()(sparsifying.sparsify)
+_build_command()(sparsifying.sparsify)
 
 
-@app.command()
+@_build_command()
 @console.takes(BuildOptions)
 def profile(options: BuildOptions, export: Export = None, as_json: Json = False, debug: Debug = False) -> None:
     """Count how often each neuron fires on the recipe's corpus."""
     _show_stage(options, export, as_json, trained=False)
 
 
-@app.command()
+@_build_command()
 @console.takes(BuildOptions)
 def train(options: BuildOptions, export: Export = None, as_json: Json = False, debug: Debug = False) -> None:
-    """Train predictors and choose each layer's rung."""
+    """Train predictors and choose each layer's sparsity mode."""
     _show_stage(options, export, as_json, trained=True)
 
 
-@app.command()
+@_build_command()
 @console.takes(BuildOptions)
 def place(
     options: BuildOptions,
@@ -185,7 +203,7 @@ def place(
         console.say(f"{path}: {'written' if not locked else 'recomputed: the same'}")
 
 
-@app.command()
+@_build_command()
 @console.takes(BuildOptions)
 def pack(
     options: BuildOptions,
@@ -227,7 +245,7 @@ def _agree(offer: str | None) -> None:
     typer.confirm(f"{offer}. Fetch it?", abort=True, err=True)
 
 
-@app.command()
+@_build_command()
 @console.takes(BuildOptions)
 def build(options: BuildOptions, output: Output = None, as_json: Json = False, debug: Debug = False) -> None:
     """Run all stages that are not done yet, and write the artifact."""
@@ -252,12 +270,12 @@ def _build(options: BuildOptions, output: Path | None, as_json: bool) -> None:
             console.say(f"{built}; next: pi-run {shlex.quote(str(path))} --prompt 'Once upon a time' --stats")
 
 
-@app.command()
+@_build_command()
 def status(
     recipe: RecipePath,
     watch: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", min=1, help="Say it again every so many seconds until all is done."),
+        typer.Option(min=1, help="Say it again every so many seconds until all is done."),
     ] = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -275,15 +293,19 @@ def status(
         emit(found, as_json, status_text)
 
 
-app.command("eval")(artifact.evaluate)
+_look_command("eval")(artifact.evaluate)
 
 
-@app.command()
+@_tool_command()
 def machine(
     output: Annotated[Path, typer.Option("--output", "-o", help="The machine profile to write.")],
     disk: Annotated[
         Path | None,
-        typer.Option(help="A folder on the disk that models are on. Default: the profile's.", show_default=False),
+        typer.Option(
+            metavar="FOLDER",
+            help="A folder on the disk that models are on. Default: the profile's.",
+            show_default=False,
+        ),
     ] = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -300,13 +322,11 @@ def machine(
     emit(found.model_dump(), as_json, lambda _: found.to_toml().rstrip())
 
 
-app.command()(planning.plan)
-app.command()(planning.report)
-app.command()(artifact.inspect)
-app.command()(artifact.verify)
+for _command in (planning.plan, planning.report, artifact.inspect, artifact.verify):
+    _look_command()(_command)
 
 
-@app.command()
+@_tool_command()
 def doctor(as_json: Json = False, debug: Debug = False) -> None:
     """Say what this machine and this installation can do."""
     from pi_compile.machine.doctor import diagnose

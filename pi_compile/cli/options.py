@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from pi_runtime import console
 from pi_runtime.errors import DeviceError, UsageError
 
-RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (see init).", show_default=False)]
+RecipePath = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A recipe (see init); for pack --plain any model.", show_default=False)
+]
 ArtifactPath = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A packed model.", show_default=False)]
 LayoutOption = Annotated[
     str | None,
@@ -37,21 +39,26 @@ EVERY = "all"
 RunDevice = Annotated[
     str | None,
     typer.Option(
-        "--device", envvar="PI_DEVICE", help="auto, cpu, stand-in or cuda:N. Default: cpu; auto with a budget."
+        "--device", envvar="PI_DEVICE", help="auto, cpu, cuda:N or stand-in. Default: cpu; auto with a budget."
     ),
 ]
 RunVramBudget = Annotated[
     str | None,
-    typer.Option("--vram-budget", envvar="PI_VRAM_BUDGET", help="GPU memory to use, like 8GiB: picks the placement."),
+    typer.Option("--vram-budget", envvar="PI_VRAM_BUDGET", metavar="SIZE", help="GPU memory to use, like 8GiB."),
 ]
-RunCtxSize = Annotated[int | None, typer.Option("--ctx-size", envvar="PI_CTX_SIZE", help="Positions to hold.")]
+RunCtxSize = Annotated[int | None, typer.Option("--ctx-size", envvar="PI_CTX_SIZE", help="Context length in tokens.")]
 RunCacheFormat = Annotated[
     str,
-    typer.Option("--cache-format", envvar="PI_CACHE_FORMAT", help="How keys and values are held, as `pi-run` has it."),
+    typer.Option(
+        "--cache-format", envvar="PI_CACHE_FORMAT", help="Number format of keys and values: auto, f32, f16, q8 or q4."
+    ),
 ]
 Threads = Annotated[int | None, typer.Option(envvar="PI_THREADS", help="CPU threads.")]
 Json = Annotated[bool, console.JSON]
 Debug = Annotated[bool, console.DEBUG]
+
+
+_WORKERS: dict[str, Any] = {"rich_help_panel": "Workers"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +75,26 @@ class BuildOptions:
     workers: Annotated[
         int | None,
         typer.Option(
-            envvar="PI_WORKERS", min=1, help="Processes to share the work. Default: as many as there is room for."
+            envvar="PI_WORKERS",
+            min=1,
+            help="Processes to share the work. Default: as many as there is room for.",
+            **_WORKERS,
         ),
     ] = None
-    ray: Annotated[str, typer.Option(help="Workers on a Ray cluster: its address, or auto.", show_default=False)] = ""
+    ray: Annotated[
+        str, typer.Option(help="Workers on a Ray cluster: its address, or auto.", show_default=False, **_WORKERS)
+    ] = ""
     numa: Annotated[
         str | None,
         typer.Option(
-            envvar="PI_NUMA", help="NUMA node to run on: its number; or spread, for workers on all nodes in turns."
+            envvar="PI_NUMA",
+            help="NUMA node to run on: its number; or spread, for workers on all nodes in turns.",
+            **_WORKERS,
         ),
     ] = None
     heartbeat: Annotated[
-        float, typer.Option(envvar="PI_HEARTBEAT", min=0.01, help="Seconds between a worker's signs of life.")
+        float,
+        typer.Option(envvar="PI_HEARTBEAT", min=0.01, help="Seconds between a worker's signs of life.", **_WORKERS),
     ] = 10.0
 
 
@@ -90,20 +105,24 @@ class PlanOptions:
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="A recipe, a config.json or its folder, or a bundled OWNER/NAME.", show_default=False
+            metavar="MODEL", help="A recipe, a config.json or its folder, or a hub name OWNER/NAME.", show_default=False
         ),
     ]
     machine: Annotated[
         list[str] | None,
         typer.Option(
-            help="A machine profile; `plan` compares several. Default: the recipe's; this one.", show_default=False
+            help="A machine profile; plan takes several. Default: the recipe's, else this machine.", show_default=False
         ),
     ] = None
     vram_budget: Annotated[
-        str | None, typer.Option(envvar="PI_VRAM_BUDGET", help="GPU memory to use, like 8GiB. Default: all but 1 GiB.")
+        str | None,
+        typer.Option(
+            envvar="PI_VRAM_BUDGET", metavar="SIZE", help="GPU memory to use, like 8GiB. Default: all but 1 GiB."
+        ),
     ] = None
     ram_budget: Annotated[
-        str | None, typer.Option(envvar="PI_RAM_BUDGET", help="Memory to use, like 24GiB. Default: all.")
+        str | None,
+        typer.Option(envvar="PI_RAM_BUDGET", metavar="SIZE", help="Memory to use, like 24GiB. Default: all."),
     ] = None
     curve: Annotated[str | None, typer.Option(help="A published activation curve; needs --density.")] = None
     density: Annotated[str | None, typer.Option(help="Share of the neurons that fire for a token.")] = None
@@ -116,7 +135,7 @@ class PlanOptions:
     ] = None
     ctx_size: Annotated[
         int | None,
-        typer.Option(envvar="PI_CTX_SIZE", min=1, help="Positions to make room for. Default: the recipe's; 2048."),
+        typer.Option(envvar="PI_CTX_SIZE", min=1, help="Context length in tokens. Default: the recipe's; 2048."),
     ] = None
     ignore_config: IgnoreConfig = None
 

@@ -22,9 +22,9 @@ class SparsifyOptions:
     """What is trained, and where reports of it go."""
 
     recipe: Annotated[
-        Path | None, typer.Argument(metavar="[RECIPE]", help="A recipe of sparsify (see init).", show_default=False)
+        Path | None, typer.Argument(metavar="RECIPE", help="A recipe of sparsify (see init).", show_default=False)
     ] = None
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")]
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="The folder to write.")]
     device: Annotated[str, typer.Option(envvar="PI_DEVICE", help="Where to train: cpu or cuda:N.")] = "cpu"
     resume: Annotated[
         Path | None,
@@ -38,7 +38,7 @@ class SparsifyOptions:
         typer.Option(help="wandb, trackio or another tracker of accelerate; may be given again.", show_default=False),
     ] = None
     push: Annotated[
-        str, typer.Option(metavar="OWNER/NAME", help="Upload the folder to the hub in the end.", show_default=False)
+        str, typer.Option(help="OWNER/NAME: upload the folder to the hub in the end.", show_default=False)
     ] = ""
 
 

@@ -99,7 +99,7 @@ def evaluate(
     from.
 
     `texts` are files or folders of text; at most their first `tokens` tokens are scored, in sequences of `window`.
-    `docs/reference/json.md` names the keys of the result, which are those of `pi-compile eval --json`.
+    `docs/reference/output.md` names the keys of the result, which are those of `pi-compile eval --json`.
 
     >>> found = evaluate("demo.pi", ["docs/explanation/pipeline.md"], tokens=256, window=128)
     >>> abs(found["perplexity"]["gate"] / found["perplexity"]["dense"] - 1) < 1e-5

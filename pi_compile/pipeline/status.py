@@ -16,7 +16,7 @@ _SHOWN = ("name", "host", "pid", "rank", "launcher", "stage", "task", "task_seco
 
 
 def build_status(recipe: Path) -> dict[str, Any]:
-    """Stages, workers and failed tasks of a recipe's builds. `docs/reference/json.md` names the keys.
+    """Stages, workers and failed tasks of a recipe's builds. `docs/reference/output.md` names the keys.
 
     A stage is `begun` while it has unfinished work, also after a build was killed. Raises RecipeError.
     """

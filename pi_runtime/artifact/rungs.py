@@ -7,7 +7,7 @@ With h the activation of `first` (gate, or fc1) and `rest` the rows that are nee
     threshold  `first` of every neuron, `rest` where |h| > threshold (CATS, arXiv 2404.08763)
     predicted  `first` of the neurons whose score  up · (down · x) + bias  is above 0, then as gate
 
-docs/how-to/add-a-rung.md lists the files that a further rung touches.
+docs/how-to/extend.md lists the files that a further rung touches.
 """
 
 from dataclasses import dataclass

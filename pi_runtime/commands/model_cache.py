@@ -48,7 +48,7 @@ _KILL = 9
 _PATIENCE_S = 10.0
 """Seconds in which a packer that is to end has removed what it has begun."""
 
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=console.HELP)
 
 
 def checked_artifact(options: "SourceOptions") -> Path:
@@ -273,7 +273,7 @@ def _keep_within(limit: int | None, used: Path) -> None:
             console.say(f"--cache-limit {size(limit)}: {entry.path.name} ({entry.model}) was removed")
 
 
-@app.command("list")
+@app.command("list", cls=console.GroupedCommand)
 def show(
     kv_disk: Annotated[Path | None, KV_DISK] = None,
     as_json: Annotated[bool, console.JSON] = False,
@@ -318,7 +318,7 @@ def _stored(folder: Path | None) -> "list[StoredRun]":
     return [] if folder is None else stored_runs(folder)
 
 
-@app.command("rm")
+@app.command("rm", cls=console.GroupedCommand)
 def remove(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="As `pi-run list` has it.", show_default=False)],
     kv_disk: Annotated[Path | None, KV_DISK] = None,

@@ -39,7 +39,7 @@ def read_file(name: str, path: Path | None, kind: str) -> str | None:
 
 
 def _budget(name: str, help_text: str, **more: Any) -> Any:
-    return typer.Option(envvar=f"PI_{name.upper()}", help=help_text, parser=_size(name), metavar="<str>", **more)
+    return typer.Option(envvar=f"PI_{name.upper()}", help=help_text, parser=_size(name), metavar="SIZE", **more)
 
 
 _OTHER = {"rich_help_panel": ""}
@@ -53,16 +53,17 @@ def _one_of(*words: str) -> Callable[[], list[str]]:
 
 MODEL_FLAGS: Mapping[str, Any] = {
     "context": typer.Option(
-        "--ctx-size", envvar="PI_CTX_SIZE", help="Positions to hold. Default: the model's, 4096 at most."
+        "--ctx-size", envvar="PI_CTX_SIZE", help="Context length in tokens. Default: the model's, at most 4096."
     ),
     "mode": typer.Option(
         envvar="PI_MODE",
-        help="auto, dense, gate or predicted.",
+        help="dense computes every neuron, gate skips exact zeros, predicted skips what predictors expect to be zero, "
+        "auto takes for each layer what was compiled.",
         autocompletion=_one_of("auto", "dense", "gate", "predicted"),
     ),
     "device": typer.Option(
         envvar="PI_DEVICE",
-        help="auto, cpu, stand-in or cuda:N.",
+        help="auto, cpu, cuda:N, or stand-in: the CPU in a GPU's place, for tests.",
         autocompletion=_one_of("auto", "cpu", "stand-in", "cuda:0"),
     ),
     "vram_budget": _budget("vram_budget", "GPU memory to use, like 8GiB: picks the placement. Default: what is free."),
@@ -70,30 +71,33 @@ MODEL_FLAGS: Mapping[str, Any] = {
     "kv_budget": _budget("kv_budget", "Memory for keys and values, like 2GiB."),
     "cache_format": typer.Option(
         envvar="PI_CACHE_FORMAT",
-        help="How keys and values are held: auto, f32, f16, q8 or q4.",
+        help="Number format of keys and values: auto, f32, f16, q8 or q4.",
         autocompletion=_one_of("auto", *CACHE_FORMATS),
     ),
     "threads": typer.Option(envvar="PI_THREADS", help="CPU threads. Default: all."),
 }
 KV_DISK = typer.Option(
-    envvar="PI_KV_DISK", help="Folder for keys and values that memory has no room for.", show_default=False
+    envvar="PI_KV_DISK",
+    metavar="FOLDER",
+    help="Folder for keys and values that memory has no room for.",
+    show_default=False,
 )
 ENGINE_FLAGS: Mapping[str, Any] = {
-    "slots": typer.Option(help="Answers that run at once.", min=1),
-    "piece": typer.Option(help="Most tokens of new prompts that a step reads; else by the times of steps."),
+    "slots": typer.Option(help="Requests that run at once.", min=1),
+    "piece": typer.Option(help="Prompt tokens processed per step. Default: adaptive."),
     "speculate": typer.Option(
         envvar="PI_SPECULATE",
-        help="Tokens to draft and check together: auto, off or a number.",
+        help="Speculative decoding: tokens to draft and check together; auto, off or a number.",
         parser=_drafts,
-        metavar="<str>",
+        metavar="TEXT",
         autocompletion=_one_of("auto", "off"),
     ),
     "kv_disk": KV_DISK,
     "kv_disk_budget": _budget("kv_disk_budget", "Most that they take there, like 50GiB. Default: 8GiB."),
 }
 FILE_FLAGS: Mapping[str, Any] = {
-    "slots": typer.Option(help="Most of --prompts that run at once."),
-    "piece": typer.Option(help="Most tokens of new --prompts that a step reads; else as many as it can."),
+    "slots": typer.Option(help="Requests of --prompts that run at once."),
+    "piece": typer.Option(help="Prompt tokens processed per step, with --prompts. Default: adaptive."),
     "kv_budget": _budget("kv_budget", "Memory for keys and values of --prompts, like 2GiB."),
 }
 """The same options where only a file of prompts has a use for them."""
@@ -106,6 +110,7 @@ class SourceOptions:
     artifact: Annotated[
         Path,
         typer.Argument(
+            metavar="MODEL",
             help="An artifact of pi-compile; or a GGUF file, a checkpoint's folder or a hub name, to be packed once.",
             show_default=False,
         ),
@@ -114,7 +119,7 @@ class SourceOptions:
         int | None, _budget("cache_limit", "Most that packed models take, like 50GiB; older ones go.", **_OTHER)
     ] = None
     chat_template: Annotated[
-        Path | None, typer.Option(help="A file with the chat template to use.", show_default=False, **_OTHER)
+        Path | None, typer.Option(help="A chat template in place of the model's own.", show_default=False, **_OTHER)
     ] = None
     verify: Annotated[bool, typer.Option("--verify", help="First check every byte against its digest.", **_OTHER)] = (
         False
@@ -148,7 +153,10 @@ class AnswerOptions:
         Path | None, typer.Option(help="The answer is JSON by the schema in this file.", show_default=False)
     ] = None
     fixed_separators: Annotated[
-        bool, typer.Option("--fixed-separators", help="This JSON has ', ' and ': ' and no other white space.")
+        bool,
+        typer.Option(
+            "--fixed-separators", help="Of --json-schema: ', ' and ': ' between parts, and no other white space."
+        ),
     ] = False
     regex: Annotated[str | None, typer.Option(help="The answer matches this regular expression.")] = None
     lark: Annotated[
@@ -165,7 +173,7 @@ class AnswerOptions:
 class SamplingOptions:
     """How tokens are drawn: fields of `Sampling`; None keeps the model's default."""
 
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None
+    temperature: Annotated[float | None, typer.Option(help="Temperature of sampling; 0 is greedy.")] = None
     top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = None
     top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens of this total probability.")] = None
     min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest.")] = None
@@ -191,7 +199,7 @@ class BenchOptions:
     repetitions: Annotated[int, typer.Option(help="Runs of each test of --bench.")] = 5
     seconds: Annotated[float, typer.Option(help="Most time that --bench takes; 0 sets no limit.")] = 60
     beside: Annotated[
-        Path | None, typer.Option(metavar="GGUF", help="Measure llama.cpp with this file too, in turns with --bench.")
+        Path | None, typer.Option(help="A GGUF file for llama.cpp, measured in turns with --bench.", show_default=False)
     ] = None
     as_markdown: Annotated[bool, typer.Option("--md", help="Print the result of --bench as Markdown.")] = False
 

@@ -49,7 +49,22 @@ def main() -> None:
     raise SystemExit(console.run(app))
 
 
-@app.command(cls=console.GroupedCommand)
+_EPILOG = """
+Commands:
+  pi-run list         Show the models that were packed on the way.
+  pi-run rm NAME      Remove one of them.
+  pi-run flood URL    Ask a server whether a text depends on its company.
+
+Examples:
+  pi-run model.gguf --chat
+  pi-run model.pi --prompt "Once upon a time" --stats
+  pi-run model.pi --prompts prompts.jsonl -o answers.jsonl
+
+More: docs/how-to/from-llama-cpp.md and docs/tutorials/larger-than-memory.md
+"""
+
+
+@app.command(cls=console.GroupedCommand, epilog=_EPILOG, context_settings=console.HELP)
 @console.takes(
     *(TaskOptions, AnswerOptions, SamplingOptions, ModelOptions, EngineOptions, BenchOptions),
     flags={**MODEL_FLAGS, **ENGINE_FLAGS, **FILE_FLAGS},
@@ -68,9 +83,7 @@ def run(
     debug: Annotated[bool, console.DEBUG] = False,
     version: Annotated[bool, console.VERSION] = False,
 ) -> None:
-    """Continue a prompt, answer a file of prompts, chat, or measure, with a packed model. Text goes to stdout as it
-    comes. `pi-run list` shows models that were packed on the way, `pi-run rm NAME` removes one; `pi-run flood URL` asks
-    a server whether it says the same in any company."""
+    """Continue a prompt, answer a file of prompts, chat, or measure. Text goes to stdout as it comes."""
     _check_task(task, bench, as_json)
     _check_output(task, answer, as_json)
     _check_flags_of_tasks(task, invocation)

@@ -1,4 +1,4 @@
-"""`pi-serve`: one artifact behind HTTP, in the forms of OpenAI and Ollama."""
+"""`pi-serve`: one artifact behind HTTP, in the forms of OpenAI, Anthropic and Ollama."""
 
 import json
 import os
@@ -33,57 +33,74 @@ def main() -> None:
     raise SystemExit(console.run(app))
 
 
+_KEYS: dict[str, Any] = {"rich_help_panel": "Keys, and who may ask"}
+_LIMITS: dict[str, Any] = {"rich_help_panel": "Limits"}
+_LOG: dict[str, Any] = {"rich_help_panel": "Log"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ListenOptions(SourceOptions):
     """Where a server listens, who may use it, and what it takes on."""
 
-    host: Annotated[str, typer.Option(envvar="PI_HOST", help="Address; any but loopback needs a key.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(envvar="PI_PORT", help="0 takes a free one.", min=0, max=65535)] = 8080
+    host: Annotated[str, typer.Option(help="Address; any but loopback needs a key.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8080
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            envvar="PI_API_KEY_FILE",
             help="Keys, one a line; # begins a comment. SIGHUP reads it anew.",
             show_default=False,
+            **_KEYS,
         ),
     ] = None
     name: Annotated[str | None, typer.Option(help="What the model is called; else the file's name.")] = None
     alias: Annotated[list[str] | None, typer.Option(help="A further name of the model; may be given again.")] = None
-    queue: Annotated[int, typer.Option(help="Answers that may wait when all slots are taken.", min=0)] = 64
-    numa: Annotated[
-        str | None, typer.Option(envvar="PI_NUMA", help="NUMA node to run on, with memory of its own: its number.")
-    ] = None
+    queue: Annotated[int, typer.Option(help="Requests that may wait when all slots are taken.", min=0, **_LIMITS)] = 64
+    numa: Annotated[str | None, typer.Option(help="NUMA node to run on, with memory of its own: its number.")] = None
     unknown_fields: Annotated[
         Literal["refuse", "warn", "ignore"],
-        typer.Option(help="What to do with fields of requests that are not known; warn names them in the answer."),
+        typer.Option(
+            help="What to do with fields of requests that are not known; warn names them in the answer.", **_LIMITS
+        ),
     ] = "warn"
     share_prefixes: Annotated[
-        bool, typer.Option("--share-prefixes", help="Clients with different keys share stored beginnings of prompts.")
+        bool,
+        typer.Option("--share-prefixes", help="Clients with different keys share stored prefixes of prompts.", **_KEYS),
     ] = False
-    drain_seconds: Annotated[float, typer.Option(help="Time to finish answers after a signal.", min=0)] = 30.0
+    drain_seconds: Annotated[
+        float, typer.Option(help="Seconds to finish answers after a signal.", min=0, **_LIMITS)
+    ] = 30.0
     allowed_host: Annotated[
-        list[str] | None, typer.Option(help="A name that requests may call the server by; may be given again.")
+        list[str] | None, typer.Option(help="A name that requests may call the server by; may be given again.", **_KEYS)
     ] = None
     allowed_origin: Annotated[
-        list[str] | None, typer.Option(help="A page's origin, like https://chat.example; may be given again.")
+        list[str] | None, typer.Option(help="A page's origin, like https://chat.example; may be given again.", **_KEYS)
     ] = None
-    cors: Annotated[bool, typer.Option("--cors", help="Let pages of allowed origins read answers.")] = False
-    log_requests: Annotated[bool, typer.Option("--log-requests", help="Log a line for each request.")] = False
+    cors: Annotated[bool, typer.Option("--cors", help="Let pages of allowed origins read answers.", **_KEYS)] = False
+    log_requests: Annotated[bool, typer.Option("--log-requests", help="Log a line for each request.", **_LOG)] = False
     log_format: Annotated[
-        Literal["text", "json"], typer.Option(envvar="PI_LOG_FORMAT", help="Lines of the log; json: an object each.")
+        Literal["text", "json"], typer.Option(help="Lines of the log; json: an object each.", **_LOG)
     ] = "text"
+    embeddings: Annotated[
+        Literal["mean", "last"] | None,
+        typer.Option(envvar="PI_EMBEDDINGS", help="Give vectors of texts: the mean over their tokens, or the last."),
+    ] = None
     verify_meanwhile: Annotated[
-        bool, typer.Option("--verify-meanwhile", help="Check every byte while it serves; damage ends the server.")
+        bool,
+        typer.Option(
+            "--verify-meanwhile", rich_help_panel="", help="Check every byte while it serves; damage ends the server."
+        ),
     ] = False
-    ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate, for TLS.", show_default=False)] = None
-    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its private key.", show_default=False)] = None
+    ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate, for TLS.", show_default=False, **_KEYS)] = None
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its private key.", show_default=False, **_KEYS)] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DefaultOptions:
     """How answers are made where a request does not say."""
 
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.", min=0, max=2)] = None
+    temperature: Annotated[float | None, typer.Option(help="Temperature of sampling; 0 is greedy.", min=0, max=2)] = (
+        None
+    )
     top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.", min=0)] = None
     top_p: Annotated[
         float | None, typer.Option(help="Keep the likeliest tokens of this total probability.", min=0, max=1)
@@ -97,15 +114,26 @@ class DefaultOptions:
         return {name: value for name, value in given.items() if value is not None}
 
 
-@app.command(cls=console.GroupedCommand)
+_EPILOG = """
+Examples:
+  pi-serve model.gguf --ctx-size 32768
+  pi-serve model.pi --host 0.0.0.0 --api-key-file keys.txt
+  pi-serve model.pi --kv-disk prefixes --kv-disk-budget 50GiB
+
+More: docs/how-to/server.md and docs/how-to/operate.md
+"""
+
+
+@app.command(cls=console.GroupedCommand, epilog=_EPILOG, context_settings=console.HELP)
 @console.takes(
     *(ListenOptions, DefaultOptions, ModelOptions, EngineOptions),
     flags={**MODEL_FLAGS, **ENGINE_FLAGS},
     titles={
         **TITLES,
-        ListenOptions: "Where it listens, who may use it, and what it takes on",
+        ListenOptions: "Where it listens, and the model's names",
         DefaultOptions: "Answers where a request does not say (default: as the model's makers say, or as llama-server)",
     },
+    variables=True,
 )
 def serve(
     listen: ListenOptions,
@@ -115,7 +143,7 @@ def serve(
     debug: Annotated[bool, console.DEBUG] = False,
     version: Annotated[bool, console.VERSION] = False,
 ) -> None:
-    """Serve a packed model over HTTP, to clients of OpenAI's and Ollama's interfaces and to browsers."""
+    """Serve a model over HTTP, to clients of OpenAI's, Anthropic's and Ollama's interfaces and to browsers."""
     if listen.numa is not None:
         from pi_runtime.execution.numa import pin, usable_nodes
 
@@ -175,6 +203,7 @@ def _settings(listen: ListenOptions, defaults: DefaultOptions, slots: int) -> "S
         log_format=listen.log_format,
         sampling=defaults.sampling,
         max_tokens=defaults.max_tokens,
+        embeddings=listen.embeddings,
     )
 
 

@@ -12,7 +12,7 @@ Shape letters: L layers, G key-value heads, S positions of a page, E head width,
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
-from math import gcd, prod
+from math import gcd
 from threading import RLock
 from typing import Any
 
@@ -134,11 +134,10 @@ class PagePool:
         return -(-nbytes * (self.page_nbytes + self._beside) // self.page_nbytes)
 
     @property
-    def row(self) -> tuple[int, int, bool]:
-        """What kernels know of a head's keys, or values, at one position: the code of their number format, their bytes,
-        and whether they are rotated."""
-        page, held = self.classes[0].page, CACHE_FORMATS[self.format]
-        return held.numbers.code, page.nbytes // prod(page.shape[:-1]), held.hadamard
+    def kernel_format(self) -> tuple[int, bool]:
+        """What kernels know of keys and values: the code of their number format, and whether heads are rotated."""
+        held = CACHE_FORMATS[self.format]
+        return held.numbers.code, held.hadamard
 
     @property
     def in_use(self) -> int:

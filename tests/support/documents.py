@@ -18,13 +18,13 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 
 def page(name: str) -> str:
-    """A page of docs/, like `reference/json.md`."""
+    """A page of docs/, like `reference/output.md`."""
     return (DOCS / name).read_text(encoding="utf-8")
 
 
 def documented(command: str) -> dict[str, tuple[str, bool]]:
     """Key of `command --json` → its type, and whether it is there in some cases only."""
-    (section,) = re.findall(rf"^## `{re.escape(command)}`\n(.*?)(?=^## |\Z)", page("reference/json.md"), re.M | re.S)
+    (section,) = re.findall(rf"^## `{re.escape(command)}`\n(.*?)(?=^## |\Z)", page("reference/output.md"), re.M | re.S)
     rows = re.findall(r"^\| (\*?`.*?) \| ([a-z ]+) \| ", section, re.M)
     return {key: (kind, bool(star)) for keys, kind in rows for star, key in re.findall(r"(\*?)`([\w ]+)`", keys)}
 

@@ -78,10 +78,9 @@ def norm_heads(eps: np.float32, weight: int, first: int, heads: int, width: int,
 
 
 @public
-def rotate(cos_SJ: Floats, sin_SJ: Floats, position_T: Ints, heads: int, width: int, qkv_TQ: Floats) -> None:
+def rotate(cos_SJ: Floats, sin_SJ: Floats, half: int, position_T: Ints, heads: int, width: int, qkv_TQ: Floats) -> None:
     """(a, b) ← (a cos − b sin, b cos + a sin): a and b are the halves of a head's first 2J numbers, for the first
-    `heads` heads."""
-    half = cos_SJ.shape[1]
+    `heads` heads. Of the tables the first `half` columns are taken, as J."""
     for t in range(qkv_TQ.shape[0]):
         cos_J, sin_J = cos_SJ[position_T[t]], sin_SJ[position_T[t]]
         for h in range(heads):
@@ -125,8 +124,7 @@ def _store_task(cache: LayerCache, qkv_TQ: Floats, run_4: Ints, group: int) -> N
         block, place = divmod(run_4[START] + n, POSITIONS)
         for head in (group, cache.groups + group):
             x_E = qkv_TQ[run_4[FIRST] + n, (heads + head) * width : (heads + head + 1) * width]
-            if cache.hadamard:
-                limited_hadamard(x_E)
+            limited_hadamard(cache.hadamard, x_E)
             if head < cache.groups:
                 store_keys(cache.fmt, x_E, _head(cache, run_4, block, head), place)
             else:
@@ -204,8 +202,7 @@ def _attend_tile(
     sum_NE[:], largest_N[:], total_N[:] = np.float32(0), np.float32(-np.inf), np.float32(0)
     for n in range(queries):
         query_N[n] = (token + n // shared) * every + group * shared + n % shared
-        if cache.hadamard:
-            hadamard(qkv_TQ.reshape(-1)[query_N[n] * width : (query_N[n] + 1) * width])
+        hadamard(cache.hadamard, qkv_TQ.reshape(-1)[query_N[n] * width : (query_N[n] + 1) * width])
     scale = np.float32(1 / np.sqrt(width))
     # A block that no token of the tile sees is not read: its page is gone.
     lowest = max(0, start + 1 - cache.window) if cache.window > 0 else 0
@@ -244,8 +241,7 @@ def _attend_tile(
         out_E = out_TQ[token + n // shared, head * width : (head + 1) * width]
         for j in range(width):
             out_E[j] = sum_NE[n, j] / total
-        if cache.hadamard:
-            hadamard(out_E)
+        hadamard(cache.hadamard, out_E)
 
 
 @device

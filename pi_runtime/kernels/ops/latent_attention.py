@@ -130,9 +130,8 @@ def store_latents(cache: LayerCache, rank: int, first: int, x_TQ: Floats, run_R4
         for n in range(run_4[COUNT]):
             block, place = divmod(run_4[START] + n, POSITIONS)
             x_X = x_TQ[run_4[FIRST] + n, first : first + cache.width]
-            if cache.hadamard:
-                limited_hadamard(x_X[:rank])
-                limited_hadamard(x_X[rank:])
+            limited_hadamard(cache.hadamard, x_X[:rank])
+            limited_hadamard(cache.hadamard, x_X[rank:])
             store_row(cache.fmt, x_X, _page(cache, run_4, block), cache.stride, place)
 
 
@@ -184,10 +183,9 @@ def _attend_tile(
     sum_NL[:], largest_N[:], total_N[:] = np.float32(0), np.float32(-np.inf), np.float32(0)
     for n in range(queries):
         query_N[n] = (token + n // shared) * heads + head + n % shared
-        if cache.hadamard:
-            query_X = latent_TX.reshape(-1)[query_N[n] * cache.width : (query_N[n] + 1) * cache.width]
-            hadamard(query_X[:rank])
-            hadamard(query_X[rank:])
+        query_X = latent_TX.reshape(-1)[query_N[n] * cache.width : (query_N[n] + 1) * cache.width]
+        hadamard(cache.hadamard, query_X[:rank])
+        hadamard(cache.hadamard, query_X[rank:])
     query = Vectors(address_of(latent_TX), 4 * cache.width, address_of(query_N), queries)
     for first in range(0, end, POSITIONS):
         block, count = first // POSITIONS, min(POSITIONS, end - first)
@@ -211,8 +209,7 @@ def _attend_tile(
         out_L = latent_TX[token + n // shared, at_X : at_X + rank]
         for j in range(rank):
             out_L[j] = sum_NL[n, j] / total_N[n]
-        if cache.hadamard:
-            hadamard(out_L)
+        hadamard(cache.hadamard, out_L)
 
 
 _norm_latents, _rotate_apart, _store_latents = map(by_address, (norm_latents, rotate_apart, store_latents))

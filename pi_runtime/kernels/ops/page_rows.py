@@ -67,9 +67,9 @@ def _transform_pair(b: Any, at: Any, distance: Any) -> None:
 
 
 @device
-def hadamard(x_E: Floats) -> None:
-    """x ← H x / √n for each part of its columns, in place."""
-    first, width = 0, x_E.shape[0]
+def hadamard(wanted: bool, x_E: Floats) -> None:
+    """x ← H x / √n for each part of its columns, in place, where that is wanted."""
+    first, width = 0, x_E.shape[0] if wanted else 0
     while first < width:
         size = 1
         while 2 * size <= width - first:
@@ -95,17 +95,25 @@ def hadamard(x_E: Floats) -> None:
 
 
 @device
-def limited_hadamard(x_E: Floats) -> None:
+def limited_hadamard(wanted: bool, x_E: Floats) -> None:
     """The same of numbers that are limited to what float16 can hold before."""
-    for j in range(x_E.shape[0]):
+    for j in range(x_E.shape[0] if wanted else 0):
         x_E[j] = min(max(x_E[j], -LARGEST_HALF), LARGEST_HALF)
-    hadamard(x_E)
+    hadamard(wanted, x_E)
 
 
 @device
 def _packed_nbytes(fmt: int, width: int) -> int:
     """Bytes of a position's packed numbers without their scales."""
     return (width + BLOCK - 1) // BLOCK * (_HALF if fmt == Q4 else BLOCK)
+
+
+@device
+def row_nbytes(fmt: int, width: int) -> int:
+    """Bytes of a head's keys, or values, at one position."""
+    if is_quantised(fmt):
+        return _packed_nbytes(fmt, width) + (width + BLOCK - 1) // BLOCK * 2
+    return width * (2 if fmt == F16 else 4)
 
 
 @device

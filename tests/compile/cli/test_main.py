@@ -97,7 +97,8 @@ print("=====", *(heavy & set(sys.modules)))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     overview, *texts, run_help, loaded = done.stdout.split("=====")
     assert loaded.split() == []
-    assert "..." not in overview.partition("Commands:")[2]
+    assert "..." not in overview.partition("Build:")[2]
+    assert all(f"\n{title}:\n" in overview for title in ("Build", "Look", "Tools", "Examples"))
     for (name, command), text in zip(commands.items(), texts, strict=True):
         assert f"\n  {name} " in overview
         assert all(flag in text for parameter in command.params for flag in parameter.opts if flag[0] == "-"), name

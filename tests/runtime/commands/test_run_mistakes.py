@@ -49,7 +49,7 @@ def test_prompts_that_are_not_there(run: Run, alphabet: Path, tmp_path: Path) ->
 def test_no_artifact_named(run: Run) -> None:
     code, _, err = run("-p", "a")
     assert code == 2
-    assert "missing argument 'artifact'" in err.lower()
+    assert "missing argument 'model'" in err.lower()
 
 
 @pytest.mark.parametrize("flags", [("-p", "-"), ("--chat",)])
@@ -117,7 +117,11 @@ def test_an_error_beside_json_is_json(run: Run) -> None:
 
 
 def test_options_are_shown_by_group_and_values_completed(run: Run) -> None:
-    text = run("--help")[1]
+    text = run("-h")[1]
+    assert text == run("--help")[1]
+    assert text.splitlines()[0].endswith(" [OPTIONS] MODEL")
+    assert text.endswith("docs/tutorials/larger-than-memory.md\n")
+    assert all(f"\n{title}:\n" in text for title in ("Commands", "Examples"))
     places = [
         text.index(words)
         for words in ("Arguments:", "What to do:", "--chat", "--bench:", "--batches", "--verify", "  --json ")

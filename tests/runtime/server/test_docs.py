@@ -30,7 +30,7 @@ from pi_runtime.server.metrics import DISK, ENGINE, Metrics
 from pi_runtime.server.routes import ROUTES
 from pi_runtime.server.settings import Limits, ServerSettings
 
-PAGE = (ROOT / "docs" / "how-to" / "server.md").read_text("utf-8")
+PAGE = "\n".join((ROOT / "docs" / "how-to" / name).read_text("utf-8") for name in ("server.md", "operate.md"))
 EXAMPLES = ROOT / "docs" / "examples"
 TEMPLATE = """{% if tools %}{{ tools | tojson }} <tool_call>{"name":, "arguments":}</tool_call>{% endif %}\
 {% for m in messages %}{{ m.role }}: {{ m.content }}\
@@ -146,7 +146,10 @@ def flags() -> set[str]:
     return {flag for parameter in command.params for flag in parameter.opts if flag.startswith("--")} | {"--help"}
 
 
-@pytest.mark.parametrize("name", ["how-to/server.md", "examples/Containerfile", "examples/pi-serve.service"])
+NAMES = ["how-to/server.md", "how-to/operate.md", "examples/Containerfile", "examples/pi-serve.service"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_flags_that_are_named_exist(name: str) -> None:
     text = (ROOT / "docs" / name).read_text("utf-8")
     lines = [line for line in text.splitlines() if re.search(r'pi-serve"?,? ', line)]
@@ -154,7 +157,7 @@ def test_flags_that_are_named_exist(name: str) -> None:
     named = {flag for line in commands for flag in re.findall(r"--[a-z][a-z-]+", line)}
     assert named
     assert named <= flags()
-    if name == "how-to/server.md":
+    if name.startswith("how-to"):
         assert set(re.findall(r"`(--[a-z][a-z-]+)", text)) <= flags()
 
 
