@@ -82,7 +82,7 @@ def least_row_buffers(d: Decoder, both: int) -> int:
 
 def all_rows(d: Decoder, both: int) -> int:
     """Bytes of slots for all rows of the model; `both` are those of a slot of either array."""
-    return d.n_layers * d.neurons * both
+    return len(d.ffn_layers) * d.neurons * both
 
 
 def useful_budgets(manifest: Manifest, fixed: int) -> tuple[int, int]:

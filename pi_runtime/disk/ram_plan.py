@@ -149,12 +149,16 @@ def plan_for(
     cut_LX = np.array((0,) * d.n_layers * d.n_experts if gpu is None else gpu.cuts, np.int64).reshape(d.n_layers, -1)
     least = fixed + least_row_buffers(d, both)
     cold_LX = d.d_ff - cut_LX
+    cold_LX[list(d.mixer_only_layers)] = 0
     every_row = least + int(cold_LX.sum()) * both
     most = every_row + (0 if whole_embedding else embedding_on_disk_nbytes(d, m.formats["embedding"]))
     _refuse_below(artifact, budget, least, "" if gpu is not None else _parts(m, least))
     buffers = row_buffers(d, both, budget - fixed)
     gate_L, packed_L = ([rung_in_mode(layer.rung, how).needs_all_first for layer in m.layers] for how in (mode, "auto"))
-    whole_L = [gpu is None and rung_in_mode(layer.rung, mode).dense and d.n_experts > 1 for layer in m.layers]
+    whole_L = [
+        gpu is None and rung_in_mode(layer.rung, mode).dense and d.n_experts > 1 and cold_LX[n].any()
+        for n, layer in enumerate(m.layers)
+    ]
     cost_L = np.array([nbytes["rest"] + (0 if gate else nbytes["first"]) for gate in gate_L])
     room = Room(d, cold_LX, cost_L, nbytes["first"], gate_L, whole_L, buffers.left)
     stored = None if gate_L != packed_L or budget >= every_row else _stored(m, gpu, room)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from pi_runtime.artifact.buffers import cache_format
-from pi_runtime.artifact.layer_classes import layer_classes, layer_nbytes
+from pi_runtime.artifact.layer_classes import layer_nbytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import EMBEDDING_ARRAYS, PROMPT_TOKENS, read_nbytes
 from pi_runtime.artifact.schema import Manifest, Plan
@@ -77,7 +77,7 @@ def divided_rows(
 def own_kv_bytes(m: Manifest, taken: Allocation, cache: str) -> int:
     """Bytes of one sequence's keys and values for the whole context, in layers whose attention is the CPU's."""
     fmt = cache_format(m.formats["attention"], cache)
-    kv_L = layer_nbytes(layer_classes(m.decoder, fmt), taken.context, max(PROMPT_TOKENS))
+    kv_L = layer_nbytes(m.decoder, fmt, taken.context, max(PROMPT_TOKENS))
     return sum(nbytes for nbytes, side in zip(kv_L, taken.plan.attention, strict=True) if side == CPU)
 
 

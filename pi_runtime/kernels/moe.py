@@ -46,6 +46,9 @@ def route(cfg: KernelConfig, w: LayerRecord, x_TD: Floats, ws: Workspace) -> Non
                 _choices(cfg, w.router_choice_bias, value_TX[t, :routed], choice_TX[t, :routed])
             _take_largest(choice_TX[t, :routed], expert_K)
             _weigh(cfg, w, value_TX[t, :routed], expert_K, route_weight_K)
+            if w.expert_scale != 0:
+                for k in range(w.experts_chosen):
+                    route_weight_K[k] *= vector(w.expert_scale, routed)[expert_K[k]]
             if cfg.shared_gate != 0:
                 ws.route_weight_TK[t, w.experts_chosen : w.experts_chosen + w.experts_shared] = _sigmoid(
                     value_TX[t, routed]
@@ -158,6 +161,8 @@ def ffn_of_experts(
     The results of a token's experts are added in the order of the experts, so that no other token changes it.
     """
     tokens, f = x_TD.shape[0], ffn_of(cfg, ws)
+    if w_X[0].has_ffn == 0:
+        return
     if w_X[0].down != 0:
         _add_matrices(f, w_X, x_TD, ws.attended_TD[:tokens], tally_T3, y_TD)
         return

@@ -40,6 +40,8 @@ from pi_runtime.kernels.ops.row_sums import row_sums
 
 FIRST, COUNT, START, TABLE = range(4)
 """Columns of runs (see `forward.Positions`)."""
+STORED_ALONE = 4096
+"""Numbers that one thread stores in a few microseconds: others take longer to wake."""
 
 
 class LayerCache(NamedTuple):
@@ -112,7 +114,11 @@ def store_kv(cache: LayerCache, qkv_TQ: Floats, run_R4: Ints) -> None:
 
     They are rotated in place where the cache holds them so.
     """
-    _store_kv(cache, qkv_TQ, run_R4)
+    if 2 * qkv_TQ.shape[0] * cache.groups * cache.width > STORED_ALONE:
+        _store_kv(cache, qkv_TQ, run_R4)
+        return
+    for task in range(run_R4.shape[0] * cache.groups):
+        _store_task(cache, qkv_TQ, run_R4[task // cache.groups], task % cache.groups)
 
 
 @loop_body
