@@ -21,7 +21,10 @@ from support.refused_checkpoints import refusal
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.checkpoint.families import family_names
+from pi_compile.checkpoint.gguf.architectures import _POWERINFER, ARCHITECTURES, WITH_WINDOWS, _of
 from pi_compile.errors import CheckpointError
+from pi_runtime.artifact.features import lacking
+from pi_runtime.engine.tools import formats
 
 Copy = Callable[[str], Path]
 
@@ -53,6 +56,29 @@ def test_every_family_is_here_and_in_the_docs() -> None:
     table = page("reference/models.md").partition("## Families")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert sorted(re.findall(r"`(\w+)`", "".join(rows[1:]))) == sorted(FAMILIES)
+
+
+def test_the_documented_columns_say_where_a_family_runs(originals: dict[str, Path]) -> None:
+    """GGUF by the table of architectures, a GPU by the facts that its tier lacks, disk by those that the CPU lacks."""
+    text = page("reference/models.md")
+    rows = re.findall(r"^\| ((?:`\w+`,? ?)+)\|[^|]*\|([^|]*)\| (yes|no) \|", text.partition("## Families")[2], re.M)
+    documented = {family: row[1:] for row in rows for family in re.findall(r"`(\w+)`", row[0])}
+    assert documented.keys() == FAMILIES.keys()
+    files = {of: {*re.findall(r"`([\w-]+)`", cell)} for of, (cell, _) in documented.items()}
+    known = [*ARCHITECTURES.items(), *_POWERINFER.items(), *((n, _of(m)) for n, m in WITH_WINDOWS.items())]
+    assert {name for names in files.values() for name in names} == {name for name, _ in known}
+    for name, architecture in known:
+        assert name in files.get(architecture.family, {name}), (name, architecture.family)
+    for family, folder in originals.items():
+        decoder = open_checkpoint(folder).decoder
+        assert lacking(decoder, "cpu") == []
+        assert documented[family][1] == ("no" if lacking(decoder, "gpu") else "yes"), family
+
+
+def test_the_documented_forms_of_calls_are_all() -> None:
+    text = page("reference/models.md").partition("## Chat templates")[2].partition("\n## ")[0]
+    found = {one.name for one in vars(formats).values() if isinstance(one, formats.ToolFormat)}
+    assert {*re.findall(r"`([\w.-]+)`", text.partition("in the forms of")[2])} == found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
