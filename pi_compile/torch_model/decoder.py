@@ -102,8 +102,9 @@ def _by_neuron(w: NamedTensors) -> NamedTensors:
     """A layer's arrays, of whatever layout, with a row of `ffn/rest` for each neuron."""
     if "ffn/down" not in w:
         return w
-    up = [w["ffn/up"]] if "ffn/up" in w else []
-    return {**w, "ffn/rest": torch.stack([*up, w["ffn/down"].mT], 1)}
+    up, d_ff = [w["ffn/up"]] if "ffn/up" in w else [], w["ffn/down"].shape[1]
+    down = w["ffn/down"].reshape(len(w["ffn/first"]) // d_ff, -1, d_ff).mT.reshape(len(w["ffn/first"]), -1)
+    return {**w, "ffn/rest": torch.stack([*up, down], 1)}
 
 
 def norm(d: Decoder, w: NamedTensors, name: str, x: Tensor) -> Tensor:

@@ -167,8 +167,8 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
     t, latents = tokens, d.n_heads if d.latent_rank else 0
     packed = cache in CACHE_FORMATS and CACHE_FORMATS[cache].numbers.quantised
     widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank, d.beside_ff), chunk_places(d.d_ff)
-    if layout != BY_NEURON:  # a product with `down` has the factors of all neurons as its input
-        widest = max(widest, d.d_ff)
+    # A product with `down` has the factors of all neurons as its input.
+    low = rank if layout == BY_NEURON else max(rank, d.d_ff)
     return {
         "x_TD": Buffer((t, d.d_model)),
         "normed_TD": Buffer((t, d.d_model)),
@@ -197,7 +197,7 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "unpacked_CBE": Buffer((CHUNKS, POSITIONS if packed else 0, cached)),
         "low_rank_flat": Buffer((t * rank,)),
         "inputs": Buffer((t * input_nbytes(widest),), "uint8"),
-        "low_rank_inputs": Buffer((t * input_nbytes(rank),), "uint8"),
+        "low_rank_inputs": Buffer((t * input_nbytes(low),), "uint8"),
         "score_TF": Buffer((t, d.d_ff)),
         "list_CK": Buffer((CHUNKS, places), "int64"),
         "count_C": Buffer((CHUNKS,), "int64"),

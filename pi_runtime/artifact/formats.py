@@ -199,6 +199,11 @@ class Format:
         return 0 if self.offset else 1 << self.bits - 1
 
     @property
+    def highest(self) -> int:
+        """The largest integer in its unsigned form."""
+        return max(self.table) + self.zero if self.table else (1 << self.bits) - 1
+
+    @property
     def bits(self) -> int:
         """Bits of one value, its scale not counted."""
         return self.block_bits or 8 * self.itemsize
@@ -206,9 +211,7 @@ class Format:
     @property
     def reach(self) -> float:
         """How many scales the largest magnitude of a block takes; half the range where that lies anywhere."""
-        if self.table:
-            return max(map(abs, self.table))
-        return ((1 << self.bits) - 1) / 2 if self.offset else self.zero - self.mirrored
+        return self.highest / 2 if self.offset else self.zero - self.mirrored
 
     @property
     def overflows_from(self) -> float | None:

@@ -241,10 +241,7 @@ def nearest(fmt: Format, w: Array, scale: Array) -> Array:
 
 def bounds(fmt: Format) -> tuple[int, int]:
     """The least and the greatest integer that multiplies a scale."""
-    if fmt.table:
-        return min(fmt.table), max(fmt.table)
-    zero = fmt.zero
-    return fmt.mirrored - zero, (1 << fmt.bits) - 1 - zero
+    return fmt.mirrored - fmt.zero, fmt.highest - fmt.zero
 
 
 def pack_blocks(fmt: Format, q: Array, scale: Array, columns: int) -> tuple[Array, Array]:

@@ -26,7 +26,8 @@ rows of `rest` a neuron, R predictor rank.
     layers/N/attention/v [G·E, D]   …/k [G·E, D]   where values, or keys too, have a format of their own: `qkv` has
     the other rows then
     layers/N/ffn/rest [F, k, D]                 …/up_bias [F]         …/down_bias [D], or …/expert_bias [X, D]
-    layers/N/ffn/up [F, D]   …/down [D, F]      in place of `rest` in the layout `matrices`; `up` only where it is gated
+    layers/N/ffn/up [F, D]   …/down [X·D, F / X]   in place of `rest` in the layout `matrices`; `up` only where it is
+    gated; `down` has D rows an expert
     layers/N/ffn/beside_first [B, D]   …/beside_up [B, D]   …/beside_down [D, B]   …/beside_norm [D]
     …/beside_out_norm [D]   …/experts_out_norm [D]   of another FFN beside the experts
     layers/N/ffn/router_norm [D]   …/expert_scale [X]   layers/N/ffn/block_scale [1]   layers/N/attention/v_norm [E]
@@ -284,7 +285,7 @@ def _ffn_matrices(d: Decoder, fmt: str, layout: str) -> Iterator[tuple[str, Arra
         return
     if d.ffn == "gated":
         yield "ffn/up", ArraySpec(fmt, by_neuron)
-    yield "ffn/down", ArraySpec(fmt, (d.d_model, d.neurons))
+    yield "ffn/down", ArraySpec(fmt, (d.n_experts * d.d_model, d.d_ff))
 
 
 def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:

@@ -255,8 +255,8 @@ def ffn(
     d: Decoder, w: WeightSource, x_TD: F32, active_TF: Bools | None = None, threshold: float = 0.0,
     entered_TD: F32 | None = None,
 ) -> F32:  # fmt: skip
-    """y = Σ route_weight h_i rest_i over all neurons, or the active ones; see `Decoder` for h. Or down · h, where the
-    matrices are whole; then h is rounded as the input of any product.
+    """y = Σ route_weight h_i rest_i over all neurons, or the active ones; see `Decoder` for h. Where the matrices are
+    whole, Σ route_weight (down · h) over experts; then h is rounded as the input of any product.
 
     `entered_TD` is what a router reads that does not read x: what entered the block, or a norm of its own.
     """
@@ -273,9 +273,12 @@ def ffn(
         h_TF = rms(d, h_TF) * w["ffn/inner_norm"]
     read_TD = entered_TD if d.router_apart and entered_TD is not None else x_TD
     route_weight_TX = routing(d, w, read_TD)
-    if d.n_experts > 1:
-        h_TF = h_TF * np.repeat(route_weight_TX, d.d_ff, axis=1)
-    y_TD = w.product("ffn/down", h_TF) if whole else h_TF @ w["ffn/rest"][:, -1]
+    if whole:
+        y_TXD = _by_head(w, "ffn/down", h_TF.reshape(len(h_TF), d.n_experts, d.d_ff))
+        y_TD = (y_TXD * route_weight_TX[..., None]).sum(1) if d.n_experts > 1 else y_TXD[:, 0]
+    else:
+        h_TF = h_TF * np.repeat(route_weight_TX, d.d_ff, axis=1) if d.n_experts > 1 else h_TF
+        y_TD = h_TF @ w["ffn/rest"][:, -1]
     if d.expert_bias:
         return y_TD + route_weight_TX @ w["ffn/expert_bias"]
     return y_TD + w["ffn/down_bias"] if d.ffn_bias else y_TD
@@ -475,7 +478,7 @@ def latent_norm(weight: F32, x: F32) -> F32:
 
 
 def _by_head(w: WeightSource, name: str, x_THN: F32) -> F32:
-    """The products of each head's numbers with its own rows of a matrix."""
+    """The products of each head's, or expert's, numbers with its own rows of a matrix."""
     heads = range(x_THN.shape[1])
     return np.stack([np.split(w.product(name, x_THN[:, h]), len(heads), axis=1)[h] for h in heads], axis=1)
 

@@ -71,6 +71,14 @@ GEMMA4 = LLAMA | {
     "attention_k_eq_v": True,
     "final_logit_softcapping": 2.0,
 }
+TWO = {"num_hidden_layers": 2, "layer_types": None}
+GEMMA4_OLDER = {
+    "layer_types": None,
+    "per_layer_config": None,
+    "global_head_dim": 20,
+    "num_global_key_value_heads": 1,
+}
+"""Keys of a config that names no layer."""
 GEMMA4_MOE = GEMMA4 | {
     "enable_moe_block": True,
     "num_experts": 5,
@@ -198,7 +206,7 @@ class Case:
     """Class in transformers; where the checkpoint's own repository ships the code, the class that it was made from."""
     fields: dict[str, Any]
     own: dict[str, Any] = field(default_factory=dict)
-    """Config fields that differ from those of the class it was made from."""
+    """Config fields that differ from those of the class it was made from; None for one that is missing."""
     computes: Callable[[nn.Module], None] | None = None
     """Turns the class it was made from into the model."""
     made: Callable[[Path, dict[str, Any], str, torch.dtype], Any] | None = None
@@ -305,7 +313,13 @@ CASES: dict[str, Case] = {
         GEMMA3 | {"layer_types": ["full_attention", "sliding_attention"], "final_logit_softcapping": 2.0},
         not_in_gguf="llama.cpp has a window in five layers of six",
     ),
-    "gemma4": Case("Gemma4Text", GEMMA4),
+    "gemma4": Case(
+        "Gemma4Text",
+        GEMMA4 | TWO,
+        GEMMA4_OLDER,
+        not_in_gguf="llama.cpp's converter asks for the kind of each layer",
+    ),
+    "gemma4-listed": Case("Gemma4Text", GEMMA4),
     "gemma4-own-values": Case(
         "Gemma4Text",
         GEMMA4 | {"attention_k_eq_v": False, "attention_bias": True},
@@ -314,7 +328,8 @@ CASES: dict[str, Case] = {
     "gemma4-experts": Case("Gemma4Text", GEMMA4_MOE),
     "gemma4-unified": Case(
         "Gemma4UnifiedText",
-        {key: value for key, value in GEMMA4.items() if "per_layer" not in key},
+        {key: value for key, value in (GEMMA4 | TWO).items() if "per_layer" not in key},
+        GEMMA4_OLDER,
         not_in_gguf="llama.cpp's converter takes the class that reads pictures too, and writes Gemma 4",
     ),
     "glm4-moe": Case("Glm4Moe", GLM),
@@ -512,7 +527,7 @@ def random_checkpoint(
     model.config._experts_implementation = "eager"
     save(model, folder, shard=shard, dtype=dtype)
     if case.own:
-        edit_json(folder / "config.json", **case.own)
+        edit_json(folder / "config.json", *(key for key, value in case.own.items() if value is None), **case.own)
     if case.predictors:
         _add_predictors(folder, case)
     if tokenizer:

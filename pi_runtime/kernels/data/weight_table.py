@@ -155,8 +155,8 @@ ARRAYS = {field: kind.__metadata__[0] for field, kind in LayerRecord.__annotatio
 """The name of the array that a field has the address of."""
 LAYER = record_dtype(LayerRecord)
 LayerRecords = Annotated[npt.NDArray[np.void], LayerRecord]
-EXPERT_ARRAYS = ("ffn/first", "ffn/rest", "ffn/up_bias", "predictor/")
-"""Arrays of which each expert has its own rows."""
+EXPERT_ARRAYS = ("ffn/first", "ffn/rest", "ffn/up", "ffn/down", "predictor/")
+"""Arrays of which each expert has its own rows: those whose names begin so, but for the bias of all experts."""
 SEQUENTIAL, PARALLEL, POST_NORM, REORDERED, SANDWICH = range(len(BLOCKS))
 RELU, RELU2, DRELU, SILU, GELU, GELU_TANH, CLAMPED_SWIGLU = range(len(ACTIVATIONS))
 
@@ -396,5 +396,5 @@ def _address(artifact: StoredArrays, start: str, name: str, expert: int = 0) -> 
     """Address of an array, or of one expert's rows of it; 0 where there is none. Its name begins with `start`."""
     if start + name not in artifact.manifest.arrays:
         return 0
-    stored, own = artifact.array(start + name), name.startswith(EXPERT_ARRAYS)
+    stored, own = artifact.array(start + name), name.startswith(EXPERT_ARRAYS) and name != "ffn/down_bias"
     return int(stored.ctypes.data) + (expert * stored.nbytes // artifact.manifest.decoder.n_experts if own else 0)

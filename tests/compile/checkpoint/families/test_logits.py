@@ -96,6 +96,8 @@ SINGLE = {
     "gpt-oss",
     "granite",
     "granitemoe",
+    "lfm2",
+    "lfm2-moe",
     "nanochat",
     "olmo2",
     "olmoe",
