@@ -357,6 +357,7 @@ def _of_states(d: Decoder, w: NamedTensors, qkv: Tensor, gates: Tensor, z: Tenso
     taps = w["attention/conv"].mT[:, None].contiguous()
     mixed = F.silu(F.conv1d(padded, taps, w.get("attention/conv_bias"), groups=d.qkv_width)).mT
     q, k, v = torch.split(mixed, [*d.qkv_parts], -1)
+    q, v = (v, q) if d.recurrence == "mamba2" else (q, v)
     q, k = (part.reshape(*part.shape[:2], d.state_key_heads, -1) for part in (q, k))
     v, z = (part.reshape(*part.shape[:2], d.state_heads, -1) for part in (v, z))
     return _RECURRENCES[d.recurrence](d, w, q, k, v, z, gates).flatten(2)

@@ -380,13 +380,15 @@ def latent_attention(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
 
 def recurrence(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
     """What stands in attention's place, from position 0 on, one token after the other; see `artifact.decoder`."""
-    n_tokens, keys = len(x_TD), d.state_key_heads * d.state_key_dim
+    n_tokens = len(x_TD)
     made_TC = w.product("attention/qkv", x_TD)
     padded_TC = np.concatenate([np.zeros((d.state_columns - 1, d.qkv_width), np.float32), made_TC])
     taps = zip(range(d.state_columns), w["attention/conv"], strict=True)
     sums_TC = sum(padded_TC[j : j + n_tokens] * tap_C for j, tap_C in taps)
     sums_TC = sums_TC + w["attention/conv_bias"] if "attention/conv_bias" in w else sums_TC
-    q, k, v = np.split(_silu(sums_TC), [keys, 2 * keys], axis=1)
+    first, second, _ = d.qkv_parts
+    q, k, v = np.split(_silu(sums_TC), [first, first + second], axis=1)
+    q, v = (v, q) if d.recurrence == "mamba2" else (q, v)
     q_TGK, k_TGK = (part.reshape(n_tokens, d.state_key_heads, -1) for part in (q, k))
     v_THV, z_THV = (part.reshape(n_tokens, d.state_heads, -1) for part in (v, w.product("attention/gate", x_TD)))
     gates_TG, step = x_TD @ w["attention/gates"].T, _RECURRENCES[d.recurrence]

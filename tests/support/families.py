@@ -112,6 +112,38 @@ DELTA_EXPERTS = DELTA | {
     "num_experts": 5,
     "num_experts_per_tok": 2,
 }
+NEMOTRON_H = {k: v for k, v in LLAMA.items() if k not in ("intermediate_size", "num_hidden_layers")} | {
+    "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
+    "intermediate_size": 53,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 7,
+    "n_groups": 3,
+    "ssm_state_size": 9,
+    "time_step_min": 0.4,
+}
+NEMOTRON_EXPERTS = NEMOTRON_H | {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "moe_intermediate_size": 53,
+    "moe_shared_expert_intermediate_size": 106,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 2.5,
+}
+GRANITE_HYBRID = (
+    {k: v for k, v in LLAMA.items() if k != "head_dim"}
+    | GRANITE
+    | {
+        "hidden_size": 36,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "num_hidden_layers": 4,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 106,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 7,
+    }
+)
 FATRELU = {"hidden_act": "fatrelu", "hidden_act_param": 0.2}
 MIXTRAL = LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2}
 SCALED: dict[str, dict[str, Any]] = {
@@ -251,6 +283,18 @@ CASES: dict[str, Case] = {
     ),
     "granite": Case("Granite", LLAMA | GRANITE),
     "granitemoe": Case("GraniteMoe", MIXTRAL | GRANITE),
+    "granite-hybrid": Case("GraniteMoeHybrid", GRANITE_HYBRID),
+    "granite-hybrid-experts": Case(
+        "GraniteMoeHybrid", GRANITE_HYBRID | {"num_local_experts": 5, "num_experts_per_tok": 2}
+    ),
+    "granite-hybrid-rope": Case(
+        "GraniteMoeHybrid",
+        GRANITE_HYBRID
+        | {"position_embedding_type": "rope", "attention_bias": True, "num_local_experts": 5}
+        | {"num_experts_per_tok": 2}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "time_step_limit": [0.3, float("inf")]},
+        not_in_gguf="llama.cpp has no biases and no rotation in layers without states",
+    ),
     "smollm3-listed": Case(
         "SmolLM3",
         OLMO2 | {"no_rope_layers": [0, 1, 0, 1, 0], "attention_bias": True, "tie_word_embeddings": False},
@@ -328,6 +372,15 @@ CASES: dict[str, Case] = {
     "phi3": Case("Phi3", PHI3),
     "phi3-window": Case("Phi3", PHI3 | {"sliding_window": 19, "num_key_value_heads": 6}),
     "nemotron-biases": Case("Nemotron", LLAMA | {"head_dim": 12, "attention_bias": True, "mlp_bias": True}),
+    "nemotron-h": Case("NemotronH", NEMOTRON_H),
+    "nemotron-h-experts": Case("NemotronH", NEMOTRON_EXPERTS),
+    "nemotron-h-both": Case(
+        "NemotronH",
+        NEMOTRON_EXPERTS
+        | {"layers_block_type": ["mlp", "moe", "full_attention", "linear_attention", "linear_attention"]}
+        | {"intermediate_size": 123, "n_group": 3, "topk_group": 2, "norm_topk_prob": False, "conv_kernel": 3},
+        not_in_gguf="llama.cpp has either experts or dense layers",
+    ),
     "nemotron": Case("Nemotron", LLAMA | {"head_dim": 12, "partial_rotary_factor": 0.5}),
     "phi": Case("Phi", LLAMA | {"hidden_size": 60, "num_key_value_heads": 6, "partial_rotary_factor": 0.4}),
     "gpt2": Case("GPT2", GPT2),
