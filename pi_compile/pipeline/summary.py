@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pi_compile.cost_model import CPU, PICO, Workload, costs_of, token_time
+from pi_compile.checkpoint.checkpoint import part_of
+from pi_compile.cost_model import CPU, PICO, Workload, costs_of, processors_of, token_time
 from pi_compile.machine import Machine
 from pi_compile.placement import Placement
 from pi_compile.results import WINDOWS, ActivationProfile, LayerWork, PredictorSet
 from pi_runtime.artifact.inspection import other_bytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import DENSE
-from pi_runtime.artifact.sizes import PARTS, FfnBytes
+from pi_runtime.artifact.schema import Manifest
+from pi_runtime.artifact.sizes import PARTS, FfnBytes, scales_name
 
 if TYPE_CHECKING:
     from pi_compile.packing import PackResult
@@ -85,9 +87,13 @@ def built_line(t: PredictorSet | None, budget: float, artifact: Path) -> str:
 
 
 def forecast_line(artifact: Path, profile: ActivationProfile, context: int, machine: Machine) -> str:
-    """What a token takes on a machine without a GPU by its profile, and where all FFNs are whole matrices."""
+    """What a token takes on a machine without a GPU by its profile, and where all FFNs are whole matrices.
+
+    Where the machine's profile says so, also what each token of a prompt takes longer than with these.
+    """
     with closing(Artifact.open(artifact)) as opened:
-        work = Workload.of(profile, opened.manifest.formats, context)
+        formats = opened.manifest.formats
+    work = Workload.of(profile, formats, context)
     n = work.decoder.n_layers
 
     def ms(layers: tuple[LayerWork, ...]) -> float:
@@ -95,7 +101,10 @@ def forecast_line(artifact: Path, profile: ActivationProfile, context: int, mach
         return token_time(costs, [CPU] * n, [0] * n, CPU, CPU).total * 1000 / PICO
 
     own, whole = ms(work.layers), ms((LayerWork(rung=DENSE),) * n)
-    return f"by the machine's profile a token takes {own:.3g} ms, and {whole:.3g} ms with whole matrices alone"
+    neuron, processor = FfnBytes.of(work.decoder, formats), processors_of(machine)[CPU]
+    late = sum(processor.prompt_ps(layer, neuron) for layer in work.layers) * 1000 / PICO
+    longer = f"; one of a prompt takes {late:.3g} ms longer than there" if late else ""
+    return f"by the machine's profile a token takes {own:.3g} ms, and {whole:.3g} ms with whole matrices alone{longer}"
 
 
 def reads_line(ffn: float, whole: float) -> str:
@@ -128,13 +137,22 @@ def _placement(p: Placement) -> dict[str, Any]:
     }
 
 
+def _formats(m: Manifest, part: str) -> list[str]:
+    """The block formats of a part's matrices, that of most bytes first."""
+    nbytes: Counter[str] = Counter()
+    for name, entry in m.arrays.items():
+        if part_of(name) == part and scales_name(name) in m.arrays:
+            nbytes[entry.format] += entry.nbytes
+    return [fmt for fmt, _ in nbytes.most_common()]
+
+
 def pack_report(result: "PackResult") -> dict[str, Any]:
     """Path, bytes and digest of the artifact, and the errors of parts that were quantised."""
     report: dict[str, Any] = {"artifact": str(result.path), "bytes": result.nbytes, "sha256": result.sha256}
     rows = [
         {
             "part": part,
-            "format": result.manifest.formats[part],
+            "format": " and ".join(_formats(result.manifest, part)),
             "relative_rms_error": result.errors[part].relative,
             "largest_error": result.errors[part].largest,
         }

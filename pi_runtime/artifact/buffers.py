@@ -9,7 +9,7 @@ L layers, S positions, J pairs of columns that are rotated, P padded columns, C 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -29,7 +29,7 @@ from pi_runtime.artifact.footprint import (
     input_nbytes,
     padded_width,
 )
-from pi_runtime.artifact.formats import BLOCK, FORMATS
+from pi_runtime.artifact.formats import BLOCK, FORMATS, Format
 from pi_runtime.artifact.sizes import BY_NEURON
 
 
@@ -63,8 +63,24 @@ def table_bytes(*tables: Buffers) -> int:
     return sum(buffer.nbytes for table in tables for buffer in table.values())
 
 
-CACHE_FORMATS = ("auto", "f16", "q8")
-"""Formats that keys and values can be asked for in."""
+@dataclass(frozen=True)
+class CacheFormat:
+    """How keys and values are held."""
+
+    numbers: Format
+    """A float format; or one whose integers are packed in blocks of 32 columns, each with a scale in float16."""
+    hadamard: bool = False
+    """Whether each head is rotated before it is rounded, so that no column is much larger than the others."""
+
+    def row_nbytes(self, width: int) -> int:
+        """Bytes of a head's keys, or values, at one position; packed ones up to the end of the last block."""
+        if not self.numbers.quantised:
+            return width * self.numbers.itemsize
+        return -(-width // BLOCK) * (BLOCK * self.numbers.bits // 8 + FORMATS["scale"].itemsize)
+
+
+CACHE_FORMATS = {name: CacheFormat(FORMATS[name], hadamard=name == "q4") for name in ("f32", "f16", "q8", "q4")}
+"""Formats that keys and values can be asked for in; besides `auto`."""
 
 
 def cache_format(attention: str, wanted: str = "auto") -> str:
@@ -94,14 +110,14 @@ def kv_page(d: Decoder, fmt: str, layers: int) -> Buffer:
     """One page of the cache in RAM: keys and values of so many layers for `POSITIONS` positions in this format.
 
     Values (S, E) lie row by row, keys (E, S) column by column, so that one vector holds a column of several positions.
-    Numbers are float32, float16, or q8: a byte for each, up to the end of the last block of columns. The blocks' scales
-    are behind the bytes of their row, or of all keys. A page of latents has a row for each position.
+    Of packed numbers the blocks' scales are behind the integers of their row, or of all keys: `ops.page_rows` says what
+    a row is. A page of latents has a row for each position.
     """
-    if FORMATS[fmt].quantised:
-        row = -(-d.cached_width // BLOCK) * (BLOCK + FORMATS["scale"].itemsize)
+    held = CACHE_FORMATS[fmt]
+    if held.numbers.quantised:
         # Bytes behind the last column are never written.
-        return Buffer((layers, *_page_shape(d, row)), "uint8", fill=0)
-    return Buffer((layers, *_page_shape(d, d.cached_width)), FORMATS[fmt].stored.name)
+        return Buffer((layers, *_page_shape(d, held.row_nbytes(d.cached_width))), "uint8", fill=0)
+    return Buffer((layers, *_page_shape(d, d.cached_width)), held.numbers.stored.name)
 
 
 def state_page(d: Decoder) -> Buffer:
@@ -126,13 +142,13 @@ def read_bytes(d: Decoder, attention: str, layer: int, positions: int) -> int:
     states, which are read and written."""
     if layer in d.recurrent_layers:
         return 2 * state_page(d).nbytes // len(d.recurrent_layers)
-    return kv_bytes(d, attention, d.seen(layer, positions))
+    return kv_bytes(d.of_layer(layer), attention, d.seen(layer, positions))
 
 
 def rotary_tables(d: Decoder, positions: int) -> dict[str, Buffer]:
     """Cosines and sines of the angles, behind them those of layers with a window; empty where positions are learned."""
-    rows = positions * (2 if d.windowed_frequencies else 1)
-    return dict.fromkeys(("cos_SJ", "sin_SJ"), Buffer((rows, d.rotary_dim // 2)))
+    rows, angles = positions * (2 if d.windowed_frequencies else 1), max(one.rotary_dim // 2 for one in d.kinds)
+    return dict.fromkeys(("cos_SJ", "sin_SJ"), Buffer((rows, angles)))
 
 
 def narrow_width(d: Decoder) -> int:
@@ -146,17 +162,19 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
 
     `kernels.data.workspace.Workspace` says what each is for.
     """
-    kinds = d, replace(d, recurrence="none")
-    mixed, made, gates = (max(getattr(one, f"{of}_width") for one in kinds) for of in ("mixed", "qkv", "gate"))
+    widths = ("mixed", "qkv", "gate", "cached")
+    mixed, made, gates, cached = (max(getattr(one, f"{of}_width") for one in d.kinds) for of in widths)
     t, latents = tokens, d.n_heads if d.latent_rank else 0
-    widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank), chunk_places(d.d_ff)
-    if layout != BY_NEURON:  # a product with `down` has the factors of all neurons as its input
-        widest = max(widest, d.d_ff)
+    packed = cache in CACHE_FORMATS and CACHE_FORMATS[cache].numbers.quantised
+    widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank, d.beside_ff), chunk_places(d.d_ff)
+    # A product with `down` has the factors of all neurons as its input.
+    low = rank if layout == BY_NEURON else max(rank, d.d_ff)
     return {
         "x_TD": Buffer((t, d.d_model)),
         "normed_TD": Buffer((t, d.d_model)),
         "attended_TD": Buffer((t, d.d_model)),
         "residual_TD": Buffer((t if d.block == "sandwich" else 0, d.d_model)),
+        "beside_TF": Buffer((2 * t, d.beside_ff)),
         "embedding_TW": Buffer((t, narrow_width(d))),
         "qkv_TQ": Buffer((t, made)),
         "gate_TQ": Buffer((t, gates)),
@@ -175,11 +193,11 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "taken_T": Buffer((t,), "int64"),
         "taken_select_T": Buffer((t,), "int64"),
         "taken_weight_T": Buffer((t,)),
-        "attention_CX": Buffer((CHUNKS, attention_floats(d))),
-        "unpacked_CBE": Buffer((CHUNKS, POSITIONS if cache == "q8" else 0, d.cached_width)),
+        "attention_CX": Buffer((CHUNKS, max(map(attention_floats, d.kinds)))),
+        "unpacked_CBE": Buffer((CHUNKS, POSITIONS if packed else 0, cached)),
         "low_rank_flat": Buffer((t * rank,)),
         "inputs": Buffer((t * input_nbytes(widest),), "uint8"),
-        "low_rank_inputs": Buffer((t * input_nbytes(rank),), "uint8"),
+        "low_rank_inputs": Buffer((t * input_nbytes(low),), "uint8"),
         "score_TF": Buffer((t, d.d_ff)),
         "list_CK": Buffer((CHUNKS, places), "int64"),
         "count_C": Buffer((CHUNKS,), "int64"),

@@ -16,13 +16,16 @@ The FFN is, per neuron i with activation a,
 and with experts  y = Σ_e p_e y_e  over the experts_per_token experts e with the largest router_e · x, p the softmax of
 these values over those experts, or over all; or  p_e = s(router_e · x), with s(z) = 1 / (1 + e⁻ᶻ), and mostly over
 their sum. The router reads what the FFN reads, or x as it enters the block. Experts that every token takes, p_e = 1 or
-s(gate · x), stand behind those of the router; a dense layer is made of such experts alone.
+s(gate · x), stand behind those of the router; a dense layer is made of such experts alone. In a sandwich block another
+FFN may be beside the experts, with n₃ its norm, and m₃ and m₄ those of both sums:  m₂(m₃(ffn(n₃(x))) + m₄(y)).
 
 In some layers a recurrence may stand in attention's place: each head has a state S of a fixed size, and no keys and
-values. Sources: Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464; Dao and Gu 2024, Mamba-2, arXiv:2405.21060.
+values. Sources: Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464; Dao and Gu 2024, Mamba-2, arXiv:2405.21060;
+transformers' `modeling_lfm2.py`, of which `short_conv` has no state beside the columns of its convolution.
 
     gated_delta   S ← eᵍ S,   S ← S + k (b (v − Sᵀk))ᵀ,   y = Sᵀq / √K       g = −decay · ln(1 + e^(a + bias))
     mamba2        S ← e^(−decay · t) S + k (t v)ᵀ,   y = Sᵀq + skip · v      t = max(ln(1 + e^(a + bias)), least step)
+    short_conv    y = c · the causal convolution of b · v, number by number                  b, c and v linear in x
 
 with a head's numbers a and s(b) of the token, and q, k, v SiLU of a causal convolution; of the delta rule, q and k then
 divided by their lengths. Several heads may share q and k. The delta rule's sums y are normed, head by head, and
@@ -74,6 +77,10 @@ class Recurrence:
     """Numbers that each head has of a token beside those of the convolution."""
     arrays: Callable[["Decoder"], Mapping[str, tuple[int, ...]]]
     """Its float32 arrays beside the convolution's, by their names, with their shapes."""
+    factors: int = 1
+    """Factors of each of its sums that `attention/gate` makes; of two, one is of what the convolution reads."""
+    has_keys: bool = True
+    """Whether its heads have queries and keys."""
 
 
 def _of_heads(d: "Decoder") -> dict[str, tuple[int, ...]]:
@@ -88,6 +95,7 @@ RECURRENCES: Mapping[str, Recurrence] = {
             "conv_bias": (d.qkv_width,), **_of_heads(d), "skip": (d.state_heads,), "state_norm": (d.mixed_width,)
         },
     ),
+    "short_conv": Recurrence(0, lambda _: {}, factors=2, has_keys=False),
 }  # fmt: skip
 """What may stand in attention's place, by name."""
 
@@ -161,8 +169,8 @@ COUNT = Values("integer in 0…2³¹−1", lambda value, _: 0 <= value < 2**31, 
 ABOVE_0 = Values("float > 0", lambda value, _: 0 < value < inf, 1.0)
 FROM_0 = Values("float ≥ 0", lambda value, _: 0 <= value < inf, 0.0)
 LAYERS = Values("list of layers, rising", lambda v, d: [*v] == sorted(n for n in {*v} if 0 <= n < d.n_layers), ())
-ANGLES = Values("list of float32 numbers, all > 0", lambda value, _: all(f > 0 for f in value), ())
-TURNS = Values("list of float32 numbers, all > 0 or all < 0", lambda v, _: all(f > 0 for f in v) or max(v) < 0, ())
+ANGLES = Values("list of float32 numbers, all ≥ 0", lambda value, _: all(f >= 0 for f in value), ())
+TURNS = Values("list of float32 numbers, all ≥ 0 or all < 0", lambda v, _: all(f >= 0 for f in v) or max(v) < 0, ())
 ALONE = (
     Rule("in a sequential block", lambda d: d.block == "sequential"),
     Rule("in layers that have the other part", lambda d: not {*d.mixer_only_layers} & {*d.ffn_only_layers}),
@@ -172,8 +180,11 @@ WITH_ROPE = Rule("with rope", lambda d: d.positions == "rope")
 NOT_EARLY = Rule("without `router_early`", lambda d: not d.router_early)
 
 HAS_STATES = Rule(
-    "with states of heads, keys, values and positions",
-    lambda d: min(d.state_heads, d.state_key_heads, d.state_key_dim, d.state_value_dim, d.state_columns) > 0,
+    "with states of heads, values and positions, and of keys but for `short_conv`",
+    lambda d: (
+        min(d.state_heads, d.state_value_dim, d.state_columns) > 0
+        and [d.state_key_heads > 0, d.state_key_dim > 0] == 2 * [RECURRENCES[d.recurrence].has_keys]
+    ),
 )
 EVENLY = Rule("as a divisor of `state_heads`", lambda d: d.state_heads % d.state_key_heads == 0)
 IN_SOME_LAYERS = (
@@ -235,6 +246,13 @@ class Facts:
     router_early: bool = fact(
         "the router reads x as it enters the block, without a norm", FLAG, of="n_experts", bodies=WITHOUT_GPU
     )
+    router_norm: bool = fact(
+        "the router reads x behind attention through an `rms` norm of its own", FLAG, NOT_EARLY,
+        Rule("in a sandwich block", lambda d: d.block == "sandwich"), of="n_experts", bodies=WITHOUT_GPU,
+    )
+    expert_scale: bool = fact(
+        "weights of routed experts are times a number of each", FLAG, of="n_experts", bodies=WITHOUT_GPU
+    )
     experts_shared: int = fact(
         "so many experts, the last ones, are taken by every token and not by the router; they count in both numbers",
         COUNT, NOT_EARLY, Rule("below `experts_per_token`", lambda d: d.experts_shared < d.experts_per_token),
@@ -253,6 +271,14 @@ class Facts:
         "neurons of a dense layer's FFN", COUNT,
         Rule("up to X · F, with several experts", lambda d: d.dense_experts <= d.n_experts > 1), of="dense_layers",
     )
+    beside_ff: int = fact(
+        "neurons of a gated FFN beside the experts, with norms of its own, below", COUNT,
+        Rule("in a sandwich block of `rms` norms, with several gated experts",
+             lambda d: d.block == "sandwich" and d.norm == "rms" and d.n_experts > 1 and d.ffn == "gated"),
+        Rule("without `ffn_bias` and activations of gated FFNs only",
+             lambda d: not d.ffn_bias and d.activation not in GATED_ACTIVATIONS),
+        bodies=WITHOUT_GPU,
+    )
     context_length: int = given("positions that the model was made for", SIZE)
     embedding_scale: float = fact("factor of the embedding at D numbers, before learned positions are added", ABOVE_0)
     embedding_norm: bool = fact("the first block reads a norm of that sum", FLAG)
@@ -260,6 +286,7 @@ class Facts:
         "how attention, FFN and norms follow each other, below", one_of(*BLOCKS),
         later={"reordered": ALL, "sandwich": WITHOUT_GPU},
     )
+    block_scale: bool = fact("what leaves a block is times a number of its layer", FLAG, bodies=WITHOUT_GPU)
     mixer_only_layers: tuple[int, ...] = fact(
         "layers without an FFN and its norm, whose arrays they lack", LAYERS, *ALONE,
         Rule("not in all layers", lambda d: len(d.mixer_only_layers) < d.n_layers),
@@ -280,6 +307,13 @@ class Facts:
     qk_norm: bool = fact("each head of queries and keys goes through an `rms` norm before its rotation", FLAG)
     joint_qk_norm: bool = fact(
         "this norm is over all heads of a token's queries, and over all keys", FLAG, of="qk_norm"
+    )
+    v_norm: bool = fact(
+        "each head of values goes through an `rms` norm too", FLAG, of="qk_norm", bodies=WITHOUT_GPU
+    )
+    keys_as_values: bool = fact(
+        "in layers without a window values are keys before these norms, and have no rows of their own", FLAG,
+        of="v_norm", bodies=WITHOUT_GPU,
     )
     inner_norms: bool = fact(
         "what attention's last matrix reads, and the h of the FFN, go through an `rms` norm before it, below", FLAG,
@@ -306,9 +340,21 @@ class Facts:
     windowed_layers: tuple[int, ...] = fact(
         "layers with this window; in the others a token sees all positions up to its own", LAYERS, of="window"
     )
+    windowed_head_dim: int = fact(
+        "E of layers with a window; 0 for `head_dim`", COUNT,
+        Rule("from as many as are rotated on",
+             lambda d: d.windowed_head_dim >= 2 * len(d.windowed_frequencies or d.rotary_frequencies)),
+        of="windowed_layers", bodies=WITHOUT_GPU,
+    )
+    windowed_kv_heads: int = fact(
+        "G of layers with a window; 0 for `n_kv_heads`", COUNT,
+        Rule("as a divisor of `n_heads`", lambda d: d.n_heads % d.windowed_kv_heads == 0),
+        of="windowed_layers", bodies=WITHOUT_GPU,
+    )
     windowed_frequencies: tuple[float, ...] = fact(
         "the angles of layers with a window, where they have others", ANGLES,
-        Rule("as many as `rotary_frequencies`", lambda d: len(d.windowed_frequencies) == len(d.rotary_frequencies)),
+        Rule("up to half of these layers' E",
+             lambda d: 2 * len(d.windowed_frequencies) <= (d.windowed_head_dim or d.head_dim)),
         of="windowed_layers",
     )
     windowed_scale: float = fact(
@@ -418,6 +464,16 @@ class Decoder(Facts):
         """The length of a window of text, at most the context."""
         return min(window, self.context_length)
 
+    @property
+    def kinds(self) -> "tuple[Self, ...]":
+        """The decoder as its layers compute it (see `of_layer`), each kind of them once."""
+        return tuple(dict.fromkeys(self.of_layer(n) for n in range(self.n_layers)))
+
+    @property
+    def router_apart(self) -> bool:
+        """Whether the router reads something else than the experts."""
+        return self.router_early or self.router_norm
+
     def seen(self, layer: int, positions: int) -> int:
         """How many of so many positions the newest token sees in a layer."""
         return min(self.window, positions) if layer in self.windowed_layers else positions
@@ -466,8 +522,9 @@ class Decoder(Facts):
 
     @property
     def gate_width(self) -> int:
-        """Numbers that what attention's last matrix reads is multiplied by; 0 for none."""
-        return self.mixed_width if self.output_gate or self.recurs else 0
+        """Numbers that what attention's last matrix reads, or a convolution, is multiplied by; 0 for none."""
+        factors = RECURRENCES[self.recurrence].factors if self.recurs else int(self.output_gate)
+        return factors * self.mixed_width
 
     @property
     def qkv_parts(self) -> tuple[int, int, int]:
@@ -478,6 +535,11 @@ class Decoder(Facts):
             return (self.mixed_width, keys, keys) if self.recurrence == "mamba2" else (keys, keys, self.mixed_width)
         keys = self.n_kv_heads * self.head_dim
         return self.n_heads * self.head_dim, keys, keys
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of attention's first matrix."""
+        return self.qkv_width - (self.qkv_parts[2] if self.keys_as_values else 0)
 
     @property
     def qkv_width(self) -> int:
@@ -526,6 +588,9 @@ def _differences(d: Decoder, layer: int) -> dict[str, Any]:
         found |= _NO_ATTENTION if layer in d.recurrent_layers else {"recurrence": "none"}
     if layer in d.windowed_layers:
         del found["window"]
+        found["keys_as_values"] = False
+        found["head_dim"] = d.windowed_head_dim or d.head_dim
+        found["n_kv_heads"] = d.windowed_kv_heads or d.n_kv_heads
         found["rotary_frequencies"] = d.windowed_frequencies or d.rotary_frequencies
         found["rotary_scale"] = d.windowed_scale or d.rotary_scale
     if layer in d.unrotated_layers:
@@ -539,7 +604,9 @@ def _differences(d: Decoder, layer: int) -> dict[str, Any]:
     return found
 
 
-_NO_ATTENTION = dict.fromkeys(("qkv_bias", "out_bias", "qk_norm", "output_gate", "attention_sinks"), False)
+_NO_ATTENTION = dict.fromkeys(
+    ("qkv_bias", "out_bias", "qk_norm", "v_norm", "keys_as_values", "output_gate", "attention_sinks"), False
+)
 """Facts that a layer lacks in which a recurrence stands in attention's place."""
 
 

@@ -17,7 +17,8 @@ rows of `rest` a neuron, R predictor rank.
     layers/N/attention/qkv [C, D]   …/conv [W, C]   …/gates [2·H, D] of b, then of a   …/decay [H]   …/decay_bias [H]
     …/state_norm [U]   …/gate [H·U, D]   …/out [D, H·U]   of a recurrence with H heads of U values, C channels of
     queries, keys and values, and a convolution of W positions; of mamba2 …/gates [H, D] of a, …/state_norm [H·U], and
-    …/conv_bias [C]   …/skip [H] beside
+    …/conv_bias [C]   …/skip [H] beside; of short_conv …/qkv [H·U, D] of v, …/gate [2·H·U, D] of b, then of c,
+    …/conv and …/out alone
     layers/N/attention/{q_norm,k_norm} [E], or [H·E] and [G·E] where the norm is joint
     layers/N/attention/inner_norm [H·E], or [H·U]   layers/N/ffn/inner_norm [F]
     layers/N/attention/out_norm/{weight,bias} [D], layers/N/ffn/out_norm/{weight,bias} [D] of a sandwich block
@@ -25,7 +26,11 @@ rows of `rest` a neuron, R predictor rank.
     layers/N/attention/v [G·E, D]   …/k [G·E, D]   where values, or keys too, have a format of their own: `qkv` has
     the other rows then
     layers/N/ffn/rest [F, k, D]                 …/up_bias [F]         …/down_bias [D], or …/expert_bias [X, D]
-    layers/N/ffn/up [F, D]   …/down [D, F]      in place of `rest` in the layout `matrices`; `up` only where it is gated
+    layers/N/ffn/up [F, D]   …/down [X·D, F / X]   in place of `rest` in the layout `matrices`; `up` only where it is
+    gated; `down` has D rows an expert
+    layers/N/ffn/beside_first [B, D]   …/beside_up [B, D]   …/beside_down [D, B]   …/beside_norm [D]
+    …/beside_out_norm [D]   …/experts_out_norm [D]   of another FFN beside the experts
+    layers/N/ffn/router_norm [D]   …/expert_scale [X]   layers/N/ffn/block_scale [1]   layers/N/attention/v_norm [E]
     layers/N/ffn/router [X, D]   …/{router_bias,router_choice_bias} [X]    where the router takes experts; behind the
     router's rows that of a gate of the shared ones
     layers/N/ffn/order [F]    original index of each stored neuron
@@ -51,10 +56,15 @@ LAYOUTS = BY_NEURON, WHOLE, MIXED = "neurons", "matrices", "mixed"
 checkpoints have, which keeps the blocks of `down`, is quicker, and is only for layers that compute every neuron; or
 mixed: as matrices where the layer's rung is dense, else by neuron."""
 PARTS = ("embedding", "attention", "ffn", "head", "predictor")
-_ATTENTION_MATRICES = dict.fromkeys(("attention/qkv", "attention/gate", "attention/out"), "attention")
+BESIDE = ("ffn/beside_first", "ffn/beside_up", "ffn/beside_down")
+"""Matrices of an FFN beside the experts."""
+_EVERY_LAYOUT = {
+    **dict.fromkeys(("attention/qkv", "attention/gate", "attention/out"), "attention"),
+    **dict.fromkeys(BESIDE, "ffn"),
+}
 MATRICES = {
-    BY_NEURON: {**_ATTENTION_MATRICES, **dict.fromkeys(("ffn/first", "ffn/rest"), "ffn")},
-    WHOLE: {**_ATTENTION_MATRICES, **dict.fromkeys(("ffn/first", "ffn/up", "ffn/down"), "ffn")},
+    BY_NEURON: {**_EVERY_LAYOUT, **dict.fromkeys(("ffn/first", "ffn/rest"), "ffn")},
+    WHOLE: {**_EVERY_LAYOUT, **dict.fromkeys(("ffn/first", "ffn/up", "ffn/down"), "ffn")},
 }
 """For each layout the matrices of a layer that may have a format of their own, and their parts."""
 ALL_MATRICES = MATRICES[BY_NEURON] | MATRICES[WHOLE]
@@ -180,7 +190,7 @@ def _plain_specs(
     for n, (rank, own) in enumerate(zip(ranks, layouts, strict=True)):
         for name, spec in layer_specs(d.of_layer(n), formats, rank, profiled, own):
             if name == "attention/qkv":
-                yield from _apart(d, f"layers/{n}/", formats, spec)
+                yield from _apart(d.of_layer(n), f"layers/{n}/", formats, spec)
             else:
                 yield f"layers/{n}/{name}", spec
     if d.final_norm:
@@ -202,9 +212,10 @@ def _apart(d: Decoder, layer: str, formats: Mapping[str, str], qkv: ArraySpec) -
 
 
 def misfits(specs: Mapping[str, ArraySpec]) -> list[str]:
-    """Names of arrays whose format has scales of groups, but whose rows are no whole groups or are summed."""
-    grouped = {name: spec for name, spec in specs.items() if FORMATS[spec.format].grouped}
-    return [n for n, spec in grouped.items() if spec.shape[-1] % (GROUP * BLOCK) or n.endswith("ffn/rest")]
+    """Names of arrays whose format needs rows of whole groups that are not summed, which theirs are not."""
+    whole = {name: spec for name, spec in specs.items() if not FORMATS[spec.format].summed}
+    cut = {n for n, spec in whole.items() if FORMATS[spec.format].grouped and spec.shape[-1] % (GROUP * BLOCK)}
+    return [n for n in whole if n in cut or n.endswith("ffn/rest")]
 
 
 def layer_specs(
@@ -224,12 +235,11 @@ def _ffn_specs(
         yield from _norm(d, "ffn/norm")
     if d.block == "sandwich":
         yield from _norm(d, "ffn/out_norm")
-    if d.n_experts > 1 and d.experts_per_token > d.experts_shared:
-        yield "ffn/router", ArraySpec("f32", (d.experts_routed + d.shared_gate, d.d_model))
-        if d.router_bias:
-            yield "ffn/router_bias", ArraySpec("f32", (d.experts_routed,))
-        if d.router_choice_bias:
-            yield "ffn/router_choice_bias", ArraySpec("f32", (d.experts_routed,))
+    yield from _router_specs(d)
+    if d.beside_ff:
+        yield from _beside_specs(d, formats["ffn"])
+    if d.block_scale:
+        yield "ffn/block_scale", ArraySpec("f32", (1,))
     yield from _ffn_matrices(d, formats["ffn"], layout)
     if d.ffn_bias:
         yield "ffn/first_bias", ArraySpec("f32", (d.neurons,))
@@ -248,6 +258,23 @@ def _ffn_specs(
         yield "predictor/bias", ArraySpec("f32", (d.neurons,))
 
 
+def _router_specs(d: Decoder) -> Iterator[tuple[str, ArraySpec]]:
+    if d.n_experts == 1 or d.experts_per_token == d.experts_shared:
+        return
+    yield "ffn/router", ArraySpec("f32", (d.experts_routed + d.shared_gate, d.d_model))
+    if d.router_norm:
+        yield "ffn/router_norm", ArraySpec("f32", (d.d_model,))
+    given = {"router_bias": d.router_bias, "router_choice_bias": d.router_choice_bias, "expert_scale": d.expert_scale}
+    yield from ((f"ffn/{name}", ArraySpec("f32", (d.experts_routed,))) for name, has in given.items() if has)
+
+
+def _beside_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
+    wide, narrow = (d.beside_ff, d.d_model), (d.d_model, d.beside_ff)
+    yield from ((name, ArraySpec(fmt, shape)) for name, shape in zip(BESIDE, (wide, wide, narrow), strict=True))
+    for name in ("beside_norm", "beside_out_norm", "experts_out_norm"):
+        yield f"ffn/{name}", ArraySpec("f32", (d.d_model,))
+
+
 def _ffn_matrices(d: Decoder, fmt: str, layout: str) -> Iterator[tuple[str, ArraySpec]]:
     by_neuron = d.neurons, d.d_model
     yield "ffn/first", ArraySpec(fmt, by_neuron)
@@ -258,11 +285,11 @@ def _ffn_matrices(d: Decoder, fmt: str, layout: str) -> Iterator[tuple[str, Arra
         return
     if d.ffn == "gated":
         yield "ffn/up", ArraySpec(fmt, by_neuron)
-    yield "ffn/down", ArraySpec(fmt, (d.d_model, d.neurons))
+    yield "ffn/down", ArraySpec(fmt, (d.n_experts * d.d_model, d.d_ff))
 
 
 def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
-    qkv = d.qkv_width
+    qkv = d.qkv_rows
     yield from _norm(d, "attention/norm")
     yield "attention/qkv", ArraySpec(fmt, (qkv, d.d_model))
     if d.qkv_bias:
@@ -279,6 +306,8 @@ def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
         queries, keys = (d.n_heads, d.n_kv_heads) if d.joint_qk_norm else (1, 1)
         yield "attention/q_norm", ArraySpec("f32", (queries * d.head_dim,))
         yield "attention/k_norm", ArraySpec("f32", (keys * d.head_dim,))
+    if d.v_norm:
+        yield "attention/v_norm", ArraySpec("f32", (d.head_dim,))
     if d.attention_sinks:
         yield "attention/sinks", ArraySpec("f32", (d.n_heads,))
     if d.inner_norms:

@@ -16,7 +16,7 @@ from pi_runtime.artifact.schema import ArrayEntry
 from pi_runtime.disk.kernels import neuron_cache
 from pi_runtime.disk.kernels.fetching import Places
 from pi_runtime.disk.kernels.neuron_cache import LayerRows
-from pi_runtime.disk.ram_plan import RamPlan, expert_counts, places_of, resident_nbytes
+from pi_runtime.disk.ram_plan import MatrixPlan, RamPlan, expert_counts, places_of, resident_nbytes
 from pi_runtime.disk.reader import Reader, page_aligned
 from pi_runtime.kernels.data.matrix_view import Ints
 
@@ -27,7 +27,7 @@ class ResidentArrays:
     Rows of an untied embedding are there while their tokens run, unless there is room for all.
     """
 
-    def __init__(self, artifact: Artifact, plan: RamPlan, reader: Reader) -> None:
+    def __init__(self, artifact: Artifact, plan: RamPlan | MatrixPlan, reader: Reader) -> None:
         self.manifest, self._artifact, self._reader = artifact.manifest, artifact, reader
         self._away = plan.away
         resident = resident_nbytes(artifact.manifest, plan.whole_embedding)

@@ -11,7 +11,7 @@ from pi_runtime.artifact.buffers import CACHE_FORMATS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.artifact.sizes import BY_NEURON
+from pi_runtime.artifact.sizes import BY_NEURON, MIXED
 from pi_runtime.engine.model import Model
 from pi_runtime.engine.options import ModelOptions
 from pi_runtime.errors import DeviceError, DoesNotFitError, Setting, UsageError, spelled
@@ -55,9 +55,10 @@ def load(
     FFNs that have no room are read from the file when they are needed, which changes no text. None maps the whole file
     into memory where it fits, and else takes what is free. `kv_budget`: bytes of it for keys and values, of all caches
     and engines together; None: as many as one sequence takes.
-    `context`: positions to hold, prompt and answer together. `cache_format`: how keys and values are held, `f16` or
-    `q8`, which takes about half as much and is no longer exact; `auto` is float32 beside attention weights in float32,
-    else `f16`. A GPU has `auto` alone. `threads`: CPU threads; results do not depend on it.
+    `context`: positions to hold, prompt and answer together. `cache_format`: how keys and values are held: `f32`,
+    `f16`, `q8` or `q4`; `q8` takes about half as much as `f16`, `q4` a quarter, and neither is exact; `auto` is float32
+    beside attention weights in float32, else `f16`. A GPU has `auto` alone. `threads`: CPU threads; results do not
+    depend on it.
 
     Raises ArtifactError for a file that is not an artifact of this version, UsageError for an impossible argument,
     DeviceError for a device that is not there.
@@ -84,9 +85,9 @@ def open_model(path: str | Path, options: ModelOptions, progress: Callable[[int,
     device, threads = device_of(options), _threads(options.threads)
     if options.mode not in MODES:
         raise UsageError("unknown mode", setting=Setting("mode", options.mode), expected=", ".join(MODES))
-    if options.cache_format not in CACHE_FORMATS:
+    if options.cache_format not in (formats := ("auto", *CACHE_FORMATS)):
         held = Setting("cache_format", options.cache_format)
-        raise UsageError("unknown format", setting=held, expected=", ".join(CACHE_FORMATS))
+        raise UsageError("unknown format", setting=held, expected=", ".join(formats))
     artifact = Artifact.open(Path(path))
     try:
         context = _context(artifact.manifest, options.context)
@@ -139,10 +140,10 @@ def _executor(
 ) -> Executor:
     """What computes the model: rows by the budget of RAM, sides by the device, which is one that is there."""
     device, held, kv, budget, notice = options.device, options.cache_format, options.kv_budget, options.ram_budget, None
-    whole = artifact.manifest.ffn_layout != BY_NEURON
-    if whole and (device != "cpu" or budget is not None):
+    layout = artifact.manifest.ffn_layout
+    if layout != BY_NEURON and (device != "cpu" or (layout == MIXED and budget is not None)):
         raise DeviceError(
-            f"{artifact.path}: its FFNs are whole matrices, which run on the CPU, in memory",
+            f"{artifact.path}: FFNs that are whole matrices run on the CPU, and beside others in memory",
             remedy=f"for a budget of RAM {BY_NEURON_REMEDY}; for a GPU: build it for a machine with one",
         )
     if device not in ("cpu", "stand-in"):
@@ -160,7 +161,7 @@ def _executor(
     taken = _placement(artifact, context, options.vram_budget) if device == "stand-in" else None
     if budget is None and taken is None and (budget := ram_budget_for(artifact.nbytes)) is not None:
         notice = "the model is larger than the free memory: neurons come from disk"
-        if whole:
+        if layout == MIXED:
             budget = None
             notice = f"the model is larger than the free memory, and slow; to run from disk {BY_NEURON_REMEDY}"
     if budget is not None:

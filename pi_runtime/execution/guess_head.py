@@ -37,13 +37,15 @@ class GuessHeadRun(ABC):
 
     ids_S: Ints
     """The ids of the tokens that it can draft, rising."""
+    states: tuple[int, ...]
+    """The layers whose inputs it reads."""
 
     def __init__(self, open_artifact: Callable[[], StoredArrays], layer: Decoder, context: int, threads: int) -> None:
         """`open_artifact` returns it, or raises where it was closed. `layer`: its layer as a decoder of one."""
         artifact = open_artifact()
         self._artifact, self._context, self._threads = open_artifact, context, threads
         self.vocabulary, self._width = layer.vocab_size, layer.d_model
-        self._manifest = replace(artifact.manifest, decoder=layer)
+        self._manifest, self.states = replace(artifact.manifest, decoder=layer), artifact.manifest.guess_states
         self.page_nbytes = PagePool(self._manifest).page_nbytes
         """Bytes of a page of its keys and values: it has no more of them than its model has of the same tokens."""
         self._cos_SJ, self._sin_SJ = rotary_table(layer, context)
@@ -66,8 +68,8 @@ class GuessHeadRun(ABC):
                 block_T = np.array(tokens[part], np.int64)
                 cache.reserve(len(block_T))
                 run_R4 = np.array([(0, len(block_T), cache.length, cache.table_address)], np.int64)
-                position_T, code = np.arange(cache.length, cache.length + len(block_T)), FORMATS[cache.pool.format].code
-                at = Positions(position_T, run_R4, code, cache.pool.row_nbytes)
+                position_T = np.arange(cache.length, cache.length + len(block_T))
+                at = Positions(position_T, run_R4, *cache.pool.kernel_format)
                 y_TD = self._run(at, block_T, None if states_TC is None else states_TC[part], y_TD, logits_1S)
                 cache.append(block_T, select=False)
         return y_TD[-1:], logits_1S[0]
@@ -163,7 +165,8 @@ class GuessLayerRun(GuessHeadRun):
         attention(cfg, w_X[0], eps, self._cos_SJ, self._sin_SJ, at, x_TD, ws)
         select_T, tally_T3 = np.ones(tokens, np.int64), ws.counts_LT3[0, :tokens]
         ffn_of_experts(cfg, w_X, ws.normed_TD[:tokens], select_T, ws, tally_T3, x_TD)
-        after_ffn(cfg, w_X[0], eps, ws.residual_TD[:tokens] if len(ws.residual_TD) else ws.normed_TD[:tokens], x_TD)
+        residual_TD = ws.residual_TD if len(ws.residual_TD) else ws.normed_TD
+        after_ffn(cfg, w_X[0], eps, residual_TD[:tokens], ws, x_TD)
         last_1D = x_TD[-1:].copy()
         head(cfg, self._ends, eps, last_1D, ws, logits_1S)
         return last_1D

@@ -12,13 +12,13 @@ Shape letters: L layers, G key-value heads, S positions of a page, E head width,
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
-from math import gcd, prod
+from math import gcd
 from threading import RLock
 from typing import Any
 
 import numpy.typing as npt
 
-from pi_runtime.artifact.buffers import cache_format
+from pi_runtime.artifact.buffers import CACHE_FORMATS, cache_format
 from pi_runtime.artifact.footprint import POSITIONS
 from pi_runtime.artifact.layer_classes import layer_classes
 from pi_runtime.artifact.schema import Manifest
@@ -134,10 +134,10 @@ class PagePool:
         return -(-nbytes * (self.page_nbytes + self._beside) // self.page_nbytes)
 
     @property
-    def row_nbytes(self) -> int:
-        """Bytes of a head's keys, or values, at one position."""
-        page = self.classes[0].page
-        return page.nbytes // prod(page.shape[:-1])
+    def kernel_format(self) -> tuple[int, bool]:
+        """What kernels know of keys and values: the code of their number format, and whether heads are rotated."""
+        held = CACHE_FORMATS[self.format]
+        return held.numbers.code, held.hadamard
 
     @property
     def in_use(self) -> int:

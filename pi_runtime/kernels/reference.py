@@ -126,6 +126,11 @@ def embed(d: Decoder, ends: WeightSource, artifact: Artifact, ids_T: npt.NDArray
 
 def block(d: Decoder, w: WeightSource, layer: Layer, x_TD: F32) -> F32:
     """Run one block on the layer's rung; see `Decoder` for its forms."""
+    y_TD = _block(d, w, layer, x_TD)
+    return y_TD * w["ffn/block_scale"] if d.block_scale else y_TD
+
+
+def _block(d: Decoder, w: WeightSource, layer: Layer, x_TD: F32) -> F32:
     entered_TD = x_TD
     if not d.has_ffn:
         return x_TD + attention(d, w, norm(d, w, "attention/norm", x_TD))
@@ -143,7 +148,10 @@ def block(d: Decoder, w: WeightSource, layer: Layer, x_TD: F32) -> F32:
         y_TD = attention(d, w, norm(d, w, "attention/norm", x_TD))
         x_TD = x_TD + norm(d, w, "attention/out_norm", y_TD)
         normed_TD = norm(d, w, "ffn/norm", x_TD)
+        entered_TD = rms(d, x_TD) * w["ffn/router_norm"] if "ffn/router_norm" in w else entered_TD
         y_TD = ffn(d, w, normed_TD, selected(w, layer, normed_TD), layer.threshold, entered_TD)
+        if d.beside_ff:
+            y_TD = rms(d, y_TD) * w["ffn/experts_out_norm"] + _beside(d, w, x_TD)
         return x_TD + norm(d, w, "ffn/out_norm", y_TD)
     normed_TD = norm(d, w, "attention/norm", x_TD)
     attended_TD = x_TD + attention(d, w, normed_TD)
@@ -158,6 +166,13 @@ def norm(decoder: Decoder, w: WeightSource, name: str, x_TD: F32) -> F32:
         x_TD = x_TD - x_TD.mean(-1, keepdims=True)
     y_TD = rms(decoder, x_TD) * w[f"{name}/weight"]
     return y_TD + w[f"{name}/bias"] if decoder.norm == "layer" else y_TD
+
+
+def _beside(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
+    """m₃(down (a(first n₃) · up n₃)), n₃ the norm of x: the FFN beside the experts."""
+    normed_TD = rms(d, x_TD) * w["ffn/beside_norm"]
+    h_TF = activate(d, w.product("ffn/beside_first", normed_TD)) * w.product("ffn/beside_up", normed_TD)
+    return rms(d, w.product("ffn/beside_down", h_TF)) * w["ffn/beside_out_norm"]
 
 
 def activate(decoder: Decoder, z: F32, threshold: float = 0.0) -> F32:
@@ -216,7 +231,9 @@ def routing(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
         largest_T1 = logit_TK.max(1, keepdims=True)
         route_weight_TK = np.exp(logit_TK - largest_T1)
         total_T1 = np.exp((logit_TK if d.router_normalised else logit_TX) - largest_T1).sum(1, keepdims=True)
-    np.put_along_axis(route_weight_TX, expert_TK, route_weight_TK / total_T1 * np.float32(d.router_scale), 1)
+    route_weight_TK = route_weight_TK / total_T1 * np.float32(d.router_scale)
+    route_weight_TK = route_weight_TK * w["ffn/expert_scale"][expert_TK] if d.expert_scale else route_weight_TK
+    np.put_along_axis(route_weight_TX, expert_TK, route_weight_TK, 1)
     return route_weight_TX
 
 
@@ -238,10 +255,10 @@ def ffn(
     d: Decoder, w: WeightSource, x_TD: F32, active_TF: Bools | None = None, threshold: float = 0.0,
     entered_TD: F32 | None = None,
 ) -> F32:  # fmt: skip
-    """y = Σ route_weight h_i rest_i over all neurons, or the active ones; see `Decoder` for h. Or down · h, where the
-    matrices are whole; then h is rounded as the input of any product.
+    """y = Σ route_weight h_i rest_i over all neurons, or the active ones; see `Decoder` for h. Where the matrices are
+    whole, Σ route_weight (down · h) over experts; then h is rounded as the input of any product.
 
-    `entered_TD` is what entered the block, which an early router reads.
+    `entered_TD` is what a router reads that does not read x: what entered the block, or a norm of its own.
     """
     whole = "ffn/down" in w
     z_TF = w.product("ffn/first", x_TD) + (w["ffn/first_bias"] if d.ffn_bias else np.float32(0))
@@ -254,11 +271,14 @@ def ffn(
         h_TF = np.where(active_TF, h_TF, np.float32(0))
     if d.inner_norms:
         h_TF = rms(d, h_TF) * w["ffn/inner_norm"]
-    read_TD = entered_TD if d.router_early and entered_TD is not None else x_TD
+    read_TD = entered_TD if d.router_apart and entered_TD is not None else x_TD
     route_weight_TX = routing(d, w, read_TD)
-    if d.n_experts > 1:
-        h_TF = h_TF * np.repeat(route_weight_TX, d.d_ff, axis=1)
-    y_TD = w.product("ffn/down", h_TF) if whole else h_TF @ w["ffn/rest"][:, -1]
+    if whole:
+        y_TXD = _by_head(w, "ffn/down", h_TF.reshape(len(h_TF), d.n_experts, d.d_ff))
+        y_TD = (y_TXD * route_weight_TX[..., None]).sum(1) if d.n_experts > 1 else y_TXD[:, 0]
+    else:
+        h_TF = h_TF * np.repeat(route_weight_TX, d.d_ff, axis=1) if d.n_experts > 1 else h_TF
+        y_TD = h_TF @ w["ffn/rest"][:, -1]
     if d.expert_bias:
         return y_TD + route_weight_TX @ w["ffn/expert_bias"]
     return y_TD + w["ffn/down_bias"] if d.ffn_bias else y_TD
@@ -321,10 +341,13 @@ def attention(decoder: Decoder, w: WeightSource, x_TD: F32) -> F32:
     matrices = [name for name in ("attention/qkv", *APART) if name in w]
     qkv = np.concatenate([w.product(name, x_TD) for name in matrices], axis=1)
     qkv = qkv + (w["attention/qkv_bias"] if d.qkv_bias else np.float32(0))
+    qkv = np.concatenate([qkv, qkv[:, -d.qkv_parts[1] :]], axis=1) if d.keys_as_values else qkv
     heads = qkv.reshape(n_tokens, d.n_heads + 2 * d.n_kv_heads, d.head_dim)
     q_THE, k_SGE, v_SGE = np.split(heads, [d.n_heads, d.n_heads + d.n_kv_heads], axis=1)
     if d.qk_norm:
         q_THE, k_SGE = _norm_heads(d, w["attention/q_norm"], q_THE), _norm_heads(d, w["attention/k_norm"], k_SGE)
+    if d.v_norm:
+        v_SGE = rms(d, v_SGE) * w["attention/v_norm"]
     if d.positions == "rope":
         q_THE, k_SGE = rotate(d, q_THE), rotate(d, k_SGE)
     q_THE = q_THE * query_factors(d, n_tokens)[:, None, None]
@@ -381,16 +404,21 @@ def latent_attention(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
 def recurrence(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
     """What stands in attention's place, from position 0 on, one token after the other; see `artifact.decoder`."""
     n_tokens = len(x_TD)
-    made_TC = w.product("attention/qkv", x_TD)
+    made_TC, z = w.product("attention/qkv", x_TD), w.product("attention/gate", x_TD)
+    if d.recurrence == "short_conv":
+        b, z = np.split(z, 2, axis=1)
+        made_TC = b * made_TC
     padded_TC = np.concatenate([np.zeros((d.state_columns - 1, d.qkv_width), np.float32), made_TC])
     taps = zip(range(d.state_columns), w["attention/conv"], strict=True)
     sums_TC = sum(padded_TC[j : j + n_tokens] * tap_C for j, tap_C in taps)
     sums_TC = sums_TC + w["attention/conv_bias"] if "attention/conv_bias" in w else sums_TC
+    if d.recurrence == "short_conv":
+        return w.product("attention/out", z * sums_TC)
     first, second, _ = d.qkv_parts
     q, k, v = np.split(_silu(sums_TC), [first, first + second], axis=1)
     q, v = (v, q) if d.recurrence == "mamba2" else (q, v)
     q_TGK, k_TGK = (part.reshape(n_tokens, d.state_key_heads, -1) for part in (q, k))
-    v_THV, z_THV = (part.reshape(n_tokens, d.state_heads, -1) for part in (v, w.product("attention/gate", x_TD)))
+    v_THV, z_THV = (part.reshape(n_tokens, d.state_heads, -1) for part in (v, z))
     gates_TG, step = x_TD @ w["attention/gates"].T, _RECURRENCES[d.recurrence]
     mixed_TQ = step(d, w, q_TGK, k_TGK, v_THV, z_THV, gates_TG).reshape(n_tokens, -1)
     return w.product("attention/out", mixed_TQ)
@@ -452,7 +480,7 @@ def latent_norm(weight: F32, x: F32) -> F32:
 
 
 def _by_head(w: WeightSource, name: str, x_THN: F32) -> F32:
-    """The products of each head's numbers with its own rows of a matrix."""
+    """The products of each head's, or expert's, numbers with its own rows of a matrix."""
     heads = range(x_THN.shape[1])
     return np.stack([np.split(w.product(name, x_THN[:, h]), len(heads), axis=1)[h] for h in heads], axis=1)
 

@@ -60,6 +60,31 @@ GEMMA3 = LLAMA | {
     "query_pre_attn_scalar": 17,
     "hidden_activation": "gelu_pytorch_tanh",
 }
+GEMMA4 = LLAMA | {
+    "hidden_size_per_layer_input": 0,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 7,
+    "global_head_dim": 20,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 2.0,
+}
+TWO = {"num_hidden_layers": 2, "layer_types": None}
+GEMMA4_OLDER = {
+    "layer_types": None,
+    "per_layer_config": None,
+    "global_head_dim": 20,
+    "num_global_key_value_heads": 1,
+}
+"""Keys of a config that names no layer."""
+GEMMA4_MOE = GEMMA4 | {
+    "enable_moe_block": True,
+    "num_experts": 5,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 29,
+}
 GLM = LLAMA | {
     "head_dim": 12,
     "intermediate_size": 123,
@@ -144,6 +169,19 @@ GRANITE_HYBRID = (
         "mamba_d_state": 7,
     }
 )
+LFM2 = {k: v for k, v in OLMO2.items() if k != "hidden_act"} | {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "block_auto_adjust_ff_dim": False,
+    "tie_word_embeddings": True,
+}
+LFM2_MOE = {k: v for k, v in LFM2.items() if not k.startswith("block")} | {
+    "intermediate_size": 123,
+    "moe_intermediate_size": 53,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "num_dense_layers": 1,
+}
 FATRELU = {"hidden_act": "fatrelu", "hidden_act_param": 0.2}
 MIXTRAL = LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2}
 SCALED: dict[str, dict[str, Any]] = {
@@ -200,7 +238,7 @@ class Case:
     """Class in transformers; where the checkpoint's own repository ships the code, the class that it was made from."""
     fields: dict[str, Any]
     own: dict[str, Any] = field(default_factory=dict)
-    """Config fields that differ from those of the class it was made from."""
+    """Config fields that differ from those of the class it was made from; None for one that is missing."""
     computes: Callable[[nn.Module], None] | None = None
     """Turns the class it was made from into the model."""
     made: Callable[[Path, dict[str, Any], str, torch.dtype], Any] | None = None
@@ -319,6 +357,25 @@ CASES: dict[str, Case] = {
         GEMMA3 | {"layer_types": ["full_attention", "sliding_attention"], "final_logit_softcapping": 2.0},
         not_in_gguf="llama.cpp has a window in five layers of six",
     ),
+    "gemma4": Case(
+        "Gemma4Text",
+        GEMMA4 | TWO,
+        GEMMA4_OLDER,
+        not_in_gguf="llama.cpp's converter asks for the kind of each layer",
+    ),
+    "gemma4-listed": Case("Gemma4Text", GEMMA4),
+    "gemma4-own-values": Case(
+        "Gemma4Text",
+        GEMMA4 | {"attention_k_eq_v": False, "attention_bias": True},
+        not_in_gguf="llama.cpp has no biases for Gemma 4",
+    ),
+    "gemma4-experts": Case("Gemma4Text", GEMMA4_MOE),
+    "gemma4-unified": Case(
+        "Gemma4UnifiedText",
+        {key: value for key, value in (GEMMA4 | TWO).items() if "per_layer" not in key},
+        GEMMA4_OLDER,
+        not_in_gguf="llama.cpp's converter takes the class that reads pictures too, and writes Gemma 4",
+    ),
     "glm4-moe": Case("Glm4Moe", GLM),
     "glm4-moe-groups": Case(
         "Glm4Moe",
@@ -356,6 +413,19 @@ CASES: dict[str, Case] = {
     "qwen3.5-fatrelu": Case("Qwen3_5", DELTA, FATRELU, forced_threshold),
     "qwen3.5-moe": Case("Qwen3_5Moe", DELTA_EXPERTS),
     "qwen3.5-moe-fatrelu": Case("Qwen3_5Moe", DELTA_EXPERTS, FATRELU, forced_threshold),
+    "lfm2": Case("Lfm2", LFM2),
+    "lfm2-untied": Case(
+        "Lfm2",
+        {k: v for k, v in LFM2.items() if k not in ("layer_types", "block_auto_adjust_ff_dim")}
+        | {"block_ffn_dim_multiplier": 1.3, "block_multiple_of": 8}
+        | {"full_attn_idxs": [0, 2], "conv_L_cache": 4, "tie_word_embeddings": False},
+    ),
+    "lfm2-moe": Case("Lfm2Moe", LFM2_MOE),
+    "lfm2-moe-unbiased": Case(
+        "Lfm2Moe",
+        LFM2_MOE | {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.7},
+        not_in_gguf="llama.cpp has a bias for choosing in every such model",
+    ),
     "gpt-oss": Case("GptOss", GPT_OSS, {"layer_types": None}),
     "gpt-oss-listed": Case(
         "GptOss",
@@ -465,6 +535,12 @@ def random_sizes(name: str, seed: int) -> dict[str, int]:
                 layers = len(fields["layer_types"])
             own = "moe_intermediate_size", "moe_ffn_hidden_size", "shared_expert_intermediate_size"
             sizes |= {key: neurons for key in fields if key in own}
+            twice = "moe_shared_expert_intermediate_size", "shared_intermediate_size"
+            sizes |= {key: 2 * neurons for key in fields if key in twice}
+            if "layers_block_type" in fields:
+                layers = len(fields["layers_block_type"])
+            if "mamba_n_heads" in fields:
+                sizes |= {"mamba_n_heads": 2 * heads, "mamba_d_state": int(rng.integers(1, 20))}
             if "linear_num_key_heads" in fields:
                 heads_2 = [int(n) for n in rng.integers(1, 4, 2)]
                 sizes |= {"linear_num_key_heads": heads_2[0], "linear_num_value_heads": heads_2[0] * heads_2[1]}
@@ -502,14 +578,15 @@ def random_checkpoint(
         return made
     of_text = "Text" if case.model.startswith("Qwen3_5") else ""
     config = getattr(tf, f"{case.model}{of_text}Config")(**case.fields)
-    names = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+    names = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Gemma4Text": "Gemma4ForCausalLM"}
+    names["Gemma4UnifiedText"] = "Gemma4UnifiedForCausalLM"
     model_class = getattr(tf, names.get(case.model, f"{case.model}ForCausalLM"))
     model = randomised(model_class(config))
     # The quick implementation of experts asks for rows of a multiple of 16 bytes.
     model.config._experts_implementation = "eager"
     save(model, folder, shard=shard, dtype=dtype)
     if case.own:
-        edit_json(folder / "config.json", **case.own)
+        edit_json(folder / "config.json", *(key for key, value in case.own.items() if value is None), **case.own)
     if case.predictors:
         _add_predictors(folder, case)
     if tokenizer:

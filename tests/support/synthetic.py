@@ -77,6 +77,15 @@ FACTS: dict[str, dict[str, Any]] = {
         "block": "sandwich", "window": 9, "windowed_layers": (0,),
         "windowed_frequencies": (1.0, 0.5, 0.25, 0.125), "windowed_scale": 1.3,
     },
+    "heads of two sizes": {
+        "window": 9, "windowed_layers": (0,), "windowed_head_dim": 12, "windowed_kv_heads": 4, "qk_norm": True,
+        "windowed_frequencies": (1.0, 0.5, 0.25, 0.125, 0.1), "rotary_frequencies": (1.0, 0.1, 0.0, 0.0),
+        "v_norm": True, "keys_as_values": True, "block_scale": True,
+    },
+    "an FFN beside experts, whose router has a norm and which have numbers": {
+        "block": "sandwich", "n_experts": 5, "experts_per_token": 2, "router_norm": True, "expert_scale": True,
+        "beside_ff": 37, "activation": "gelu_tanh",
+    },
     "shared experts, dense layers, a bias for choosing in groups": {
         "n_experts": 5, "experts_per_token": 3, "experts_shared": 1, "dense_layers": (0,), "dense_ff": 130,
         "router_score": "sigmoid", "router_choice_bias": True, "router_groups": 2, "router_scale": 1.5,
@@ -101,6 +110,10 @@ FACTS: dict[str, dict[str, Any]] = {
         "state_key_dim": 7, "state_value_dim": 9, "state_columns": 4, "state_least_step": 0.6, "state_norm_eps": 1e-3,
         "mixer_only_layers": (0,), "ffn_only_layers": (2,), "n_layers": 3, "n_experts": 3, "experts_per_token": 2,
         "activation": "relu2", "ffn": "plain", "positions": "none", "score_scale": 0.7,
+    },
+    "a short convolution": {
+        "recurrence": "short_conv", "recurrent_layers": (0,), "state_heads": 4, "state_value_dim": 9,
+        "state_columns": 3, "qk_norm": True,
     },
     "experts weighed among all": {"n_experts": 3, "experts_per_token": 2, "router_normalised": False},
 }  # fmt: skip
@@ -191,10 +204,10 @@ def golden_artifact(path: Path) -> Path:
 def counted_artifact(path: Path, decoder: Decoder, format: str) -> Path:  # noqa: A002
     """An artifact with a predictor in each layer, whose weights come from integer arithmetic alone.
 
-    In a format with scales of groups it has matrices as checkpoints have them, and no predictors.
+    In a format whose rows are not summed it has matrices as checkpoints have them, and no predictors.
     """
     formats, ranks, layout = dict.fromkeys(PARTS, format), [40] * decoder.n_layers, BY_NEURON
-    if FORMATS[format].grouped:
+    if not FORMATS[format].summed:
         layout, ranks = WHOLE, [None] * decoder.n_layers
         formats |= {f"layers/0/{name}": format for name in APART}
     manifest = replace(bare_manifest(decoder, formats, ranks), ffn_layout=layout)

@@ -22,6 +22,7 @@ from pi_runtime.artifact.formats import FORMATS, ROW_FORMATS, Format
 _GRIDS = {kind: FORMATS[name] for name, kind in KEPT.items()}
 """Tensor type → the block format that has its integers and scales."""
 _EXPERTS = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))_exps(\.weight)")
+_FUSED_EXPERTS = re.compile(r"(blk\.\d+\.ffn_)gate_up_exps(\.weight)")
 _FUSED = re.compile(r"(blk\.\d+\.attn_)qkv(\.(?:weight|bias))")
 _HEADS = re.compile(r"(blk\.\d+\.attn_[kv]_b)(\.weight)")
 _GATED = re.compile(r"(blk\.\d+\.ffn_)up(\.weight)")
@@ -48,6 +49,8 @@ class _GgufRows:
     tensor_type: Type
     order: npt.NDArray[np.int64] | None
     shape: tuple[int, ...]
+    factor: float = 1.0
+    """What multiplies the values of the tensor's type."""
 
     def __len__(self) -> int:
         return len(self.data)
@@ -63,7 +66,7 @@ class _GgufRows:
         if self.tensor_type in (Type.F32, Type.F16):
             return data
         with np.errstate(over="ignore"):  # what is too large for a float32 becomes infinite, and is refused
-            return gguf.dequantize(data, self.tensor_type)
+            return gguf.dequantize(data, self.tensor_type) * np.float32(self.factor)
 
     @cached_property
     def grids(self) -> tuple[str, ...]:
@@ -72,13 +75,13 @@ class _GgufRows:
         parts = range(0, len(self) if own is not None and own.mirrored else 0, 4096)
         if own is None or any(has_lowest(own, self._rows(slice(n, n + 4096))) for n in parts):
             return ()
-        others = () if own.grouped else (FORMATS[name] for name in ROW_FORMATS)
+        others = () if not own.summed else (FORMATS[name] for name in ROW_FORMATS)
         wider = (f for f in others if f.quantised and f.offset == own.offset and f.bits > own.bits)
         return (own.name, *(f.name for f in wider))
 
     def on_grid(self, fmt: Format, index: Index) -> tuple[Array, Array] | None:
         """Blocks that a format holds, and their scales."""
-        return taken(_GRIDS[self.tensor_type], self._rows(index)) if fmt.name in self.grids else None
+        return taken(_GRIDS[self.tensor_type], self._rows(index), self.factor) if fmt.name in self.grids else None
 
     def _rows(self, index: Index) -> Array:
         return self.data[index if self.order is None else self.order[index]]
@@ -103,25 +106,35 @@ class GgufTensors:
         self.location = file.path
         self.files: tuple[str, ...] = tuple(path.name for path in file.paths)
         self._stored = {name: stored for whole in file.tensors for name, stored in self._told_apart(whole)}
-        for name in (ROPE_DIVISORS, *LONG_FACTORS):
+        for name in (ROPE_DIVISORS, *LONG_FACTORS, *self._beside_nvfp4()):
             self._stored.pop(name, None)
         self.names = frozenset(self._stored)
         self._rows: dict[str, _GgufRows] = {}
 
+    def _beside_nvfp4(self) -> Iterator[str]:
+        """Names that tensors have which scale those of NVFP4, or say how inputs were rounded to it."""
+        for name, tensor in self._file.tensors.items():
+            if tensor.tensor_type == Type.NVFP4:
+                yield from (name.removesuffix("weight") + kind for kind in ("scale", "input_scale"))
+
     def _told_apart(self, name: str) -> Iterator[tuple[str, _StoredTensor]]:
         d = self._decoder
         experts, fused, shape = _EXPERTS.fullmatch(name), _FUSED.fullmatch(name), self._file.shape(name)
-        heads, gated = _HEADS.fullmatch(name), _GATED.fullmatch(name)
+        heads, gated, both = (pattern.fullmatch(name) for pattern in (_HEADS, _GATED, _FUSED_EXPERTS))
         parts, count = (experts, d.experts_routed) if experts else (heads, d.n_heads)
         if parts and len(shape) == 3 and shape[0] == count:
             ending = [f".{e}" for e in range(count)] if heads or d.n_experts > 1 else [""]
             yield from ((f"{parts[1]}{end}{parts[2]}", _StoredTensor(name, item=e)) for e, end in enumerate(ending))
-        elif gated and d.ffn == "gated" and shape[:1] == (2 * d.d_ff,):
+        elif both and shape[:2] == (d.experts_routed, 2 * d.d_ff):
+            for e in range(d.experts_routed):
+                yield f"{both[1]}gate.{e}{both[2]}", _StoredTensor(name, item=e, stop=d.d_ff)
+                yield f"{both[1]}up.{e}{both[2]}", _StoredTensor(name, item=e, start=d.d_ff)
+        elif gated and d.ffn == "gated" and not d.beside_ff and shape[:1] == (2 * d.d_ff,):
             yield f"{gated[1]}gate{gated[2]}", _StoredTensor(name, stop=d.d_ff)
             yield f"{gated[1]}up{gated[2]}", _StoredTensor(name, start=d.d_ff)
         elif fused and int(name.split(".")[1]) not in d.recurrent_layers:
-            keys = d.n_heads * d.head_dim
-            rows = ((0, keys), (keys, keys + d.n_kv_heads * d.head_dim), (keys + d.n_kv_heads * d.head_dim, None))
+            queries, keys, _ = d.of_layer(int(name.split(".")[1])).qkv_parts
+            rows = ((0, queries), (queries, queries + keys), (queries + keys, None))
             for part, (start, stop) in zip("qkv", rows, strict=True):
                 yield f"{fused[1]}{part}{fused[2]}", _StoredTensor(name, start=start, stop=stop)
         else:
@@ -163,7 +176,9 @@ class GgufTensors:
         data = whole[stored.start : stored.stop]
         heads = {"q": self._decoder.n_heads, "k": self._decoder.n_kv_heads}
         order = None if rotated is None else _unpermuted_rows(len(data), heads[rotated[1]])
-        return _GgufRows(data, tensor.tensor_type, order, self.shape(name))
+        scales = self._file.tensors.get(stored.name.removesuffix("weight") + "scale")
+        factor = float(scales.data[stored.item or 0]) if scales and tensor.tensor_type == Type.NVFP4 else 1.0
+        return _GgufRows(data, tensor.tensor_type, order, self.shape(name), factor)
 
     def path(self, name: str) -> Path:
         """File that holds a tensor."""

@@ -55,6 +55,7 @@ class LayerRecord:
     state_norm: Annotated[int, "attention/state_norm"]
     q_norm: Annotated[int, "attention/q_norm"]
     k_norm: Annotated[int, "attention/k_norm"]
+    v_norm: Annotated[int, "attention/v_norm"]
     q_up: Annotated[int, "attention/q_up"]
     q_up_scales: Annotated[int, "attention/q_up_scales"]
     k_up: Annotated[int, "attention/k_up"]
@@ -69,6 +70,18 @@ class LayerRecord:
     router: Annotated[int, "ffn/router"]
     router_bias: Annotated[int, "ffn/router_bias"]
     router_choice_bias: Annotated[int, "ffn/router_choice_bias"]
+    router_norm: Annotated[int, "ffn/router_norm"]
+    expert_scale: Annotated[int, "ffn/expert_scale"]
+    beside_first: Annotated[int, "ffn/beside_first"]
+    beside_first_scales: Annotated[int, "ffn/beside_first_scales"]
+    beside_up: Annotated[int, "ffn/beside_up"]
+    beside_up_scales: Annotated[int, "ffn/beside_up_scales"]
+    beside_down: Annotated[int, "ffn/beside_down"]
+    beside_down_scales: Annotated[int, "ffn/beside_down_scales"]
+    beside_norm: Annotated[int, "ffn/beside_norm"]
+    beside_out_norm: Annotated[int, "ffn/beside_out_norm"]
+    experts_out_norm: Annotated[int, "ffn/experts_out_norm"]
+    block_scale: Annotated[int, "ffn/block_scale"]
     first: Annotated[int, "ffn/first"]
     first_scales: Annotated[int, "ffn/first_scales"]
     first_bias: Annotated[int, "ffn/first_bias"]
@@ -92,6 +105,9 @@ class LayerRecord:
     k_format: int
     v_format: int
     out_format: int
+    beside_first_format: int
+    beside_up_format: int
+    beside_down_format: int
     first_format: int
     rest_format: int
     up_format: int
@@ -114,8 +130,13 @@ class LayerRecord:
     has_ffn: int
     qkv_width: int
     mixed_width: int
-    unrotated: int
-    """1: queries and keys are not rotated."""
+    gate_width: int
+    kv_heads: int
+    keys_as_values: int
+    head_dim: int
+    cached_width: int
+    angles: int
+    """J of queries and keys; 0: they are not rotated."""
     window: int
     """Positions that a token sees; 0 for all."""
     second_angles: int
@@ -134,8 +155,8 @@ ARRAYS = {field: kind.__metadata__[0] for field, kind in LayerRecord.__annotatio
 """The name of the array that a field has the address of."""
 LAYER = record_dtype(LayerRecord)
 LayerRecords = Annotated[npt.NDArray[np.void], LayerRecord]
-EXPERT_ARRAYS = ("ffn/first", "ffn/rest", "ffn/up_bias", "predictor/")
-"""Arrays of which each expert has its own rows."""
+EXPERT_ARRAYS = ("ffn/first", "ffn/rest", "ffn/up", "ffn/down", "predictor/")
+"""Arrays of which each expert has its own rows: those whose names begin so, but for the bias of all experts."""
 SEQUENTIAL, PARALLEL, POST_NORM, REORDERED, SANDWICH = range(len(BLOCKS))
 RELU, RELU2, DRELU, SILU, GELU, GELU_TANH, CLAMPED_SWIGLU = range(len(ACTIVATIONS))
 
@@ -150,13 +171,11 @@ class KernelConfig(NamedTuple):
     d_model: int
     d_embedding: int
     heads: int
-    kv_heads: int
     head_dim: int
     latent_rank: int
     """0: keys and values are those of heads."""
     query_rank: int
     value_dim: int
-    cached_width: int
     state_heads: int
     """0: no layer has a recurrence."""
     state_key_heads: int
@@ -240,7 +259,6 @@ def config_of(d: Decoder, formats: Mapping[str, str]) -> KernelConfig:
     same |= {name: int(value) for name, value in same.items() if isinstance(value, bool)}
     differing = {
         "heads": d.n_heads,
-        "kv_heads": d.n_kv_heads,
         "value_dim": d.value_dim or d.head_dim,
         "attention_format": code["attention"],
         "experts": d.n_experts,
@@ -331,7 +349,12 @@ def _facts_of(d: Decoder, layer: int) -> dict[str, int]:
         "has_ffn": int(own.has_ffn),
         "qkv_width": own.qkv_width,
         "mixed_width": own.mixed_width,
-        "unrotated": int(layer in d.unrotated_layers),
+        "gate_width": own.gate_width,
+        "kv_heads": own.n_kv_heads,
+        "keys_as_values": int(own.keys_as_values),
+        "head_dim": own.head_dim,
+        "cached_width": own.cached_width,
+        "angles": own.rotary_dim // 2,
         "window": own.window,
         "second_angles": int(layer in d.windowed_layers and d.windowed_frequencies != ()),
         "experts_shared": own.experts_shared,
@@ -373,5 +396,5 @@ def _address(artifact: StoredArrays, start: str, name: str, expert: int = 0) -> 
     """Address of an array, or of one expert's rows of it; 0 where there is none. Its name begins with `start`."""
     if start + name not in artifact.manifest.arrays:
         return 0
-    stored, own = artifact.array(start + name), name.startswith(EXPERT_ARRAYS)
+    stored, own = artifact.array(start + name), name.startswith(EXPERT_ARRAYS) and name != "ffn/down_bias"
     return int(stored.ctypes.data) + (expert * stored.nbytes // artifact.manifest.decoder.n_experts if own else 0)

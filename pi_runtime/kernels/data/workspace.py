@@ -27,6 +27,8 @@ class Workspace(NamedTuple):
     attended_TD: Floats
     residual_TD: Floats
     """The residual beside the FFN, where its sum is normed alone and its input is another."""
+    beside_TF: Floats
+    """Factors of the FFN beside the experts, and behind them its products with `up`."""
     embedding_TW: Floats
     """States as wide as the embedding, where the model has another width."""
     qkv_TQ: Floats
@@ -56,7 +58,7 @@ class Workspace(NamedTuple):
     taken_weight_T: Floats
     attention_CX: Floats
     unpacked_CBE: Floats
-    """A head's keys or values of one page as float32, for each part of attention, where the cache is q8."""
+    """A head's keys or values of one page as float32, for each part of attention, where they are packed."""
     low_rank_flat: Floats
     inputs: npt.NDArray[np.uint8]
     """Inputs of matrix products, one a token (see `quantised_input`)."""

@@ -1,7 +1,8 @@
 """Recurrences: a head's state goes from token to token, for single tokens as for pieces of prompts.
 
     gated_delta   S ← eᵍ S,   S ← S + k (b (v − Sᵀk))ᵀ,   y = Sᵀq / √K
-    mamba2        S ← e^(−decay · t) S + k (t v)ᵀ,   y = Sᵀq + skip · v            (see `artifact.decoder`)
+    mamba2        S ← e^(−decay · t) S + k (t v)ᵀ,   y = Sᵀq + skip · v
+    short_conv    y = c · the convolution of b · v                                 (see `artifact.decoder`)
 
 One thread takes a head of a sequence through all tokens of a step, in order, so its state stays in the second-level
 cache, and no token's bits depend on how a prompt was cut, on threads or on company.
@@ -29,7 +30,7 @@ from pi_runtime.kernels.data.matrix_view import F32, Floats, Ints, address_of, i
 from pi_runtime.kernels.ops.attention import COUNT, FIRST, START, TABLE
 from pi_runtime.kernels.ops.reductions import exp_of_negative, squares
 
-GATED_DELTA, MAMBA2 = range(1, 1 + len(RECURRENCES))
+GATED_DELTA, MAMBA2, SHORT_CONV = range(1, 1 + len(RECURRENCES))
 """Codes of recurrences (see `weight_table.CODES`)."""
 STRIP = 32
 """Columns of a state that are summed at once."""
@@ -188,7 +189,7 @@ def _gates(s: States, made: Made, run_4: Ints, place: int, position: int) -> int
 
 @device
 def _convolve(s: States, made: Made, run_4: Ints, place: int, position: int, first: int, out_N: Floats) -> None:
-    """out ← SiLU of the convolution at a position, of some channels from `first` on."""
+    """out ← the convolution at a position, of some channels from `first` on; but for `short_conv` SiLU of it."""
     count = out_N.shape[0]
     out_N[:] = np.float32(0)
     if s.conv_bias != 0:
@@ -198,7 +199,8 @@ def _convolve(s: States, made: Made, run_4: Ints, place: int, position: int, fir
         w_N = vector(s.conv + j * row_stride(F32, _channels(s)) + 4 * first, count)
         for n in range(count):
             out_N[n] += w_N[n] * x_N[n]
-    _silu(address_of(out_N), count)
+    if s.recurrence != SHORT_CONV:
+        _silu(address_of(out_N), count)
 
 
 @device
@@ -214,6 +216,9 @@ def _move(
     s: States, made: Made, run_4: Ints, place: int, head: int, position: int, state: int, scratch_X: Floats, y_V: Floats
 ) -> None:
     """Take a head's state over a token; y ← what it gives."""
+    if s.recurrence == SHORT_CONV:
+        _convolve(s, made, run_4, place, position, head * s.value_dim, y_V)
+        return
     size, width, keys = s.key_dim, s.value_dim, s.key_heads * s.key_dim
     q_K, k_K = scratch_X[:size], scratch_X[size : 2 * size]
     v_V, change_V = scratch_X[2 * size : 2 * size + width], scratch_X[2 * size + width : 2 * (size + width)]
@@ -252,8 +257,9 @@ def _factor(s: States, y_N: Floats) -> np.float32:
 
 @device
 def _finish(s: States, z_V: Floats, y_V: Floats) -> None:
-    """y ← the sums of a head, those of the delta rule normed, times SiLU(z), which is overwritten."""
-    _silu(address_of(z_V), s.value_dim)
+    """y ← the sums of a head, those of the delta rule normed, times SiLU(z), which is overwritten; or times z."""
+    if s.recurrence != SHORT_CONV:
+        _silu(address_of(z_V), s.value_dim)
     if s.recurrence == GATED_DELTA:
         scale, norm_V = _factor(s, y_V), vector(s.norm, s.value_dim)
         for j in range(s.value_dim):
@@ -267,19 +273,24 @@ def _finish(s: States, z_V: Floats, y_V: Floats) -> None:
 def _run_part(s: States, made: Made, run_R4: Ints, part: int, scratch_X: Floats, mixed_TQ: Floats) -> None:
     """One of `CHUNKS` parts of the heads of all runs."""
     tasks, floats, width = run_R4.shape[0] * s.heads, s.key_dim * s.value_dim, s.value_dim
+    first_z = s.heads * width if s.recurrence == SHORT_CONV else 0  # behind the factors of the convolution's inputs
     for task in range(part * tasks // CHUNKS, (part + 1) * tasks // CHUNKS):
         run_4, head = run_R4[task // s.heads], task % s.heads
         place = _place(s, run_4)
         at, is_held = integers(place, 2)
         state = place + 4 * (STATE_HEADER + (s.columns - 1 + KEPT) * _row_floats(s) + head * floats)
         y_TV = mixed_TQ[:, head * width : (head + 1) * width]
+        if s.recurrence == SHORT_CONV:
+            for n in range(run_4[FIRST], run_4[FIRST] + run_4[COUNT]):
+                for j in range(head * width, (head + 1) * width):
+                    made.channels_TC[n, j] *= made.z_TQ[n, j]
         for position in range(at, run_4[START]):
             _move(s, made, run_4, place, head, position, state, scratch_X[floats:], y_TV[run_4[FIRST]])
         if is_held != 0:
             scratch_X[:floats] = vector(state, floats)
             state = address_of(scratch_X)
         for n in range(run_4[FIRST], run_4[FIRST] + run_4[COUNT]):
-            y_V, z_V = y_TV[n], made.z_TQ[n, head * width : (head + 1) * width]
+            y_V, z_V = y_TV[n], made.z_TQ[n, first_z + head * width : first_z + (head + 1) * width]
             _move(s, made, run_4, place, head, run_4[START] + n - run_4[FIRST], state, scratch_X[floats:], y_V)
             _finish(s, z_V, y_V)
 

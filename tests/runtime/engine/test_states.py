@@ -43,6 +43,14 @@ FACTS: dict[str, dict[str, Any]] = {
         "n_experts": 3,
         "experts_per_token": 2,
     },
+    "short_conv": {
+        "recurrent_layers": (0, 1, 3),
+        "n_layers": 4,
+        "state_heads": 6,
+        "state_value_dim": 37,
+        "state_columns": 3,
+        "qk_norm": True,
+    },
 }
 every_recurrence = pytest.mark.parametrize("kind", FACTS)
 
@@ -129,6 +137,8 @@ def test_tokens_that_are_taken_back_leave_no_trace(kind: str, tmp_path: Path, lo
         ("mamba2", "stand-in", {}),
         ("gated_delta", "disk", {}),
         ("mamba2", "disk", {}),
+        ("short_conv", "cpu", {}),
+        ("short_conv", "disk", {}),
     ],
 )
 def test_engines_give_the_text_that_a_sequence_has_alone(

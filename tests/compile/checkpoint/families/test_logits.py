@@ -94,6 +94,8 @@ SINGLE = {
     "granite",
     "granite-hybrid-experts",
     "granitemoe",
+    "lfm2",
+    "lfm2-moe",
     "nanochat",
     "nemotron-h-experts",
     "olmo2",

@@ -21,7 +21,10 @@ from support.refused_checkpoints import refusal
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.checkpoint.families import family_names
+from pi_compile.checkpoint.gguf.architectures import _POWERINFER, ARCHITECTURES, WITH_WINDOWS, _of
 from pi_compile.errors import CheckpointError
+from pi_runtime.artifact.features import lacking
+from pi_runtime.engine.tools import formats
 
 Copy = Callable[[str], Path]
 
@@ -62,13 +65,36 @@ def test_every_family_is_here_and_in_the_docs() -> None:
     assert sorted(re.findall(r"`(\w+)`", "".join(rows[1:]))) == sorted(FAMILIES)
 
 
+def test_the_documented_columns_say_where_a_family_runs(originals: dict[str, Path]) -> None:
+    """GGUF by the table of architectures, a GPU by the facts that its tier lacks, disk by those that the CPU lacks."""
+    text = page("reference/models.md")
+    rows = re.findall(r"^\| ((?:`\w+`,? ?)+)\|[^|]*\|([^|]*)\| (yes|no) \|", text.partition("## Families")[2], re.M)
+    documented = {family: row[1:] for row in rows for family in re.findall(r"`(\w+)`", row[0])}
+    assert documented.keys() == FAMILIES.keys()
+    files = {of: {*re.findall(r"`([\w-]+)`", cell)} for of, (cell, _) in documented.items()}
+    known = [*ARCHITECTURES.items(), *_POWERINFER.items(), *((n, _of(m)) for n, m in WITH_WINDOWS.items())]
+    assert {name for names in files.values() for name in names} == {name for name, _ in known}
+    for name, architecture in known:
+        assert name in files.get(architecture.family, {name}), (name, architecture.family)
+    for family, folder in originals.items():
+        decoder = open_checkpoint(folder).decoder
+        assert lacking(decoder, "cpu") == []
+        assert documented[family][1] == ("no" if lacking(decoder, "gpu") else "yes"), family
+
+
+def test_the_documented_forms_of_calls_are_all() -> None:
+    text = page("reference/models.md").partition("## Chat templates")[2].partition("\n## ")[0]
+    found = {one.name for one in vars(formats).values() if isinstance(one, formats.ToolFormat)}
+    assert {*re.findall(r"`([\w.-]+)`", text.partition("in the forms of")[2])} == found
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_that_lies_about_layers(copy: Copy, family: str) -> None:
     folder, key = copy(family), "n_layer" if family == "gpt2" else "num_hidden_layers"
     edit_json(folder / "config.json", **{key: 3})
     message = refusal(folder)
     for key in ("layer_types", "layers_block_type"):
-        if "linear_attention" in (config_of(folder).get(key) or ()):  # says what each layer is
+        if {"linear_attention", "conv"} & {*(config_of(folder).get(key) or ())}:  # says what each layer is
             assert key in message
             return
     assert "tensors that config.json calls for are missing" in message
@@ -203,6 +229,12 @@ CHANGING: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok"),
     ("mixtral", {"num_local_experts": 0}, "num_local_experts"),
     ("nanochat", {"final_logit_softcapping": -15.0}, "final_logit_softcapping"),
+    *((family, {"hidden_act": "relu"}, "hidden_act") for family in ("lfm2", "lfm2_moe")),
+    *(("lfm2", {"layer_types": kinds}, "layer_types") for kinds in (["conv"] * 4, ["conv", "linear"] * 2, ["conv"])),
+    ("lfm2", {"conv_bias": True}, "conv_bias"),
+    ("lfm2", {"conv_L_cache": 0}, "conv_L_cache"),
+    ("lfm2_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+    ("lfm2_moe", {"intermediate_size": 999}, "intermediate_size"),
     ("nanochat", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters"),
     ("nemotron", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor"),
     ("nemotron", {"hidden_act": "laplace"}, "hidden_act"),

@@ -18,7 +18,8 @@ from pi_compile.checkpoint import Checkpoint, open_checkpoint, stored_blocks
 from pi_compile.checkpoint.gguf.blocks import taken
 from pi_compile.errors import CheckpointError
 from pi_compile.packing import ALL_KEPT, PackSpec, pack
-from pi_compile.pipeline.packed import pack_model
+from pi_compile.pipeline.packed import pack_model, pack_plain
+from pi_compile.pipeline.recipe_checkpoint import create_recipe
 from pi_runtime import load
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.quantisation import as_stored, dequantise, pack_rows
@@ -28,6 +29,7 @@ from pi_runtime.kernels import reference
 
 GRIDS = {Type.Q4_0: "q4", Type.Q4_1: "q4_1", Type.Q5_0: "q5", Type.Q8_0: "q8", Type.Q5_1: "q5_1"}
 GROUPED = {Type.Q4_K: "q4_k", Type.Q5_K: "q5_k", Type.Q6_K: "q6_k"}
+TABLES = {kind: kind.name.lower() for kind in (Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4, Type.NVFP4)}
 SHAPES = {
     **dict.fromkeys(("attn_q", "attn_output"), (256, 256)),
     **dict.fromkeys(("attn_k", "attn_v"), (128, 256)),
@@ -75,7 +77,7 @@ def test_formats_with_more_bits_hold_the_same(folder: Path, tmp_path: Path, kind
     checkpoint, name = opened(folder, tmp_path / "model.gguf", kind), "layers/0/attention/qkv"
     own, meant = FORMATS[GRIDS[kind]], checkpoint.values(name)
     for fmt in (FORMATS[name] for name in WEIGHT_FORMATS if FORMATS[name].quantised):
-        wider = fmt.bits >= own.bits and fmt.offset == own.offset and not fmt.grouped
+        wider = fmt.bits >= own.bits and fmt.offset == own.offset and fmt.summed
         assert checkpoint.keeps(name, fmt.name) == wider, fmt.name
         if wider:
             np.testing.assert_array_equal(
@@ -149,15 +151,17 @@ def test_other_formats_are_quantised(folder: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(artifact.values("layers/0/ffn/first"), as_stored("q8", meant))
 
 
-@pytest.mark.parametrize(("kind", "fmt"), (GRIDS | GROUPED).items(), ids=(GRIDS | GROUPED).values())
+@pytest.mark.parametrize(("kind", "fmt"), (GRIDS | GROUPED | TABLES).items(), ids=(GRIDS | GROUPED | TABLES).values())
 def test_random_bytes_mean_what_ggml_says(kind: Type, fmt: str) -> None:
     """Any bytes, scales that are no numbers among them."""
     columns, nbytes = gguf.GGML_QUANT_SIZES[kind]
     data = np.random.default_rng(0).integers(0, 256, (64, 1536 // columns * nbytes), np.uint8)
+    if kind == Type.MXFP4:  # 255 is no number here, 2¹²⁸ there
+        data[:, ::17][data[:, ::17] == 255] = 0
     with np.errstate(all="ignore"):
         meant, f = gguf.dequantize(data, kind), FORMATS[fmt]
         np.testing.assert_array_equal(dequantise(f, *pack_rows(f, *taken(f, data)), 1536), meant)
-    assert np.isnan(meant).any()
+    assert np.isnan(meant).any() == (not f.byte_scale)
     assert np.isfinite(meant).mean() > 0.5
 
 
@@ -203,8 +207,110 @@ def test_a_number_of_a_group_that_is_none_is_refused(folder: Path, tmp_path: Pat
             pack_model(str(tmp_path / "model.gguf"), tmp_path / "a.pi", progress=no_progress, notice=lambda _: None)
 
 
+@pytest.mark.parametrize("kind", TABLES, ids=TABLES.values())
+def test_tables_are_kept_in_whole_matrices(folder: Path, tmp_path: Path, kind: Type) -> None:
+    """The embedding too; what reads them computes what their values say."""
+    blocks = {f"blk.0.{n}.weight": (random_blocks(kind, *SHAPES[n], 0), kind) for n in SHAPES}
+    rows = gguf.GGUFReader(mixed(folder, tmp_path / "m.gguf", dict.fromkeys(SHAPES, kind))).tensors[0].shape[1]
+    blocks["token_embd.weight"] = random_blocks(kind, int(rows), 256, 1), kind
+    write_gguf(folder, tmp_path / "model.gguf", "f16", tensors=blocks)
+    said: list[str] = []
+    pack_model(str(tmp_path / "model.gguf"), tmp_path / "a.pi", progress=no_progress, notice=said.append)
+    assert ALL_KEPT in said
+    checkpoint = open_checkpoint(tmp_path / "model.gguf").in_layout(WHOLE)
+    with Artifact.open(tmp_path / "a.pi") as artifact:
+        assert {artifact.manifest.formats[part] for part in ("embedding", "attention", "ffn")} == {TABLES[kind]}
+        for name in checkpoint.array_shapes:
+            np.testing.assert_array_equal(artifact.values(name), checkpoint.values(name))
+        wanted_TV = reference.forward(artifact, [1, 5, 9, 11], "dense")
+    with load(tmp_path / "a.pi") as model:
+        found_TV = model.logits([1, 5, 9, 11])
+    assert np.median(np.abs(found_TV - wanted_TV)) < 0.02 * np.abs(wanted_TV).max()
+
+
+def test_scales_of_nvfp4_tensors(folder: Path, tmp_path: Path) -> None:
+    """One for all of a tensor, as llama.cpp multiplies products with; that of inputs says how they were rounded."""
+    kind, name = Type.NVFP4, "blk.0.ffn_up."
+    data, factor = random_blocks(kind, *SHAPES["ffn_up"], 0), np.array([0.3], np.float32)
+    tensors = {name + "weight": (data, kind)}
+    for own in ("scale", "input_scale"):
+        tensors[name + own] = factor, Type.F32
+    write_gguf(folder, tmp_path / "model.gguf", "f16", tensors=tensors)
+    checkpoint = open_checkpoint(tmp_path / "model.gguf").in_layout(WHOLE)
+    meant = gguf.dequantize(data, kind) * factor
+    np.testing.assert_array_equal(checkpoint.values("layers/0/ffn/up"), meant)
+    blocks = stored_blocks.as_stored(checkpoint, "layers/0/ffn/up", "nvfp4")
+    np.testing.assert_array_equal(np.concatenate(list(blocks)), meant)
+    tensors[name + "scale"] = np.array([np.inf], np.float32), Type.F32
+    write_gguf(folder, tmp_path / "model.gguf", "f16", tensors=tensors)
+    with pytest.raises(CheckpointError, match=r"ffn_up\.weight holds NaN or infinity"):
+        list(
+            stored_blocks.as_stored(
+                open_checkpoint(tmp_path / "model.gguf").in_layout(WHOLE), "layers/0/ffn/up", "nvfp4"
+            )
+        )
+
+
+@pytest.mark.parametrize("kind", [Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4], ids=lambda kind: kind.name)
+def test_a_scale_of_a_table_that_is_none_is_refused(folder: Path, tmp_path: Path, kind: Type) -> None:
+    """So is a power of two whose multiples no float32 holds."""
+    for byte in (0xFF, 0xFE) if kind == Type.MXFP4 else (0x7C,):
+        data = random_blocks(kind, *SHAPES["ffn_up"], 0)
+        data[7, int(kind != Type.MXFP4)] = byte
+        write_gguf(folder, tmp_path / "model.gguf", "f16", tensors={"blk.0.ffn_up.weight": (data, kind)})
+        with pytest.raises(CheckpointError, match=r"ffn_up\.weight holds NaN or infinity"):
+            pack_model(str(tmp_path / "model.gguf"), tmp_path / "a.pi", progress=no_progress, notice=lambda _: None)
+
+
 def test_rows_that_are_summed_are_refused(folder: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(mixed(folder, tmp_path / "model.gguf", dict.fromkeys(SHAPES, Type.Q4_K)))
     spec = PackSpec(formats=dict.fromkeys(PARTS, "keep") | {"ffn": "q4_k", "predictor": "q8"})
     with pytest.raises(CheckpointError, match="layers/0/ffn/rest: not in q4_k"):
         pack(checkpoint, spec, output=tmp_path / "a.pi", recipe={})
+
+
+AGAIN = dict.fromkeys(PARTS, "keep") | {"ffn": "q8", "predictor": "q8"}
+"""What `init` writes for a file whose `down` no format keeps by neuron."""
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_what_is_quantised_again_keeps_the_matrices_that_it_can(folder: Path, tmp_path: Path, activation: str) -> None:
+    """Without a GPU: `first` of a sparse model, whose `up` and `down` lie by neuron; and all of a model that is not."""
+    kinds = dict.fromkeys(SHAPES, Type.Q4_K) | {"ffn_down": Type.Q6_K}
+    path = mixed(folder, tmp_path / "model.gguf", kinds)
+    checkpoint = open_checkpoint(path, activation=activation)
+    result = pack(checkpoint, PackSpec(formats=AGAIN, mixed=True), output=tmp_path / "a.pi", recipe={})
+    kept = ("first",) if activation == "relu" else ("first", "up", "down")
+    assert (result.errors["ffn"].largest > 0) == (activation == "relu")
+    with Artifact.open(tmp_path / "a.pi") as artifact:
+        values = {name: artifact.values(f"layers/0/ffn/{name}") for name in kept}
+        assert artifact.manifest.formats["ffn"] == "q8"
+        wanted_TV = reference.forward(artifact, [1, 5, 9, 11], "auto")
+    meant = checkpoint if activation == "relu" else checkpoint.in_layout(WHOLE)
+    for name, found in values.items():
+        np.testing.assert_array_equal(found, meant.values(f"layers/0/ffn/{name}"))
+    with load(tmp_path / "a.pi", device="cpu") as model:
+        found_TV = model.logits([1, 5, 9, 11])
+    assert np.median(np.abs(found_TV - wanted_TV)) < 0.02 * np.abs(wanted_TV).max()
+    pack(checkpoint, PackSpec(formats=AGAIN), output=tmp_path / "gpu.pi", recipe={})
+    with Artifact.open(tmp_path / "gpu.pi") as artifact:
+        assert {e.format for name, e in artifact.manifest.arrays.items() if name.endswith("ffn/first")} == {"q8"}
+
+
+def test_a_recipe_is_packed_plain_with_the_blocks_of_its_file(folder: Path, tmp_path: Path) -> None:
+    path, said = mixed(folder, tmp_path / "model.gguf", dict.fromkeys(SHAPES, Type.Q4_K)), list[str]()
+    create_recipe(str(path), tmp_path / "recipe.toml", notice=said.append)
+    assert any("whole matrices, as `pack --plain` has them, keep it" in line for line in said)
+    said.clear()
+    pack_plain(tmp_path / "recipe.toml", tmp_path / "a.pi", progress=no_progress, notice=said.append)
+    assert ALL_KEPT in said
+    pack_model(str(path), tmp_path / "b.pi", progress=no_progress, notice=said.append)
+    with Artifact.open(tmp_path / "a.pi") as one, Artifact.open(tmp_path / "b.pi") as other:
+        arrays = [{n: (e.format, e.sha256) for n, e in a.manifest.arrays.items()} for a in (one, other)]
+    assert arrays[0] == arrays[1]
+
+
+def test_the_table_of_pack_names_every_format_of_a_part(folder: Path, tmp_path: Path) -> None:
+    path = mixed(folder, tmp_path / "model.gguf", dict.fromkeys(SHAPES, Type.Q4_K) | {"ffn_down": Type.Q6_K})
+    report = pack_model(str(path), tmp_path / "a.pi", progress=no_progress, notice=lambda _: None)
+    assert {row["part"]: row["format"] for row in report["quantisation"]}["ffn"] == "q4_k and q6_k"
