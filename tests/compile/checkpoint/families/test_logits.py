@@ -89,6 +89,7 @@ SINGLE = {
     "deepseek-v2",
     "deepseek-v3",
     "gemma3",
+    "gemma4-experts",
     "glm4-moe",
     "gpt-oss",
     "granite",
