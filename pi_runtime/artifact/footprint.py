@@ -168,7 +168,7 @@ def attention_floats(decoder: Decoder) -> int:
     own = key * value + 2 * (key + value)
     if decoder.latent_rank:
         return ATTENTION_TOKENS * min(LATENT_HEADS, decoder.n_heads) * (decoder.latent_rank + POSITIONS + 4)
-    shared = decoder.n_heads // decoder.n_kv_heads
+    shared = decoder.n_heads // max(1, decoder.n_kv_heads)
     return max(own, ATTENTION_TOKENS * shared * (decoder.head_dim + POSITIONS + 4))
 
 
