@@ -135,7 +135,7 @@ def _mixture(d: Decoder, dense: Table) -> Table:
     """What a layer with experts has, where a dense one has these arrays."""
     block = "layers.{n}"
     return {
-        **stacked_experts(f"{block}.experts", d),
+        **stacked_experts(f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj", d),
         "ffn/router": stored(f"{block}.router.proj.weight"),
         "ffn/router_norm": (SourceTensor(f"{block}.router.scale", factor=d.d_model**-0.5),),
         "ffn/expert_scale": stored(f"{block}.router.per_expert_scale"),
