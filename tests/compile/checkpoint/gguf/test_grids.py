@@ -243,7 +243,11 @@ def test_scales_of_nvfp4_tensors(folder: Path, tmp_path: Path) -> None:
     tensors[name + "scale"] = np.array([np.inf], np.float32), Type.F32
     write_gguf(folder, tmp_path / "model.gguf", "f16", tensors=tensors)
     with pytest.raises(CheckpointError, match=r"ffn_up\.weight holds NaN or infinity"):
-        list(stored_blocks.as_stored(open_checkpoint(tmp_path / "model.gguf").in_layout(WHOLE), "layers/0/ffn/up", "nvfp4"))
+        list(
+            stored_blocks.as_stored(
+                open_checkpoint(tmp_path / "model.gguf").in_layout(WHOLE), "layers/0/ffn/up", "nvfp4"
+            )
+        )
 
 
 @pytest.mark.parametrize(("kind", "place"), [(Type.IQ4_NL, 0), (Type.IQ4_XS, 0), (Type.MXFP4, 0)], ids=lambda k: str(k))
