@@ -26,7 +26,9 @@ def table(found: dict[str, Any]) -> str:
     lines = ["| you have | you get, in times llama.cpp's speed |", "| --- | --- |"]
     for row in found["row"]:
         bars = found["panel"][row["panel"]]["bars"] if "panel" in row else []
-        lines.append(f"| {row['have']} | {re.sub(r'{(.+?)}', lambda name: span(bars, name[1]), row['get'])} |")
+        lines.append(
+            f"| {row['have']} | {re.sub(r'{(.+?)}', lambda name, bars=bars: span(bars, name[1]), row['get'])} |"
+        )
     return "\n".join(lines) + f"\n\n{found['source']}\n"
 
 
