@@ -46,6 +46,8 @@ ROOT = Path(__file__).parents[2]
 PAGE, FIGURES = ROOT / "docs" / "reference" / "measured.md", ROOT / "docs" / "pictures" / "gain.toml"
 BEGIN, END = "<!-- showcase: begin -->\n", "<!-- showcase: end -->\n"
 CONTEXT, HELD, CLIENTS, ANSWER = 4096, 64, 8, 64
+LONG_TURNS = 3
+"""Rounds of the longest prompt."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,8 @@ def speed(case: Case) -> Cells:
             failure = str(error)
         for turn in range(case.args.turns + 1):
             for what, (do, asked, tokens) in SPEEDS.items():
+                if turn > LONG_TURNS and tokens > 512:
+                    continue
                 sides: dict[str, float] = {}
                 for side in ("ours", "theirs")[:: 1 if turn % 2 else -1]:
                     worker, name = (ours, {"name": "a"}) if side == "ours" else (peer, {})
@@ -202,10 +206,10 @@ def load(case: Case) -> Cells:
         ours.body["ignore_eos"] = True
         found: dict[str, list[Any]] = {"ours": [], "theirs": []}
         said = {}
-        for turn in range(3):
+        for turn in range(1 + max(1, case.args.turns // 3)):
             for side, server in (("ours", ours), ("theirs", peer))[:: 1 if turn % 2 else -1]:
                 try:
-                    loaded = closed(server, prompts, CLIENTS, 2 * CLIENTS, turn)
+                    loaded = closed(server, prompts, CLIENTS, (1 + (turn > 0)) * CLIENTS, turn)
                     found[side] += [loaded] if turn else []
                 except EngineError as failure:
                     said[side] = str(failure)
