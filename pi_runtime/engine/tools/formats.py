@@ -79,8 +79,9 @@ class ToolFormat:
             if "[ARGS]" in template:
                 return MISTRAL_CALL_ID if "[CALL_ID]" in template else MISTRAL
             return MISTRAL_LIST
-        if "<tool_call>" in template or PYTHON.trigger in template:
-            return PYTHON if PYTHON.trigger in template else _tagged(template) or GENERIC
+        listed = next((own for own in (PYTHON, NEMOTRON_V2) if own.trigger in template), None)
+        if listed or "<tool_call>" in template:
+            return listed or _tagged(template) or GENERIC
         if "<|start_header_id|>" in template and any(key in template for key in ('"parameters"', '\\"parameters\\"')):
             return LLAMA_3
         return GENERIC if template else None
@@ -143,6 +144,7 @@ QWEN_3_CODER = ToolFormat(
 )
 LLAMA_3 = ToolFormat(name="llama-3", trigger="<|python_tag|>", separator=";", arguments="parameters", is_bare=True)
 MISTRAL_LIST = ToolFormat(name="mistral-list", trigger="[TOOL_CALLS]", begin="[", separator=",", end="]")
+NEMOTRON_V2 = replace(MISTRAL_LIST, name="nemotron-v2", trigger="<TOOLCALL>", end="]</TOOLCALL>")
 MISTRAL = ToolFormat(name="mistral", trigger="[TOOL_CALLS]", has_head=True)
 MISTRAL_CALL_ID = ToolFormat(name="mistral-call-id", trigger="[TOOL_CALLS]", has_head=True, has_call_id=True)
 PYTHON = ToolFormat(
