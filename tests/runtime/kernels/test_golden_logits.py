@@ -4,9 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.golden_logits import FORMATS, MODES, PROMPT, TOKENS, decoders, key
+from support.golden_logits import FORMATS, MODES, PROMPT, TOKENS, WHOLE_FORMATS, decoders, key
 from support.paths import GOLDEN_LOGITS
-from support.stored import GROUPED_FORMATS
 from support.synthetic import counted_artifact
 
 from pi_runtime.artifact.reader import Artifact
@@ -20,13 +19,13 @@ def test_golden_logits_are_near_the_definition(fmt: str, lanes: int, tmp_path: P
     for name, decoder in decoders(fmt).items():
         path = counted_artifact(tmp_path / f"{name}.pi", decoder, fmt)
         with Artifact.open(path) as artifact:
-            for mode in MODES[: 1 if fmt in GROUPED_FORMATS else 2]:
+            for mode in MODES[: 1 if fmt in WHOLE_FORMATS else 2]:
                 wanted_TV = reference.forward(artifact, [*PROMPT, *TOKENS], mode)[len(PROMPT) - 1 :]
                 found_TV = golden[len(errors) : len(errors) + len(wanted_TV)]
                 errors += (np.abs(found_TV - wanted_TV).max(-1) / np.abs(wanted_TV).max(-1)).tolist()
     assert len(errors) == len(golden)
     least, median, most = (1e-4, 1e-4, 1e-4) if fmt == "f16" else (1e-4, 0.01, 0.1)
-    if fmt in GROUPED_FORMATS:
+    if fmt in WHOLE_FORMATS:
         least = median = 0.02
     if fmt in ("q4_1", "q4z", "q5_1"):  # no text here without such an input: those without any are in `test_forward.py`
         least, median, most = 0.01, 0.02, 0.2

@@ -21,6 +21,7 @@ from pi_runtime.engine.tools.formats import (
     MISTRAL,
     MISTRAL_CALL_ID,
     MISTRAL_LIST,
+    NEMOTRON_V2,
     ToolFormat,
 )
 from pi_runtime.engine.tools.pairs import PairParser
@@ -85,14 +86,14 @@ def test_white_space_costs_the_same_however_much_there_is(tools: ToolFormat, pla
 
 
 @pytest.mark.parametrize(
-    "tools", [HERMES, MISTRAL_LIST, MISTRAL, MISTRAL_CALL_ID, GLM_4_5], ids=lambda tools: tools.name
+    "tools", [HERMES, MISTRAL_LIST, NEMOTRON_V2, MISTRAL, MISTRAL_CALL_ID, GLM_4_5], ids=lambda tools: tools.name
 )
 def test_text_stands_before_calls(tools: ToolFormat) -> None:
     """White space between text and call belongs to the call."""
     assert gathered(parse(tools, ["I look.  \n" + written(tools, *CALLS)])) == ("I look.", CALLS)
 
 
-@pytest.mark.parametrize("tools", [HERMES, MISTRAL_LIST, MISTRAL, GLM_4_7], ids=lambda tools: tools.name)
+@pytest.mark.parametrize("tools", [HERMES, MISTRAL_LIST, NEMOTRON_V2, MISTRAL, GLM_4_7], ids=lambda tools: tools.name)
 def test_text_after_a_call_is_text(tools: ToolFormat) -> None:
     assert gathered(parse(tools, [written(tools, *CALLS[:1]) + "\n\nThere."])) == ("There.", CALLS[:1])
 
