@@ -27,7 +27,7 @@ def sentences(paragraph: str) -> list[str]:
     """A paragraph's sentences. A link is its text; code, and a list of codes, is one word."""
     plain = re.sub(r"\]\([^)]*\)", "", paragraph.replace("[", ""))
     plain = re.sub(r"`[^`]+`(?:(?:,| and| or| to|,? …| …) ?`[^`]+`)*", "CODE", plain)
-    return re.split(r"(?<=[.?!:])[)*\"]* +(?=[\"(*]*[A-Z0-9…])", plain)
+    return re.split(r"(?<=[.?!])[)*\"]* +|(?<=:) +(?=[\"(*]*[A-Z])", plain)
 
 
 def too_long(text: str) -> list[str]:
