@@ -355,6 +355,9 @@ def part_of(array: str) -> str | None:
 
 def _stored_rows(source: TensorSource, tensor: SourceTensor) -> RowReader | None:
     """The tensor, turned if need be, where an array or a part of one is that as it is stored; else None."""
+    if tensor.item is not None:
+        matrix = getattr(source.rows(tensor.name), "matrix", None)
+        return matrix(tensor.item, tensor.taken) if matrix and not tensor.transposed else None
     rows = None if tensor.rows is not None or tensor.stacked else source.rows(tensor.name)
     return getattr(rows, "turned", None) if tensor.transposed else rows
 

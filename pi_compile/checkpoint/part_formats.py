@@ -21,12 +21,12 @@ def resolve_formats(stored: Mapping[str, str], wanted: Mapping[str, str], *, tie
 
     `stored` has the checkpoint's formats of embedding, attention, ffn, and of the head unless it is tied; the names of
     block types where no format keeps them. A tied head has the format of the embedding. Predictors, which no checkpoint
-    has, keep the format of the FFN, or have `AGAIN` where that has scales of groups. Raises CheckpointError for `keep`
+    has, keep the format of the FFN, or have `AGAIN` where that is for whole matrices. Raises CheckpointError for `keep`
     where nothing keeps what is stored.
     """
     formats = {part: _resolved(part, stored[part], wanted[part]) for part in stored if part != "head"}
     formats["head"] = formats["embedding"] if tied_head else _resolved("head", stored["head"], wanted["head"])
-    kept = AGAIN if FORMATS.get(formats["ffn"], FORMATS["f32"]).grouped else formats["ffn"]
+    kept = formats["ffn"] if FORMATS.get(formats["ffn"], FORMATS["f32"]).summed else AGAIN
     formats["predictor"] = kept if wanted["predictor"] in (KEEP, AUTO) else wanted["predictor"]
     return formats
 
@@ -44,11 +44,12 @@ def _resolved(part: str, stored: str, wanted: str) -> str:
 
 
 def check_rows(specs: Mapping[str, ArraySpec]) -> None:
-    """Raise CheckpointError for a format with scales of groups whose rows are no whole groups, or are summed."""
+    """Raise CheckpointError for a format whose rows are no whole groups as it needs, or are summed."""
     for name in misfits(specs):
         raise CheckpointError(
             f"{name}: not in {specs[name].format}",
-            expected="a matrix with a multiple of 256 columns, stored as in the checkpoint and not by neuron",
+            expected="a matrix stored as in the checkpoint and not by neuron; of K-quants and iq4_xs with a multiple of 256"
+            " columns",
             found=f"shape {specs[name].shape}",
             remedy=f'in the recipe: [pack] with "{AGAIN}" for this part',
         )

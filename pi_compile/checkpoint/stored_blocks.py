@@ -10,7 +10,7 @@ from pi_compile.checkpoint.checkpoint import Checkpoint, Order, Piece, joined, p
 from pi_compile.checkpoint.tensors import Array, Values
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.formats import FORMATS, Format
-from pi_runtime.artifact.quantisation import RoundingError, beside, dequantise, pack_rows, quantise
+from pi_runtime.artifact.quantisation import RoundingError, beside, dequantise, pack_rows, quantise, row_scales
 
 NOTABLE = 1e-3
 """Share of Σ w² of what is rounded that may underflow: as much as rounding to q5 loses."""
@@ -103,9 +103,10 @@ def _piece(checkpoint: Checkpoint, array: str, name: str, piece: Piece) -> Store
     if found is None:
         own = checkpoint.source.dtype(tensor.name) == name and not (fmt.quantised or tensor.is_changed)
         return rounded(checkpoint, array, name, checkpoint.read(*piece), own=own)
-    for each in beside(fmt, found[1], found[0].shape[1]):
-        checkpoint.check_finite(tensor.name, each)
     stored, scales = pack_rows(fmt, *found)
+    with np.errstate(over="ignore"):
+        for each in (*beside(fmt, scales, found[0].shape[1]), *([row_scales(scales)] if fmt.row_scaled else ())):
+            checkpoint.check_finite(tensor.name, each * np.float32(fmt.reach) if fmt.byte_scale else each)
     return StoredBlock(stored=stored, scales=scales)
 
 

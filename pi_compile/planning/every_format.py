@@ -57,7 +57,7 @@ def _row(spec: PlanSpec, fmt: str) -> dict[str, Any] | None:
     """What a format takes and gives; None where the model cannot be stored in it."""
     spec = on_usable_machine(replace(spec, formats=dict.fromkeys(PARTS, fmt)))
     decoder = spec.model.decoder
-    whole = FORMATS[fmt].grouped  # matrices that are not cut into neurons
+    whole = not FORMATS[fmt].summed  # matrices that are not cut into neurons
     layout = WHOLE if whole else BY_NEURON
     specs = array_specs(decoder, spec.formats, [None] * decoder.n_layers, profiled=False, layout=layout)
     if misfits(specs) or (whole and (decoder.sparse or decoder.n_experts > 1)):

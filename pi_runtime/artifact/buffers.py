@@ -9,7 +9,7 @@ L layers, S positions, J pairs of columns that are rotated, P padded columns, C 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -126,13 +126,13 @@ def read_bytes(d: Decoder, attention: str, layer: int, positions: int) -> int:
     states, which are read and written."""
     if layer in d.recurrent_layers:
         return 2 * state_page(d).nbytes // len(d.recurrent_layers)
-    return kv_bytes(d, attention, d.seen(layer, positions))
+    return kv_bytes(d.of_layer(layer), attention, d.seen(layer, positions))
 
 
 def rotary_tables(d: Decoder, positions: int) -> dict[str, Buffer]:
     """Cosines and sines of the angles, behind them those of layers with a window; empty where positions are learned."""
-    rows = positions * (2 if d.windowed_frequencies else 1)
-    return dict.fromkeys(("cos_SJ", "sin_SJ"), Buffer((rows, d.rotary_dim // 2)))
+    rows, angles = positions * (2 if d.windowed_frequencies else 1), max(one.rotary_dim // 2 for one in d.kinds)
+    return dict.fromkeys(("cos_SJ", "sin_SJ"), Buffer((rows, angles)))
 
 
 def narrow_width(d: Decoder) -> int:
@@ -146,8 +146,8 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
 
     `kernels.data.workspace.Workspace` says what each is for.
     """
-    kinds = d, replace(d, recurrence="none")
-    mixed, made, gates = (max(getattr(one, f"{of}_width") for one in kinds) for of in ("mixed", "qkv", "gate"))
+    widths = ("mixed", "qkv", "gate", "cached")
+    mixed, made, gates, cached = (max(getattr(one, f"{of}_width") for one in d.kinds) for of in widths)
     t, latents = tokens, d.n_heads if d.latent_rank else 0
     widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank), chunk_places(d.d_ff)
     if layout != BY_NEURON:  # a product with `down` has the factors of all neurons as its input
@@ -175,8 +175,8 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "taken_T": Buffer((t,), "int64"),
         "taken_select_T": Buffer((t,), "int64"),
         "taken_weight_T": Buffer((t,)),
-        "attention_CX": Buffer((CHUNKS, attention_floats(d))),
-        "unpacked_CBE": Buffer((CHUNKS, POSITIONS if cache == "q8" else 0, d.cached_width)),
+        "attention_CX": Buffer((CHUNKS, max(map(attention_floats, d.kinds)))),
+        "unpacked_CBE": Buffer((CHUNKS, POSITIONS if cache == "q8" else 0, cached)),
         "low_rank_flat": Buffer((t * rank,)),
         "inputs": Buffer((t * input_nbytes(widest),), "uint8"),
         "low_rank_inputs": Buffer((t * input_nbytes(rank),), "uint8"),

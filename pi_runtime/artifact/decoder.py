@@ -132,8 +132,8 @@ COUNT = Values("integer in 0…2³¹−1", lambda value, _: 0 <= value < 2**31, 
 ABOVE_0 = Values("float > 0", lambda value, _: 0 < value < inf, 1.0)
 FROM_0 = Values("float ≥ 0", lambda value, _: 0 <= value < inf, 0.0)
 LAYERS = Values("list of layers, rising", lambda v, d: [*v] == sorted(n for n in {*v} if 0 <= n < d.n_layers), ())
-ANGLES = Values("list of float32 numbers, all > 0", lambda value, _: all(f > 0 for f in value), ())
-TURNS = Values("list of float32 numbers, all > 0 or all < 0", lambda v, _: all(f > 0 for f in v) or max(v) < 0, ())
+ANGLES = Values("list of float32 numbers, all ≥ 0", lambda value, _: all(f >= 0 for f in value), ())
+TURNS = Values("list of float32 numbers, all ≥ 0 or all < 0", lambda v, _: all(f >= 0 for f in v) or max(v) < 0, ())
 WITH_ROPE = Rule("with rope", lambda d: d.positions == "rope")
 NOT_EARLY = Rule("without `router_early`", lambda d: not d.router_early)
 
@@ -153,8 +153,8 @@ IN_SOME_LAYERS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoder:
-    """Shape and function of a decoder-only transformer."""
+class Facts:
+    """Shape and function of a decoder-only transformer, fact by fact."""
 
     # fmt: off
     family: str = given("name of the adapter that read it, for display; no behaviour depends on it", TEXT)
@@ -261,9 +261,21 @@ class Decoder:
     windowed_layers: tuple[int, ...] = fact(
         "layers with this window; in the others a token sees all positions up to its own", LAYERS, of="window"
     )
+    windowed_head_dim: int = fact(
+        "E of layers with a window; 0 for `head_dim`", COUNT,
+        Rule("from as many as are rotated on",
+             lambda d: d.windowed_head_dim >= 2 * len(d.windowed_frequencies or d.rotary_frequencies)),
+        of="windowed_layers", bodies=WITHOUT_GPU,
+    )
+    windowed_kv_heads: int = fact(
+        "G of layers with a window; 0 for `n_kv_heads`", COUNT,
+        Rule("as a divisor of `n_heads`", lambda d: d.n_heads % d.windowed_kv_heads == 0),
+        of="windowed_layers", bodies=WITHOUT_GPU,
+    )
     windowed_frequencies: tuple[float, ...] = fact(
         "the angles of layers with a window, where they have others", ANGLES,
-        Rule("as many as `rotary_frequencies`", lambda d: len(d.windowed_frequencies) == len(d.rotary_frequencies)),
+        Rule("up to half of these layers' E",
+             lambda d: 2 * len(d.windowed_frequencies) <= (d.windowed_head_dim or d.head_dim)),
         of="windowed_layers",
     )
     windowed_scale: float = fact(
@@ -335,6 +347,11 @@ class Decoder:
     score_scale: float = fact("factor of scores beside 1 / √E (YaRN's mscale, squared)", ABOVE_0, of="latent_rank")
     # fmt: on
 
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder(Facts):
+    """A decoder, and what follows from its facts."""
+
     def of_layer(self, layer: int) -> Self:
         """The decoder as one layer computes it: without angles, a window, a recurrence, or a router, where the layer
         has none, and without facts of attention where a recurrence stands in its place."""
@@ -343,6 +360,8 @@ class Decoder:
             differences |= _NO_ATTENTION if layer in self.recurrent_layers else {"recurrence": "none"}
         if layer in self.windowed_layers:
             del differences["window"]
+            differences["head_dim"] = self.windowed_head_dim or self.head_dim
+            differences["n_kv_heads"] = self.windowed_kv_heads or self.n_kv_heads
             differences["rotary_frequencies"] = self.windowed_frequencies or self.rotary_frequencies
             differences["rotary_scale"] = self.windowed_scale or self.rotary_scale
         if layer in self.unrotated_layers:
@@ -374,6 +393,11 @@ class Decoder:
     def within_context(self, window: int) -> int:
         """The length of a window of text, at most the context."""
         return min(window, self.context_length)
+
+    @property
+    def kinds(self) -> "tuple[Self, ...]":
+        """The decoder as its layers compute it (see `of_layer`), each kind of them once."""
+        return tuple(dict.fromkeys(self.of_layer(n) for n in range(self.n_layers)))
 
     def seen(self, layer: int, positions: int) -> int:
         """How many of so many positions the newest token sees in a layer."""

@@ -50,7 +50,7 @@ def lacking(d: Decoder, body: str, formats: Mapping[str, str] | None = None) -> 
     """What a model does, or which of its formats, a body (`decoder.BODIES`) does not compute, by name."""
     found = {name for name, bodies in COMPUTED_BY.items() if body not in bodies and _has_fact(d, name)}
     if body == "gpu" and formats is not None:
-        found |= {f"formats.{name}" for name in formats.values() if FORMATS[name].grouped}
+        found |= {f"formats.{name}" for name in formats.values() if not FORMATS[name].summed}
         found |= {"formats.apart" for name in formats if name.endswith(tuple(APART))}
     return sorted(found)
 

@@ -19,6 +19,10 @@ formats are little-endian.
     q4_k   d s · q + e m, q in 0…15, s, m in 0…63   as q4, rows padded to 32 bytes; d, e, s and m of groups beside it
     q5_k   d s · q + e m, q in 0…31, s, m in 0…63   as q5, the rest as q4_k
     q6_k   d s · (q − 32), s in −128…127            as q6, the rest likewise; s is one for each 16 columns
+    iq4_nl scale · `IQ4`[q], q in 0…15              as q4, rows padded to 32 bytes
+    iq4_xs d s · `IQ4`[q], s in −32…31              the same; d and s of groups beside it
+    mxfp4  scale · `E2M1`[q] / 2                    the same; scales are 2ⁿ, n in −127…127, in a byte each
+    nvfp4  r · s · `E2M1`[q] / 2                    the same; s in a byte is one for each 16 columns, r one of a row
     scale  binary16, one for 32 columns of a row    float16, rows padded to 8 bytes
     u8     bytes                                    uint8, rows padded to 8 bytes
     u32    unsigned integer                         uint32
@@ -35,11 +39,14 @@ that are stored together. Byte i < L / 2 holds the lower four bits of index i in
 upper half. Behind these bytes the h upper bits of all integers follow in P = L h / 8 bytes: byte j holds those of the
 indices j, P + j, 2 P + j, …, the first in the lowest bits.
 
-In q4_k, q5_k and q6_k a group has binary16 numbers d and e, and its blocks integers s and m. Rows are whole groups.
+In q4_k, q5_k, q6_k and iq4_xs a group has binary16 numbers d and e, and its blocks integers s and m. Rows are whole groups.
 Of each group `NAME_scales` has a record: d, then e where there is one, then eight fields of equal width, one a block
 and the first in the lowest bits of the first byte. A field holds s and m, or the two s of a block, from its lowest bit
 on; s of q6_k 128 higher. So d s and e m are exact in float32, and the record takes the bytes that it has in GGUF's
-Q4_K, Q5_K and Q6_K, where e has the other sign.
+Q4_K, Q5_K, Q6_K and IQ4_XS, where e has the other sign.
+
+Where scales are bytes (`BYTE_SCALES`), those of a row stand in the order of the blocks and of their halves; nvfp4 has
+r, binary32, before them. Tables have whole numbers, E2M1 twice what it is, so that byte scales stand for half of it.
 
 A format is one object. NumPy, kernels, sizes, the cost model and the names in checkpoints derive from it what they do;
 docs/how-to/extend.md says what a further one is.
@@ -64,6 +71,27 @@ _LARGEST_HALF = 65520.0
 """What binary16 makes infinite: half a unit above the largest finite number, because the tie goes to even, upwards."""
 _LEAST_HALF = 2.0**-22
 """Binary16 has 2⁻²⁴ and its multiples down there: four of them from here on, and an error of an eighth at most."""
+
+
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""What integers of 4 bits stand for: in ggml's IQ4 types, and twice the numbers of two bits of exponent and one of
+mantissa."""
+
+
+def _byte_scales() -> dict[str, Array]:
+    byte = np.arange(256)
+    e8m0 = np.ldexp(np.float32(1), byte - 128)
+    e8m0[255] = np.nan
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    ue4m3 = np.ldexp(np.where(exponent == 0, mantissa, 8 + mantissa).astype(np.float32), np.maximum(exponent, 1) - 11)
+    ue4m3[127] = 0  # no number in other software
+    return {"e8m0": e8m0, "ue4m3": ue4m3}
+
+
+BYTE_SCALES = _byte_scales()
+"""What a byte stands for as a scale: half of 2 to the byte less 127, and half of a number without sign that has four
+bits of exponent and three of mantissa; float32 (256,)."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +120,12 @@ class Format:
     """The stored unsigned integer that stands for a scale of 0."""
     scales: int = 1
     """Scales of a block: of two, each belongs to a half of its columns."""
+    table: tuple[int, ...] = ()
+    """The integers, below 128 in magnitude, that the stored ones stand for, where it is no constant less."""
+    byte_scale: str = ""
+    """What a scale of one byte is (see `BYTE_SCALES`); "" for other scales."""
+    row_scaled: bool = False
+    """Whether a row has a float32 number that multiplies all its scales."""
     timed_as: str = ""
     """The format whose speed stands for its own where a machine has no rate for it; "" where it needs one."""
     code: int = -1
@@ -108,8 +142,13 @@ class Format:
 
     @property
     def grouped(self) -> bool:
-        """Whether scales belong to groups: such rows are whole groups, and are multiplied but not summed."""
+        """Whether scales belong to groups: such rows are whole groups."""
         return self.scale_bits > 0
+
+    @property
+    def summed(self) -> bool:
+        """Whether rows are summed, too, and computed on a GPU; others are multiplied only."""
+        return not (self.grouped or self.table)
 
     @property
     def head_nbytes(self) -> int:
@@ -135,17 +174,28 @@ class Format:
     @property
     def scale_format(self) -> str:
         """Format of the array of scales."""
-        return "u8" if self.grouped else "scale"
+        return "u8" if self.grouped or self.byte_scale else "scale"
+
+    @property
+    def scale_nbytes(self) -> tuple[int, int, int]:
+        """Bytes of scales that a row has, each of its groups, and each of its blocks."""
+        if self.grouped:
+            return 0, self.record_nbytes, 0
+        return 4 * self.row_scaled, 0, self.scales if self.byte_scale else 2
 
     def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Logical shape of the array of scales beside an array of this one."""
-        if self.grouped:
-            return (*shape[:-1], shape[-1] // (GROUP * BLOCK) * self.record_nbytes)
-        return (*shape[:-1], *((2,) if self.offset else ()), -(-shape[-1] // BLOCK))
+        blocks = -(-shape[-1] // BLOCK)
+        if self.scale_format == "u8":
+            row, group, block = self.scale_nbytes
+            return (*shape[:-1], row + shape[-1] // (GROUP * BLOCK) * group + blocks * block)
+        return (*shape[:-1], *((2,) if self.offset else ()), blocks)
 
     @property
     def zero(self) -> int:
-        """The stored unsigned integer that stands for 0; 0 where each block has its own."""
+        """What an integer's unsigned form is above it, as stored or as in a table; 0 where each block has its own."""
+        if self.table:
+            return -min(self.table)
         return 0 if self.offset else 1 << self.bits - 1
 
     @property
@@ -156,12 +206,16 @@ class Format:
     @property
     def reach(self) -> float:
         """How many scales the largest magnitude of a block takes; half the range where that lies anywhere."""
+        if self.table:
+            return max(map(abs, self.table))
         return ((1 << self.bits) - 1) / 2 if self.offset else self.zero - self.mirrored
 
     @property
     def overflows_from(self) -> float | None:
         """Smallest magnitude that becomes infinite, or whose scale or minimum does; None where every float32 number has
         a finite form."""
+        if self.byte_scale:
+            return None
         if self.quantised:
             return _LARGEST_HALF * (1 if self.offset == "minimum" else self.reach)
         return {"float16": _LARGEST_HALF, "bfloat16": 2.0**128 - 2.0**119}.get(self.number)
@@ -171,6 +225,8 @@ class Format:
         """Magnitudes below this, in block formats of the largest value of a block, have a form with less than three
         bits of precision, or 0: they, or their scale, are far below what binary16 has in full. 0 where that is no
         concern."""
+        if self.byte_scale:
+            return 0.0
         return _LEAST_HALF * (self.reach if self.quantised else self.number == "float16")
 
     @property
@@ -258,10 +314,16 @@ def add(fmt: Format) -> None:
     """Let weights be stored in one format more. Modules with tables of the formats are to be imported after that."""
     FORMATS[fmt.name] = replace(fmt, code=len(WEIGHT_FORMATS))
     WEIGHT_FORMATS.append(fmt.name)
-    ROW_FORMATS.extend([] if fmt.grouped else [fmt.name])
+    ROW_FORMATS.extend([fmt.name] if fmt.summed else [])
 
 
 _BYTES = np.dtype("<u1")
+
+
+def _of_table(name: str, table: tuple[int, ...], **scales: Any) -> Format:
+    return Format(name, _BYTES, row_align=32, block_bits=4, table=table, gguf=name.upper(), timed_as="q4", **scales)
+
+
 for _format in (
     Format("f32", np.dtype("<f4"), "float32", gguf="F32"),
     Format("f16", np.dtype("<f2"), "float16", gguf="F16"),
@@ -278,6 +340,10 @@ for _format in (
     Format(
         "q6_k", _BYTES, row_align=32, block_bits=6, scale_bits=8, scale_zero=128, scales=2, gguf="Q6_K", timed_as="q4"
     ),
+    _of_table("iq4_nl", IQ4),
+    _of_table("iq4_xs", IQ4, scale_bits=6, scale_zero=32),
+    _of_table("mxfp4", E2M1, byte_scale="e8m0"),
+    _of_table("nvfp4", E2M1, byte_scale="ue4m3", scales=2, row_scaled=True),
 ):
     add(_format)
 FORMATS |= {

@@ -62,7 +62,7 @@ def layer_classes(d: Decoder, fmt: str) -> tuple[LayerClass, ...]:
     found = []
     for window in dict.fromkeys(windows.values()):
         layers = tuple(layer for layer, own in windows.items() if own == window)
-        found.append(LayerClass(layers, window, kv_page(d, fmt, len(layers))))
+        found.append(LayerClass(layers, window, kv_page(d.of_layer(layers[0]), fmt, len(layers))))
     if states:
         found.append(LayerClass(states, 0, state_page(d), is_state=True))
     return tuple(found)

@@ -17,6 +17,9 @@ the integers it leads to. d and e are such that the largest of a group have the 
 to the integers q, and d and e to all three, in turn, as long as less is lost. At the same bytes that loses 1 to 6 %
 less (Σ a (w − ŵ)²) than llama.cpp's quantiser on normal, Laplace's and Student's numbers, with weights and without.
 
+With a table an integer is the nearest entry. iq4_nl is rounded as q4 is, iq4_xs as those with scales of groups; so are
+mxfp4 and nvfp4, to the scales that bytes stand for, where each row of nvfp4 is divided by r = max |w| / (12 · 224) first.
+
 In the three with a constant z (8, 16 or 32) w* is the block's value of largest magnitude with its sign (of two equal
 ones, the negative). At m = z it becomes q − z = −z, the integer that has no counterpart above. m is the divisor z + d,
 d in `_DIVISORS`, with the least Σ (w − ŵ)². The refit is the least-squares scale Σ (q − z) w / Σ (q − z)² for the
@@ -40,11 +43,12 @@ Shape letters: D columns, N blocks side by side.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Self
 
 import numpy as np
 
-from pi_runtime.artifact.formats import BLOCK, FORMATS, GROUP, RUN, Array, Format
+from pi_runtime.artifact.formats import BLOCK, BYTE_SCALES, FORMATS, GROUP, RUN, Array, Format
 
 FOUR = 4
 """Columns that stay together when the blocks of a group are interleaved."""
@@ -77,12 +81,15 @@ def quantise(
     step = max(1, _AT_ONCE // -(-columns // BLOCK))
     for start in range(0, len(rows), step):
         piece = slice(start, start + step)
-        w, a = as_blocks(rows[piece]), None
+        factor = _row_factors(fmt, rows[piece])
+        w, a = as_blocks(rows[piece] if factor is None else rows[piece] / factor), None
         if importance is not None:
             a = np.tile(as_blocks(importance[None]), len(rows[piece]))
         found = round_blocks(fmt, w, a)
-        found = _exactly(fmt, w, *found) if powers and not (fmt.offset or fmt.grouped) else found
+        found = _exactly(fmt, w, *found) if powers and fmt.summed and not fmt.offset else found
         stored[piece], scales[piece] = pack_blocks(fmt, *found, columns)
+        if factor is not None:
+            scales[piece, :4] = factor.view(np.uint8)
     leading = values.shape[:-1]
     return stored.reshape(*leading, *stored.shape[1:]), scales.reshape(*leading, *scales.shape[1:])
 
@@ -97,9 +104,11 @@ def empty_stored(fmt: Format, shape: Sequence[int]) -> tuple[Array, Array]:
 @np.errstate(invalid="ignore")  # scales that are no numbers give such values
 def dequantise(fmt: Format, stored: Array, scales: Array, columns: int) -> Array:
     """Convert stored arrays to float32 values (…, D): each the float32 product of scale and integer, which is exact,
-    and rounded once where a minimum is added."""
+    and rounded once where a minimum is added or a row has a factor."""
     q = integers(fmt, stored, columns).astype(np.float32)
     scale, offset = (_by_column(each, columns) for each in beside(fmt, scales, columns))
+    if fmt.row_scaled:
+        return q * scale * row_scales(scales)
     if not fmt.offset:
         return q * scale
     return q * scale + offset if fmt.offset == "minimum" else (q - offset) * scale
@@ -108,8 +117,12 @@ def dequantise(fmt: Format, stored: Array, scales: Array, columns: int) -> Array
 @np.errstate(invalid="ignore")
 def beside(fmt: Format, scales: Array, columns: int) -> tuple[Array, Array]:
     """The scales (…, B), or those of halves (…, 2 B), and the minima or zeros (…, B), as float32; scales again where
-    there are no such."""
+    there are no such. What a row has for all its scales is not in them."""
     blocks = -(-columns // BLOCK)
+    if fmt.byte_scale:
+        first = 4 * fmt.row_scaled
+        found = BYTE_SCALES[fmt.byte_scale][scales[..., first : first + fmt.scales * blocks]]
+        return found, found
     if not fmt.grouped:
         found = scales[..., :blocks].astype(np.float32)
         return (found[..., 0, :], found[..., 1, :]) if fmt.offset else (found, found)
@@ -122,6 +135,11 @@ def beside(fmt: Format, scales: Array, columns: int) -> tuple[Array, Array]:
     scale = np.stack(parts[: fmt.scales], axis=-1).astype(np.float32) - np.float32(fmt.scale_zero)
     scale = (heads[..., :1, None] * scale).reshape(*scales.shape[:-1], -1)
     return scale, (heads[..., 1:] * parts[1]).reshape(*scales.shape[:-1], -1) if fmt.offset else scale
+
+
+def row_scales(scales: Array) -> Array:
+    """What all scales of a row are multiplied by, where `Format.row_scaled` says so: (…, 1)."""
+    return np.ascontiguousarray(scales[..., :4]).view("<f4")
 
 
 def records(fmt: Format, heads: Array, fields: Array) -> Array:
@@ -161,11 +179,26 @@ def integers(fmt: Format, stored: Array, columns: int) -> Array:
     whole = fmt.row_nbytes(grouped)
     fours, rest = stored[..., :whole], stored[..., whole : fmt.row_nbytes(columns)]
     if fmt.bits < 8:
-        middle = np.uint8(fmt.zero)
         runs = ((fours, GROUP * BLOCK), (rest, RUN))
-        fours, rest = ((_split(part, run, fmt.bits) - middle).view(np.int8) for part, run in runs)
+        fours, rest = (meant(fmt, _split(part, run, fmt.bits)) for part, run in runs)
     q = fours.reshape(*leading, -1, BLOCK // FOUR, GROUP, FOUR).swapaxes(-3, -2).reshape(*leading, -1)
     return np.concatenate([q, rest], axis=-1)[..., :columns]
+
+
+def meant(fmt: Format, stored: Array) -> Array:
+    """The signed integers that unsigned ones stand for, as bytes."""
+    if fmt.table:
+        return np.array(fmt.table, np.int8)[stored]
+    return (stored - np.uint8(fmt.zero)).view(np.int8)
+
+
+def _coded(fmt: Format, q: Array) -> Array:
+    """The inverse of `meant`; of equal entries of a table the first."""
+    if not fmt.table:
+        return (q + np.int8(fmt.zero)).view(np.uint8)
+    codes = np.zeros(256, np.uint8)
+    codes[np.array(fmt.table[::-1], np.int8).view(np.uint8)] = np.arange(len(fmt.table))[::-1]
+    return codes[q.view(np.uint8)]
 
 
 # Below, N blocks lie side by side: w (BLOCK, N). Sums over a block are then elementwise sums of rows, in an order that
@@ -184,22 +217,32 @@ def round_blocks(fmt: Format, w: Array, importance: Array | None = None) -> tupl
     """The signed integers (BLOCK, N) and scales (N,) of blocks; `importance` (BLOCK, N) weighs their squared errors.
 
     Where a block has a minimum or a zero, these and the scales are (2, N), and the integers are not below 0. In place
-    of scales groups have records.
+    of scales groups have records, and other formats bytes (N, 1 or 2).
     """
     if fmt.grouped:
         return _in_groups(fmt, w, importance)
+    if fmt.byte_scale:
+        q, scale = _symmetric(fmt, _apart(fmt, w), _weights(fmt, w, importance))
+        return _together(fmt, q), _bytes_of(fmt, scale).reshape(fmt.scales, -1).T
     if fmt.offset:
         return _with_offset(fmt, w, importance)
     return _mirrored(fmt, w) if fmt.mirrored else _symmetric(fmt, w, importance)
 
 
 def nearest(fmt: Format, w: Array, scale: Array) -> Array:
-    """The signed integers with which a scale comes nearest to values; 0 where the scale is 0."""
-    return _quotient(w, scale, *bounds(fmt))
+    """The signed integers with which a scale comes nearest to values; those nearest to 0 where the scale is 0."""
+    if not fmt.table:
+        return _quotient(w, scale, *bounds(fmt))
+    levels = np.unique(np.array(fmt.table, np.float32))
+    with np.errstate(over="ignore"):
+        x = w / np.where(scale == 0, np.float32(np.inf), scale)
+    return levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, x)]
 
 
 def bounds(fmt: Format) -> tuple[int, int]:
     """The least and the greatest integer that multiplies a scale."""
+    if fmt.table:
+        return min(fmt.table), max(fmt.table)
     zero = fmt.zero
     return fmt.mirrored - zero, (1 << fmt.bits) - 1 - zero
 
@@ -209,8 +252,10 @@ def pack_blocks(fmt: Format, q: Array, scale: Array, columns: int) -> tuple[Arra
     blocks = -(-columns // BLOCK)
     rows = q.astype(np.int8).T.reshape(-1, blocks * BLOCK)
     if fmt.bits < 8:
-        rows = (rows + np.int8(fmt.zero)).view(np.uint8)
+        rows = _coded(fmt, rows)
     by_row: Array = scale.reshape(len(rows), -1)
+    if fmt.row_scaled:
+        by_row = np.pad(by_row, ((0, 0), (4, 0)))
     if fmt.offset and not fmt.grouped:
         by_row = scale.reshape(2, -1, blocks).swapaxes(0, 1)
     return _padded(fmt, _packed(fmt, rows), by_row, columns)
@@ -219,10 +264,11 @@ def pack_blocks(fmt: Format, q: Array, scale: Array, columns: int) -> tuple[Arra
 def pack_rows(fmt: Format, q: Array, beside: Array) -> tuple[Array, Array]:
     """Rows of integers (R, D) that lie on a format's grid already, as stored arrays; D is a multiple of 32.
 
-    `beside` are their scales (R, B), or scales and minima or zeros (R, 2, B), in binary16; or records (see `records`).
+    `beside` are their scales (R, B), or scales and minima or zeros (R, 2, B), in binary16; or bytes: records (see
+    `records`), or scales as `formats` says.
     """
     q = q.astype(np.int8, copy=False)
-    packed = _packed(fmt, (q + np.int8(fmt.zero)).view(np.uint8) if fmt.bits < 8 else q)
+    packed = _packed(fmt, _coded(fmt, q) if fmt.bits < 8 else q)
     return _padded(fmt, packed, beside, q.shape[1])
 
 
@@ -240,24 +286,72 @@ def _mirrored(fmt: Format, w: Array) -> tuple[Array, Array]:
 
 
 def _symmetric(fmt: Format, w: Array, a: Array | None) -> tuple[Array, Array]:
-    """The integers q − z, and the scales."""
+    """The integers q − z, or of a table, and the scales."""
     high, low = w.max(0), w.min(0)
     extreme = np.where(high > -low, high, low)
-    lowest, highest = bounds(fmt)
-    scale = _rounded(extreme / np.float32(lowest))
-    q = _quotient(w, scale, lowest, highest)
-    least = _squared_error(w, q, scale, a)
+    if fmt.byte_scale:
+        extreme = -np.abs(extreme)  # scales have no sign
+    lowest, rounded = bounds(fmt)[0], partial(_storable, fmt)
+    scale = rounded(extreme / np.float32(lowest))
+    least = _squared_error(w, nearest(fmt, w, scale), scale, a)
     for divisor in _DIVISORS[1:]:
-        tried = _rounded(extreme / np.float32(lowest - divisor))
-        error = _squared_error(w, _quotient(w, tried, lowest, highest), tried, a)
+        tried = rounded(extreme / np.float32(lowest - _step(fmt) * divisor))
+        error = _squared_error(w, nearest(fmt, w, tried), tried, a)
         scale, least = np.where(error < least, tried, scale), np.minimum(error, least)
-    q = _quotient(w, scale, lowest, highest)
+    q = nearest(fmt, w, scale)
     weighted = q if a is None else q * a
     norm = _sum(weighted * q)
-    fitted = _rounded(_sum(weighted * w) / np.where(norm == 0, np.float32(1), norm))
-    refitted = _quotient(w, fitted, lowest, highest)
+    fitted = rounded(_sum(weighted * w) / np.where(norm == 0, np.float32(1), norm))
+    refitted = nearest(fmt, w, fitted)
     better = _squared_error(w, refitted, fitted, a) < least
     return np.where(better, refitted, q), np.where(better, fitted, scale)
+
+
+def _step(fmt: Format) -> float:
+    """What divisors that are tried differ by: about a step of the grid, and so much that powers of two differ."""
+    return 1 if not fmt.table else fmt.reach / (2 if fmt.byte_scale == "e8m0" else 8)
+
+
+def _row_factors(fmt: Format, rows: Array) -> Array | None:
+    """What each row's scales are multiplied by (R, 1), so that the largest of them is used; None where none are."""
+    if not fmt.row_scaled:
+        return None
+    found = np.abs(rows).max(-1, initial=0)[:, None] / np.float32(fmt.reach * _byte_values(fmt)[-1])
+    return np.where(found == 0, np.float32(1), found).astype(np.float32)
+
+
+def _byte_values(fmt: Format) -> Array:
+    """The scales that bytes stand for, up to the last byte before they fall or end."""
+    values = BYTE_SCALES[fmt.byte_scale]
+    return values[: 1 + np.argmin(np.diff(values) > 0)]
+
+
+def _bytes_of(fmt: Format, scale: Array) -> Array:
+    """The bytes whose scales are nearest."""
+    values = _byte_values(fmt)
+    return np.searchsorted((values[1:] + values[:-1]) / 2, scale).astype(np.uint8)
+
+
+def _storable(fmt: Format, scale: Array) -> Array:
+    """The nearest scales that a format has."""
+    return _byte_values(fmt)[_bytes_of(fmt, scale)] if fmt.byte_scale else _rounded(scale)
+
+
+def _apart(fmt: Format, each: Array) -> Array:
+    """Halves of blocks side by side, where these have scales of their own: (B, M), all first halves first."""
+    size = BLOCK // fmt.scales
+    return each.reshape(fmt.scales, size, -1).swapaxes(0, 1).reshape(size, -1)
+
+
+def _weights(fmt: Format, w: Array, importance: Array | None) -> Array:
+    """The weights of errors, of blocks or of halves; alike where all of one are 0."""
+    a = _apart(fmt, np.ones_like(w) if importance is None else importance)
+    return np.where(_sum(a) == 0, np.float32(1), a)
+
+
+def _together(fmt: Format, each: Array) -> Array:
+    """The inverse of `_apart`."""
+    return each.reshape(len(each), fmt.scales, -1).swapaxes(0, 1).reshape(BLOCK, -1)
 
 
 def _with_offset(fmt: Format, w: Array, a: Array | None) -> tuple[Array, Array]:
@@ -289,14 +383,7 @@ def _with_offset(fmt: Format, w: Array, a: Array | None) -> tuple[Array, Array]:
 
 def _in_groups(fmt: Format, w: Array, importance: Array | None) -> tuple[Array, Array]:
     """The integers, and the records of groups; N is a multiple of 8."""
-    size = BLOCK // fmt.scales
-
-    def apart(each: Array) -> Array:
-        """Halves of blocks side by side, where these have scales of their own: (B, M), all first halves first."""
-        return each.reshape(fmt.scales, size, -1).swapaxes(0, 1).reshape(size, -1)
-
-    a = apart(np.ones_like(w) if importance is None else importance)
-    grid = _Grid(fmt, apart(w), np.where(_sum(a) == 0, np.float32(1), a))
+    grid = _Grid(fmt, _apart(fmt, w), _weights(fmt, w, importance))
     found = grid.stepped(*grid.searched())
     for _ in range(_REFITS):
         found = grid.better(found, grid.with_fields(found), 1)
@@ -305,8 +392,7 @@ def _in_groups(fmt: Format, w: Array, importance: Array | None) -> tuple[Array, 
     fields = found.s_M.reshape(fmt.scales, -1) + np.float32(fmt.scale_zero)
     if fmt.offset:
         fields = np.concatenate([fields, found.m_M[None]])
-    q = found.q.reshape(size, fmt.scales, -1).swapaxes(0, 1).reshape(w.shape)
-    return q, records(fmt, np.stack(heads, -1), fields.T.reshape(-1, GROUP, len(fields)))
+    return _together(fmt, found.q), records(fmt, np.stack(heads, -1), fields.T.reshape(-1, GROUP, len(fields)))
 
 
 class _Found(NamedTuple):
@@ -339,7 +425,7 @@ class _Grid:
             if self.fmt.offset:
                 scale, below = np.maximum(high - low, 0) / np.float32(highest + divisor), -low
             else:
-                scale, below = extreme / np.float32(lowest - divisor), np.zeros_like(low)
+                scale, below = extreme / np.float32(lowest - _step(self.fmt) * divisor), np.zeros_like(low)
             scale, below = self._fitted(self._rounded(scale, below))
             error = self._error(self._rounded(scale, below), scale, below)
             better = error < least
@@ -408,7 +494,7 @@ class _Grid:
         return _Found(d_G, e_G, s_M, m_M, q, self._error(q, scale, below))
 
     def _rounded(self, scale_M: Array, below_M: Array) -> Array:
-        return _quotient(self.w + below_M, scale_M, *bounds(self.fmt))
+        return nearest(self.fmt, self.w + below_M, scale_M)
 
     def _error(self, q: Array, scale_M: Array, below_M: Array) -> Array:
         return _squared_error(self.w + below_M, q, scale_M, self.a)

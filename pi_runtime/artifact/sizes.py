@@ -179,7 +179,7 @@ def _plain_specs(
     for n, (rank, own) in enumerate(zip(ranks, layouts, strict=True)):
         for name, spec in layer_specs(d.of_layer(n), formats, rank, profiled, own):
             if name == "attention/qkv":
-                yield from _apart(d, f"layers/{n}/", formats, spec)
+                yield from _apart(d.of_layer(n), f"layers/{n}/", formats, spec)
             else:
                 yield f"layers/{n}/{name}", spec
     if d.final_norm:
@@ -201,9 +201,10 @@ def _apart(d: Decoder, layer: str, formats: Mapping[str, str], qkv: ArraySpec) -
 
 
 def misfits(specs: Mapping[str, ArraySpec]) -> list[str]:
-    """Names of arrays whose format has scales of groups, but whose rows are no whole groups or are summed."""
-    grouped = {name: spec for name, spec in specs.items() if FORMATS[spec.format].grouped}
-    return [n for n, spec in grouped.items() if spec.shape[-1] % (GROUP * BLOCK) or n.endswith("ffn/rest")]
+    """Names of arrays whose format needs rows of whole groups that are not summed, which theirs are not."""
+    whole = {name: spec for name, spec in specs.items() if not FORMATS[spec.format].summed}
+    cut = {n for n, spec in whole.items() if FORMATS[spec.format].grouped and spec.shape[-1] % (GROUP * BLOCK)}
+    return [n for n in whole if n in cut or n.endswith("ffn/rest")]
 
 
 def layer_specs(

@@ -12,8 +12,8 @@ from pi_runtime.errors import InputError, Setting, UsageError, read_error
 KEY_CHARS = 16
 """Least length of a key. Nothing slows down those who guess, and a shorter one is seldom a random one."""
 NEW_KEY = "openssl rand -hex 32 makes a good one"
-_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\sA-Z/?#@*]+")
-"""What browsers send as an origin, or `*`."""
+_ORIGIN = re.compile(r"\*|localhost|null|[a-z][a-z0-9+.-]*://[^\sA-Z/?#@*]+")
+"""What browsers send as an origin, or `*`, or `localhost` for those of this machine."""
 
 
 def _can_be_a_host(name: str) -> bool:

@@ -80,6 +80,10 @@ class ListenOptions(SourceOptions):
     log_format: Annotated[
         Literal["text", "json"], typer.Option(help="Lines of the log; json: an object each.", **_LOG)
     ] = "text"
+    embeddings: Annotated[
+        Literal["mean", "last"] | None,
+        typer.Option(envvar="PI_EMBEDDINGS", help="Give vectors of texts: the mean over their tokens, or the last."),
+    ] = None
     verify_meanwhile: Annotated[
         bool,
         typer.Option(
@@ -199,6 +203,7 @@ def _settings(listen: ListenOptions, defaults: DefaultOptions, slots: int) -> "S
         log_format=listen.log_format,
         sampling=defaults.sampling,
         max_tokens=defaults.max_tokens,
+        embeddings=listen.embeddings,
     )
 
 

@@ -77,7 +77,7 @@ class CudaExecutor:
         self.block_tokens = allocation.block_tokens
         self.device, self.device_name = device, device.name
         self.notice: str | None = None
-        self.guess_head = None
+        self.guess_head, self.keeps_states = None, False
         layers = layers_in_mode(artifact.manifest, mode)
         manifest, d = artifact.manifest, artifact.manifest.decoder
         device.limit(max(allocation.budget, allocation.total))

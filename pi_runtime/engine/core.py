@@ -227,7 +227,8 @@ class Core:
         """The work of one sequence in the next step."""
         tokens, select = sequence.next_block(max_tokens, draft)
         every = draft.num_run > 0 or sequence.needs_all_logits
-        cache, states = self.held[sequence], self._speculation.is_on and sequence.wants_states
+        is_head = isinstance(sequence, AnswerSequence)
+        cache, states = self.held[sequence], () if is_head and not self._speculation.is_on else sequence.states
         logits: Literal["last", "all"] = "all" if every else "last"
         tried = draft.num_run > 0
         return SequenceStep(cache=cache, tokens=tokens, select=select, logits=logits, is_tried=tried, states=states)
@@ -240,8 +241,8 @@ class Core:
         ran = first + sequence.num_scheduled
         self.ahead_tokens += sequence.num_scheduled * (sequence.rank is not Rank.ASKED)
         samples = self._start_samples(sequence) if ran == len(sequence.tokens) else []
-        self._take(sequence, sequence.advance(result.logits_TV, result.rows_L2))
         sequence.take_states(first, result.states_TC)
+        self._take(sequence, sequence.advance(result.logits_TV, result.rows_L2))
         self.drafts += draft.figures(sequence.num_computed - ran)
         for sample in samples:
             assert isinstance(sample, AnswerSequence)

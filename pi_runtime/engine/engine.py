@@ -24,12 +24,13 @@ from pi_runtime.engine.page_files import PageFiles
 from pi_runtime.engine.scheduler import PIECE, PromptPace, Scheduler
 from pi_runtime.engine.stats import EngineStats
 from pi_runtime.engine.store import PrefixStore
-from pi_runtime.engine.stream import Reading, Scores, Stream
+from pi_runtime.engine.stream import Reading, Scores, Stream, Vector
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.pages import PagePool
 from pi_runtime.kernels import SUMS
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.sequence.drafts import StepTimes
+from pi_runtime.sequence.embedding import Pooling
 from pi_runtime.sequence.sequence import Origin, Rank, TokenSequence
 from pi_runtime.sequence.settings import AnswerSettings, names_settings
 
@@ -182,6 +183,14 @@ class Engine:
         sequence = self.model.new_reading(prompt)
         self.submit(sequence, Origin(cache_salt, client))
         return Reading(sequence)
+
+    def embed(
+        self, prompt: str | Sequence[int], pooling: Pooling = "mean", *, cache_salt: str = "", client: str = ""
+    ) -> Vector:
+        """The vector of a text as `Model.embed` gives it, computed beside all other requests."""
+        sequence = self.model.new_embedding(prompt, pooling)
+        self.submit(sequence, Origin(cache_salt, client))
+        return Vector(sequence)
 
     def submit(self, sequence: TokenSequence, origin: Origin) -> None:
         """Let a sequence run. Raises UsageError for one that does not fit `kv_budget` even alone."""

@@ -80,6 +80,13 @@ class PromptLogprobs(_Event):
 
 
 @dataclass(frozen=True)
+class Embedded(_Event):
+    """The vector of a text that was to be embedded."""
+
+    vector: list[float]
+
+
+@dataclass(frozen=True)
 class End(_Event):
     """How an answer ended: its reason is the engine's `end`, `stop`, `length`, `context` or `cancelled`.
 
@@ -97,7 +104,7 @@ class End(_Event):
 
 Delta = TextDelta | ReasoningDelta | CallBegan | CallArguments | CallBroken
 """What a parser finds in text."""
-Event = Delta | NothingShown | PromptProgress | PromptLogprobs | End
+Event = Delta | NothingShown | PromptProgress | PromptLogprobs | Embedded | End
 
 
 @dataclass

@@ -3,13 +3,14 @@
 Shape letters: T tokens, V vocabulary, L layers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.schema import Plan
@@ -23,6 +24,7 @@ from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.plan_choice import Allocation
 from pi_runtime.sequence.answer import AnswerSequence, check_prompt
 from pi_runtime.sequence.drafts import Acceptance, Speculation, StepTimes
+from pi_runtime.sequence.embedding import EmbeddingSequence, Pooling
 from pi_runtime.sequence.head_draft import HEAD_RIGHT, HeadDraft
 from pi_runtime.sequence.sampling import Sampling, TokenLogprobs
 from pi_runtime.sequence.sequence import ReadSequence, ScoreSequence
@@ -185,6 +187,28 @@ class Model(ChatModel):
         sequence.ends_of_messages = self.manifest.text.end_ids
         return sequence
 
+    def embed(self, prompt: str | Sequence[int], pooling: Pooling = "mean") -> list[float]:
+        """The vector of a text, of length 1: what the model computes of its tokens behind the last layer and its norm.
+
+        `pooling`: the mean over all tokens, or the `last` one. A model that was trained to write is a poor judge of
+        likeness; one that was trained for embeddings says which pooling it wants. Raises UsageError on a GPU.
+        """
+        sequence, speculation = self.new_embedding(prompt, pooling), self.speculation("off", self._step_times)
+        for _ in run_alone(self.executor, self.new_cache(), sequence, speculation):
+            pass  # it has no text
+        return sequence.vector
+
+    def new_embedding(self, prompt: str | Sequence[int], pooling: Pooling) -> EmbeddingSequence:
+        """A text to be embedded, checked. Raises errors as `embed` does."""
+        if not self.executor.keeps_states:
+            raise UsageError(f"embeddings on {self.device}", remedy=("run it on the CPU: ", Setting("device", "cpu")))
+        if pooling not in get_args(Pooling):
+            raise UsageError(f"pooling {pooling!r}", expected=" or ".join(get_args(Pooling)))
+        decoder = self.manifest.decoder
+        norm = partial(_final_norm, decoder=decoder, array=self._artifact.array)
+        ids = self._prompt_ids(prompt)
+        return EmbeddingSequence(ids, context=self.context, layers=decoder.n_layers, norm=norm, pooling=pooling)
+
     def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
@@ -289,3 +313,18 @@ def _checked_ids(token_ids: Any, vocabulary: int) -> npt.NDArray[np.int64]:
     if ids.min() < 0 or ids.max() >= vocabulary:
         raise PromptError(f"token id {ids.max() if ids.min() >= 0 else ids.min()}", expected=f"0 to {vocabulary - 1}")
     return ids.astype(np.int64)
+
+
+def _final_norm(
+    x_TD: npt.NDArray[np.float32], decoder: Decoder, array: Callable[[str], npt.NDArray[Any]]
+) -> npt.NDArray[np.float64]:
+    """What the head would read: x · weight / √(mean(x²) + eps), less the mean and with a bias where the norm is
+    LayerNorm; x itself where there is no norm. Each row by itself, in float64."""
+    found_TD = x_TD.astype(np.float64)
+    if not decoder.final_norm:
+        return found_TD
+    if decoder.norm != "rms":
+        found_TD -= found_TD.mean(axis=1, keepdims=True)
+    found_TD /= np.sqrt(np.square(found_TD).mean(axis=1, keepdims=True) + decoder.norm_eps)
+    found_TD *= array("final_norm/weight")
+    return found_TD if decoder.norm == "rms" else found_TD + array("final_norm/bias")

@@ -6,6 +6,7 @@ from queue import Empty
 from typing import Generic, TypeVar
 
 from pi_runtime.sequence.answer import AnswerSequence
+from pi_runtime.sequence.embedding import EmbeddingSequence
 from pi_runtime.sequence.sampling import TokenLogprobs
 from pi_runtime.sequence.sequence import Output, ReadSequence, ScoreSequence, TokenSequence
 from pi_runtime.sequence.stats import Stats
@@ -166,6 +167,19 @@ class Scores(Awaited[ScoreSequence]):
         """Wait for the log-probabilities; of a cancelled request those found. Raises what ended it, or the engine."""
         self._wait()
         return self._sequence.logprobs
+
+
+class Vector(Awaited[EmbeddingSequence]):
+    """The vector of a text that is being computed. One that nobody refers to any more is cancelled."""
+
+    def __init__(self, sequence: EmbeddingSequence) -> None:
+        super().__init__(sequence)
+        weakref.finalize(self, sequence.cancel).atexit = False
+
+    def result(self) -> list[float]:
+        """Wait for the vector. Raises what ended it, or the engine."""
+        self._wait()
+        return self._sequence.vector
 
 
 class Reading(Awaited[ReadSequence]):

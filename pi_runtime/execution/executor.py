@@ -46,8 +46,9 @@ class SequenceStep:
     """Who looks on at the FFNs of these tokens; with `select` and `all` logits."""
     is_tried: bool = False
     """Whether some of these tokens may be taken back afterwards; at most `Executor.draft_tokens` then."""
-    states: bool = False
-    """Whether the states are wanted that the guess head reads; only where the executor has one."""
+    states: tuple[int, ...] = ()
+    """Layers, rising, whose inputs are wanted of these tokens, where the executor keeps states; the number of layers
+    stands for what leaves the last one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class SequenceResult:
     rows_L2: Ints | None = None
     """Rows of `first` read and neurons kept, for a single token with selection."""
     states_TC: Floats | None = None
-    """The residual stream as it enters the layers that the guess head names, for each token; if asked for."""
+    """The residual stream as it enters the layers that were named, side by side, for each token."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,10 @@ class Executor(Protocol):
     @property
     def draft_tokens(self) -> int:
         """Most tokens of a sequence that a step computes together with selection; 1: it runs them one by one."""
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a step can give the residual stream."""
 
     @property
     def guess_head(self) -> GuessHeadRun | None:

@@ -37,13 +37,15 @@ class GuessHeadRun(ABC):
 
     ids_S: Ints
     """The ids of the tokens that it can draft, rising."""
+    states: tuple[int, ...]
+    """The layers whose inputs it reads."""
 
     def __init__(self, open_artifact: Callable[[], StoredArrays], layer: Decoder, context: int, threads: int) -> None:
         """`open_artifact` returns it, or raises where it was closed. `layer`: its layer as a decoder of one."""
         artifact = open_artifact()
         self._artifact, self._context, self._threads = open_artifact, context, threads
         self.vocabulary, self._width = layer.vocab_size, layer.d_model
-        self._manifest = replace(artifact.manifest, decoder=layer)
+        self._manifest, self.states = replace(artifact.manifest, decoder=layer), artifact.manifest.guess_states
         self.page_nbytes = PagePool(self._manifest).page_nbytes
         """Bytes of a page of its keys and values: it has no more of them than its model has of the same tokens."""
         self._cos_SJ, self._sin_SJ = rotary_table(layer, context)
@@ -67,7 +69,7 @@ class GuessHeadRun(ABC):
                 cache.reserve(len(block_T))
                 run_R4 = np.array([(0, len(block_T), cache.length, cache.table_address)], np.int64)
                 position_T, code = np.arange(cache.length, cache.length + len(block_T)), FORMATS[cache.pool.format].code
-                at = Positions(position_T, run_R4, code, cache.pool.row_nbytes)
+                at = Positions(position_T, run_R4, code)
                 y_TD = self._run(at, block_T, None if states_TC is None else states_TC[part], y_TD, logits_1S)
                 cache.append(block_T, select=False)
         return y_TD[-1:], logits_1S[0]

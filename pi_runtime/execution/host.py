@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from pi_runtime.artifact.buffers import rotary_tables
 from pi_runtime.artifact.decoder import Decoder, rotary_table
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.artifact.formats import FORMATS
@@ -34,7 +35,10 @@ def _rotary_tables(d: Decoder, context: int) -> tuple[Floats, Floats]:
         scale = d.windowed_scale or d.rotary_scale
         own = replace(d, rotary_frequencies=d.windowed_frequencies, rotary_scale=scale)
         tables.append(rotary_table(own, context))
-    cos_SJ, sin_SJ = (np.concatenate(parts) for parts in zip(*tables, strict=True))
+    cos_SJ, sin_SJ = (buffer.in_ram() for buffer in rotary_tables(d, context).values())
+    for n, (cos, sin) in enumerate(tables):
+        rows, columns = slice(n * context, (n + 1) * context), slice(cos.shape[1])
+        cos_SJ[rows, columns], sin_SJ[rows, columns] = cos, sin
     return cos_SJ, sin_SJ
 
 
@@ -86,10 +90,10 @@ class CpuModel:
         """The next tokens of some sequences, with memory for the states that are wanted."""
         for s in sequences:
             s.cache.hold(is_held=s.is_tried)
-        step, states = tokens_of(sequences, len(self.table_LX)), self.manifest.guess_states
-        if not states or not any(s.states for s in sequences):
+        step, states = tokens_of(sequences, len(self.table_LX)), _all_states(sequences)
+        if not states:
             return step
-        step.state_L[list(states)] = np.arange(len(states))
+        step.state_L[states] = np.arange(len(states))
         shape = len(step.tokens_T), len(states) * self.cfg.d_model
         return step._replace(states_TC=np.empty(shape, np.float32))
 
@@ -102,6 +106,7 @@ class CpuModel:
     def _results(self, sequences: Sequence[SequenceStep], states_TC: Floats | None) -> Iterator[SequenceResult]:
         """The sequences' results, out of the memory that the next call overwrites."""
         ws, token, row = self.workspace, 0, 0
+        kept = _all_states(sequences)
         for s in sequences:
             tokens = len(s.tokens)
             rows = tokens if s.logits == "all" else 1
@@ -110,7 +115,11 @@ class CpuModel:
             yield SequenceResult(
                 logits_TV=ws.logits_TV[row : row + rows].copy(),
                 rows_L2=counts_LT3[:, 0, 1:].copy() if one else None,
-                states_TC=states_TC[token : token + tokens] if s.states and states_TC is not None else None,
+                states_TC=None
+                if states_TC is None or not s.states
+                else np.hstack(
+                    [np.hsplit(states_TC[token : token + tokens], len(kept))[kept.index(layer)] for layer in s.states]
+                ),
             )
             token, row = token + tokens, row + rows
 
@@ -162,6 +171,11 @@ class CpuModel:
         self.artifact = None
 
 
+def _all_states(sequences: Sequence[SequenceStep]) -> list[int]:
+    """The layers whose inputs any sequence of a step wants."""
+    return sorted({layer for s in sequences for layer in s.states})
+
+
 def tokens_of(sequences: Sequence[SequenceStep], layers: int) -> Step:
     """The next tokens of some sequences; no states are kept."""
     counts = [len(s.tokens) for s in sequences]
@@ -187,7 +201,7 @@ def positions_of(runs: Sequence[tuple[int, int, KVCache]]) -> Positions:
     run_R4 = [(first, count, at, cache.table_address) for first, (count, at, cache) in zip(first_R, runs, strict=False)]
     position_T = np.concatenate([np.arange(start, start + count) for count, start, _ in runs])
     pool = runs[0][2].pool
-    return Positions(position_T, np.array(run_R4, np.int64), FORMATS[pool.format].code, pool.row_nbytes)
+    return Positions(position_T, np.array(run_R4, np.int64), FORMATS[pool.format].code)
 
 
 def batches(sequences: Sequence[SequenceStep]) -> Iterator[list[SequenceStep]]:

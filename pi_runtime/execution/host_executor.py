@@ -51,6 +51,11 @@ class HostExecutor:
         """Bytes that further keys and values may take; None where nothing limits them."""
         return self.rows.kv_room
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a step can give the residual stream: always, on the CPU."""
+        return True
+
     def step(self, sequences: Sequence[SequenceStep]) -> list[SequenceResult]:
         """Run the next tokens of some sequences: weights are read once for as many as a call takes."""
         with self.host.step(sequences, self.block_tokens) as batches:

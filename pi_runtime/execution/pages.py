@@ -12,7 +12,7 @@ Shape letters: L layers, G key-value heads, S positions of a page, E head width,
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
-from math import gcd, prod
+from math import gcd
 from threading import RLock
 from typing import Any
 
@@ -132,12 +132,6 @@ class PagePool:
     def budget_for(self, nbytes: int) -> int:
         """The least budget of a pool whose pages may take so many bytes."""
         return -(-nbytes * (self.page_nbytes + self._beside) // self.page_nbytes)
-
-    @property
-    def row_nbytes(self) -> int:
-        """Bytes of a head's keys, or values, at one position."""
-        page = self.classes[0].page
-        return page.nbytes // prod(page.shape[:-1])
 
     @property
     def in_use(self) -> int:

@@ -20,7 +20,7 @@ from pi_runtime.kernels.data.matrix_view import F32, Floats, Ints, address_of, i
 from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.data.weight_table import Ends, KernelConfig, LayerRecord, LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace
-from pi_runtime.kernels.ops.attention import LayerCache, attend, norm_heads, rotate, store_kv
+from pi_runtime.kernels.ops.attention import LayerCache, attend, norm_heads, rotate, row_nbytes, store_kv
 from pi_runtime.kernels.ops.latent_attention import mix_latents
 from pi_runtime.kernels.ops.linear import add_vector, finish_logits, linear, norm, prepare_inputs, product
 from pi_runtime.kernels.ops.recurrence import Made, States, mix_states
@@ -39,8 +39,6 @@ class Positions(NamedTuple):
     address of the table of the cache's pages, a row for each place with a page of each class of layers."""
     cache_format: int
     """Code of the number format of keys and values."""
-    row_nbytes: int
-    """Bytes of a head's keys, or values, at one position."""
 
 
 class Step(NamedTuple):
@@ -177,8 +175,8 @@ def _attend(
         gates_TG, gates = ws.gates_TG[:tokens], matrix(F32, w.gates, 0, cfg.d_model)
         linear(gates, gates_TG.shape[1], 0, x_TD, address_of(ws.inputs), gates_TG)
     _project(cfg, w, x_TD, address_of(ws.inputs), qkv_TQ)
-    pages = w.page_layer, cfg.kv_heads, cfg.cached_width, w.window, w.page_class, cfg.page_classes, w.sinks
-    cache = LayerCache(at.cache_format, at.row_nbytes, *pages)
+    pages = w.page_layer, w.kv_heads, w.cached_width, w.window, w.page_class, cfg.page_classes, w.sinks
+    cache = LayerCache(at.cache_format, row_nbytes(at.cache_format, w.cached_width), *pages)
     if w.recurrent != 0:
         heads = cfg.state_heads, cfg.state_key_heads, cfg.state_heads_tiled
         sizes = cfg.state_key_dim, cfg.state_value_dim, cfg.state_columns
@@ -207,7 +205,7 @@ def _of_width(memory_TQ: Floats, tokens: int, width: int) -> Floats:
 @device
 def _project(cfg: KernelConfig, w: LayerRecord, x_TD: Floats, inputs: int, qkv_TQ: Floats) -> None:
     """qkv ← queries, keys and values, by one matrix or by those of keys and values too."""
-    rows, width = cfg.kv_heads * cfg.head_dim, qkv_TQ.shape[1]
+    rows, width = w.kv_heads * w.head_dim, qkv_TQ.shape[1]
     fmt = w.qkv_format if is_quantised(w.qkv_format) or w.v == 0 else w.v_format
     prepare_inputs(fmt if is_quantised(fmt) or w.k == 0 else w.k_format, x_TD, inputs)
     end = width - rows * ((w.k != 0) + (w.v != 0))
@@ -227,17 +225,17 @@ def _mix(
     """mixed ← what each head takes of the values, from queries, keys and values."""
     if w.q_norm != 0:
         # A joint norm is that of a single head, as wide as all of them.
-        heads, kv_heads = (1, 1) if cfg.joint_qk_norm else (cfg.heads, cfg.kv_heads)
-        width, kv_width = cfg.heads * cfg.head_dim // heads, cfg.kv_heads * cfg.head_dim // kv_heads
+        heads, kv_heads = (1, 1) if cfg.joint_qk_norm else (cfg.heads, w.kv_heads)
+        width, kv_width = cfg.heads * w.head_dim // heads, w.kv_heads * w.head_dim // kv_heads
         _norm_heads(eps, w.q_norm, 0, heads, width, qkv_TQ)
         _norm_heads(eps, w.k_norm, heads * width // kv_width, kv_heads, kv_width, qkv_TQ)
-    if w.unrotated == 0:
-        first = cos_SJ.shape[0] // 2 * w.second_angles
-        rotate(cos_SJ[first:], sin_SJ[first:], at.position_T, cfg.heads + cfg.kv_heads, cfg.head_dim, qkv_TQ)
+    if w.angles > 0:
+        first, heads = cos_SJ.shape[0] // 2 * w.second_angles, cfg.heads + w.kv_heads
+        rotate(cos_SJ[first:], sin_SJ[first:], w.angles, at.position_T, heads, w.head_dim, qkv_TQ)
     if cfg.query_growth != 0:
         for t in range(qkv_TQ.shape[0]):
             factor = np.float32(1 + cfg.query_growth * log1p(at.position_T[t] // cfg.query_period))
-            for i in range(cfg.heads * cfg.head_dim):
+            for i in range(cfg.heads * w.head_dim):
                 qkv_TQ[t, i] *= factor
     store_kv(cache, qkv_TQ, at.run_R4)
     attend(cache, qkv_TQ, at.run_R4, ws.unpacked_CBE, ws.attention_CX, mixed_TQ)

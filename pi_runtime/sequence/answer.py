@@ -68,6 +68,7 @@ class AnswerSequence(TokenSequence):
         expected = settings.get("expected", ())[: self.max_positions + 1 - len(prompt)]
         self.lookup = PromptLookup(self.tokens, self._end_ids, expected)
         self._head = None if head is None else head(self.tokens, self._sampler, self._end_ids)
+        self._step_states: tuple[int, Floats | None] = 0, None
         self._forced = None if self._grammar is None else ForcedText(self._grammar)
 
     @property
@@ -137,14 +138,13 @@ class AnswerSequence(TokenSequence):
         return again
 
     @property
-    def wants_states(self) -> bool:
-        """Whether a guess head drafts its tokens."""
-        return self._head is not None
+    def states(self) -> tuple[int, ...]:
+        """The layers whose inputs the guess head reads which drafts its tokens."""
+        return () if self._head is None else self._head.states
 
     def take_states(self, first: int, states_TC: Floats | None) -> None:
-        """Let the guess head have what a step computed of the tokens from position `first` on that stay."""
-        if self._head is not None and states_TC is not None:
-            self._head.take(first, states_TC[: self.num_computed - first])
+        """Keep what a step computed of the tokens from position `first` on, until it is known which of them stay."""
+        self._step_states = first, states_TC
 
     def drafts(self) -> list[Draft]:
         """What may follow the newest token, as many tokens as may still run; nothing unless it alone is left to run."""
@@ -164,6 +164,9 @@ class AnswerSequence(TokenSequence):
             self._count_time()
         else:
             yield from self.draw(logits_TV, rows_L2)
+        first, states_TC = self._step_states
+        if self._head is not None and states_TC is not None:
+            self._head.take(first, states_TC[: self.num_computed - first])
 
     def draw(self, logits_TV: Floats, rows_L2: Ints | None) -> Iterator[str]:
         """Draw and take the next token, and one more after each token of the draft that was right.

@@ -33,6 +33,8 @@ class HeadRunner(Protocol):
     ids_S: Ints
     """The ids of the tokens that it can draft, rising."""
     vocabulary: int
+    states: tuple[int, ...]
+    """The layers whose inputs it reads."""
 
     def new_cache(self) -> Any:
         """An empty cache for one sequence: with `length` and `truncate`."""
@@ -57,7 +59,7 @@ class HeadDraft:
     ) -> None:
         """`tokens` is the sequence itself, which grows. `choose` is its sampler. Sequences share the `acceptance`."""
         self._runner, self._tokens, self._choose, self._end_ids = runner, tokens, choose, end_ids
-        self._acceptance = acceptance
+        self._acceptance, self.states = acceptance, runner.states
         acceptance.approach(HEAD_RIGHT)
         self._cache: Any = None
         self._begin = self._end = 0

@@ -67,7 +67,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     """Taken off the logit of a token once for each time that the answer has it; −2 to 2."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these tokens; −100 to 100."""
+    """Added to the logits of these tokens; −100 to 100, or −∞, with which they never come."""
     seed: int | None = None
     """Seed of all draws; None takes a fresh one for each answer."""
     number: int = 0
@@ -83,7 +83,7 @@ class Sampling:
         for name in ("presence_penalty", "frequency_penalty"):
             _check(name, getattr(self, name), "a number in −2…2", _is_number(getattr(self, name), -2, 2))
         pairs = self.logit_bias.items() if isinstance(self.logit_bias, Mapping) else ()
-        biases = all(_is_integer(token) and _is_number(bias, -100, 100) for token, bias in pairs)
+        biases = all(_is_integer(token) and (bias == -math.inf or _is_number(bias, -100, 100)) for token, bias in pairs)
         expected = "token ids, each with a number in −100…100"
         _check("logit_bias", self.logit_bias, expected, isinstance(self.logit_bias, Mapping) and biases)
         _check("seed", self.seed, "an integer ≥ 0", self.seed is None or _is_integer(self.seed))

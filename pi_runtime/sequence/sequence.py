@@ -206,12 +206,13 @@ class TokenSequence(ABC):
         self._step_began = time.perf_counter()
 
     @property
-    def wants_states(self) -> bool:
-        """Whether a guess head drafts its tokens, which reads the states of all that have run."""
-        return False
+    def states(self) -> tuple[int, ...]:
+        """The layers whose inputs `take_states` is to have, rising."""
+        return ()
 
     def take_states(self, first: int, states_TC: Floats | None) -> None:  # noqa: B027  most have no use for them
-        """Take what a step computed of the tokens from position `first` on; they may be more than those that stay."""
+        """Take what a step has computed of the tokens from position `first` on, before `advance`. They may be more than
+        those that stay."""
 
     @abstractmethod
     def advance(self, logits_TV: Floats, rows_L2: Ints | None) -> Iterator[str]:

@@ -72,8 +72,10 @@ def _guards(settings: ServerSettings, requests: RequestLog, keys: ApiKeys) -> li
     guard = Middleware(Guard, settings=settings, requests=requests, open_paths=open_paths, keys=keys)
     if not settings.cors:
         return [guard]
-    allowed: dict[str, Any] = {"allow_origins": settings.allowed_origins, "expose_headers": SHOWN_HEADERS}
-    return [Middleware(CORSMiddleware, allow_methods=["*"], allow_headers=["*"], **allowed), guard]
+    allowed: dict[str, Any] = {"allow_origin_regex": settings.origins, "expose_headers": SHOWN_HEADERS}
+    if "*" in settings.allowed_origins:
+        allowed["allow_origins"] = ["*"]
+    return [Middleware(CORSMiddleware, allow_methods=["GET", "POST", "OPTIONS"], allow_headers=["*"], **allowed), guard]
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import hmac
 import os
+import re
 import signal
 import socket
 import sys
@@ -84,7 +85,7 @@ class Guard:
         """`requests` counts every request at its end. `open_paths` need no key. `keys`: None takes the settings'."""
         self._app, self._requests, self._open_paths = app, requests, open_paths
         self._hosts = {name.lower() for name in settings.allowed_hosts}
-        self._origins = set(settings.allowed_origins)
+        self._origins = re.compile(settings.origins)
         self._keys = ApiKeys(settings.api_keys) if keys is None else keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,7 +153,7 @@ class Guard:
     def _may_call(self, origin: str, host: str) -> bool:
         scheme, _, place = origin.partition("://")
         own = scheme in ("http", "https") and place.lower() == host.lower()
-        return own or origin in self._origins or "*" in self._origins
+        return own or self._origins.fullmatch(origin) is not None
 
     def _owner(self, given: Sequence[str]) -> str | None:
         """The owner of the key that is given; None where it is none of the server's."""

@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from pi_runtime.engine.engine import Engine
-from pi_runtime.engine.events import CallBegan, End, Event, PromptLogprobs, PromptProgress
+from pi_runtime.engine.events import CallBegan, Embedded, End, Event, PromptLogprobs, PromptProgress
 from pi_runtime.engine.model import Model
-from pi_runtime.engine.stream import Reading, Scores, Stream
+from pi_runtime.engine.stream import Reading, Scores, Stream, Vector
 from pi_runtime.server.admission import Client
 from pi_runtime.server.api.answer import EventReader, GatheredAnswer
 from pi_runtime.server.api.prompt import Prompt
@@ -32,9 +32,9 @@ class _AnswerInFlight(GatheredAnswer):
     reader: EventReader
     stream: Stream | None
     """None where nothing is generated."""
-    awaited: Scores | Reading | None
-    """The log-probabilities of its prompt, which come first, or the prompt that is read ahead; None where there is
-    nothing of the kind to wait for."""
+    awaited: Scores | Vector | Reading | None
+    """What is computed of its prompt and comes first, or the prompt that is read ahead; None where there is nothing of
+    the kind to wait for."""
     num_tokens: int = 0
     num_chars: int = 0
     told: int = -1
@@ -44,7 +44,7 @@ class _AnswerInFlight(GatheredAnswer):
     has_ended: bool = False
 
     @property
-    def sources(self) -> list[Stream | Scores | Reading]:
+    def sources(self) -> list[Stream | Scores | Vector | Reading]:
         """Where the rest of it comes from, as far as it is still to be read."""
         return [source for source in (self.awaited, self.stream) if source is not None]
 
@@ -156,6 +156,8 @@ class InFlight:
             try:
                 if isinstance(answer.awaited, Scores):
                     yield PromptLogprobs(answer.awaited.result())
+                elif isinstance(answer.awaited, Vector):
+                    yield Embedded(answer.awaited.result())
                 else:
                     stats = answer.awaited.result()
             except BaseException as error:
@@ -212,8 +214,12 @@ class InFlight:
                 source.cancel()
 
 
-def _awaited(engine: Engine, prompt: Prompt, text: Sequence[int], salt: str, client: str) -> Scores | Reading | None:
-    """What computes a text itself, where that is wanted: its log-probabilities, or what is kept of it."""
+def _awaited(
+    engine: Engine, prompt: Prompt, text: Sequence[int], salt: str, client: str
+) -> Scores | Vector | Reading | None:
+    """What computes a text itself, where that is wanted: its log-probabilities, its vector, or what is kept of it."""
+    if prompt.pooling is not None:
+        return engine.embed(text, prompt.pooling, cache_salt=salt, client=client)
     if prompt.goal == "reading":
         return engine.read(text, cache_salt=salt, client=client)
     if prompt.logprobs is None:

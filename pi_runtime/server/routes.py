@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_type_hints
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from pi_runtime.server.api import anthropic, chat, completions, native, ollama, plain, responses
+from pi_runtime.server.api import anthropic, chat, completions, embeddings, native, ollama, plain, responses
 from pi_runtime.server.api.answer import AnswerWriter, to_json
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.served import Served
@@ -256,14 +256,12 @@ OWN_ROUTES = (
     _computed("/v1/messages/count_tokens", "The tokens of a conversation.", plain.count_message_tokens, 404),
     _computed("/v1/responses/input_tokens", "The tokens of a turn's input.", plain.count_response_tokens, 404),
     _computed("/v1/chat/completions/input_tokens", "The tokens of a chat.", plain.count_chat_tokens, 404),
-    *(
-        Route(
-            *("POST", path, "Refused: the model writes text.", Computed(plain.refuse)),
-            body=plain.ComparisonRequest,
-            is_refused=True,
-            errors=(501,),
-        )
-        for path in ("/v1/embeddings", "/v1/rerank")
+    _generated("/v1/embeddings", "Texts as vectors.", embeddings.embeddings_request, embeddings.EmbeddingsWriter, 501),
+    Route(
+        *("POST", "/v1/rerank", "Refused: the model writes text.", Computed(plain.refuse)),
+        body=plain.RerankRequest,
+        is_refused=True,
+        errors=(501,),
     ),
     _computed("/tokenize", "The tokens of a text.", plain.tokenize),
     _computed("/detokenize", "The text of tokens.", plain.detokenize),
@@ -276,6 +274,7 @@ OWN_ROUTES = (
         ollama.OllamaGenerateWriter,
         501,
     ),
+    _generated("/api/embed", "Texts as vectors.", embeddings.embed_request, embeddings.OllamaEmbeddingsWriter, 501),
     _described("/api/tags", "Ollama's list of models.", ollama.tags),
     _described("/api/ps", "Ollama's list of loaded models.", ollama.running),
     Route("GET", "/api/version", "The version of Ollama's forms.", ollama_version, answer=ollama.OllamaVersion),

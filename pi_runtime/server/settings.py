@@ -1,5 +1,6 @@
 """How a server is set up."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -54,7 +55,7 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = LOOPBACK
     """Names that a Host header may have, without the port; `*` allows all."""
     allowed_origins: tuple[str, ...] = ()
-    """Origins of pages that may call, beside the server's own page."""
+    """Origins of pages that may call, beside the server's own page; `localhost`: all of this machine, `*`: all."""
     cors: bool = False
     """Whether pages of these origins may read answers."""
     slots: int = 8
@@ -81,7 +82,15 @@ class ServerSettings:
     """Settings by which tokens are drawn where a request does not say, whatever the model's makers say."""
     max_tokens: int | None = None
     """Most tokens of an answer where a request does not say; None leaves that to the form of API."""
+    embeddings: Literal["mean", "last"] | None = None
+    """How texts become vectors (see `Model.embed`); None where they do not."""
     limits: Limits = field(default_factory=Limits)
+
+    @property
+    def origins(self) -> str:
+        """A pattern of the origins of pages that may call."""
+        known = {"*": ".*", "localhost": r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"}
+        return "|".join(known.get(origin, re.escape(origin)) for origin in self.allowed_origins)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -3,8 +3,8 @@
 FOLDER is its `tools/server/tests`, of which nothing is copied; MODEL is what they ask for as stories260K, a checkpoint
 or an artifact. The tests start a program by its flags. It is a few lines here, which have the server started in this
 process, and names are translated: flags to settings, the path of llama-server's own completions, the beginning of
-fingerprints. What a request asks for, and what an answer says, is not touched. A model that is not at hand is stood in
-for by a server that refuses.
+fingerprints, some metrics. What a request asks for, and what an answer says, is not touched. A model that is not at
+hand is stood in for by a server that refuses; one for embeddings by the model at hand, asked for its own.
 
 Prints how many tests pass, and each other one with its reason; one without a reason is a fault, and the end is 1.
 """
@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 from xml.etree import ElementTree
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,9 +36,15 @@ from pi_runtime.server.settings import ServerSettings
 ELSEWHERE = ("test_vision_api.py", "test_mcp_servers.py", "test_tools_builtin.py", "test_router.py")
 """Files whose tests need images, or programs beside a model: they are not run."""
 AT_HAND = ("ggml-org/test-model-stories260K", "ggml-org/test-model-stories260K-infill")
+METRICS = {
+    "pi_prompt_tokens_total": "llamacpp:prompt_tokens_total",
+    "pi_cached_tokens_total": "llamacpp:prompt_tokens_cached_total",
+    "pi_generated_tokens_total": "llamacpp:tokens_predicted_total",
+}
 OTHER_MODEL = "asks for a model that is not at hand (embeddings, ranking, images, a mixture, a draft)"
 REASONS: dict[str, str] = json.loads(Path(__file__).with_name("peer_server.json").read_text("utf-8"))
 """Why tests do not pass, by patterns of their names."""
+POOLING: dict[str, Literal["mean", "last"]] = {"mean": "mean", "last": "last"}
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -98,9 +105,14 @@ class Names:
             return {"type": "http.request", "body": body, "more_body": False}
 
         async def write(message: Message) -> None:
+            if message["type"] == "http.response.start":  # the tests look for names of headers letter by letter
+                left_out = b"content-length" if path == "/metrics" else None  # the body's names change
+                message["headers"] = [(k.title(), v) for k, v in message["headers"] if k != left_out]
             if message["type"] == "http.response.body":
                 fingerprint = b'"system_fingerprint":"'
                 message["body"] = message.get("body", b"").replace(fingerprint + b"fp", fingerprint + b"b-")
+                for ours, theirs in METRICS.items() if path == "/metrics" else ():
+                    message["body"] = message["body"].replace(ours.encode(), theirs.encode())
             await send(message)
 
         await self._app({**scope, "path": path, "raw_path": path.encode(), "headers": headers}, read, write)
@@ -144,6 +156,7 @@ class Running:
             port=int(flags["port"]), model_name=names[0], aliases=tuple(names[1:]), slots=slots, api_keys=keys,
             sampling=given, max_tokens=most if most > 0 else None, drain_s=0.2, cors=True,
             allowed_origins=tuple(flags.get("cors-origins", "*").split(",")),
+            embeddings=POOLING.get(flags.get("pooling", "mean")) if "embedding" in flags else None,
         )  # fmt: skip
         total = int(flags.get("ctx-size", 512))
 
@@ -158,7 +171,7 @@ class Running:
 
         self.app = build_app(settings, opened, lambda line: print(line, file=sys.stderr))
         app: ASGIApp = Names(self.app, flags)
-        if "hf-repo" in flags and flags["hf-repo"] not in AT_HAND:
+        if "hf-repo" in flags and flags["hf-repo"] not in AT_HAND and settings.embeddings is None:
             app = refusing
         made = config(self.app, settings)
         made.app = app

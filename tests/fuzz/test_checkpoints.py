@@ -34,6 +34,8 @@ GROUPED = {
     "ffn_down": Type.Q6_K,
 }
 """Types of square matrices, as llama.cpp's quantiser mixes them."""
+TABLES = dict(zip(GROUPED, (Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4, Type.NVFP4, Type.IQ4_NL), strict=True))
+BLOCKS = {"f16": {}, "q4_k_m": GROUPED, "tables": TABLES}
 
 
 @pytest.mark.parametrize("form", ["", "gptq", "awq", "packed-zeros", "int8-zeros"])
@@ -85,21 +87,21 @@ def test_tokenizer_files(cases: Cases, tmp_path: Path) -> None:
     check(cases, SHORT, 1, damaged, lambda: read_text_files(folder, 1000, config))
 
 
-@pytest.mark.parametrize("form", ["f16", "q4_k_m"])
+@pytest.mark.parametrize("form", BLOCKS)
 def test_gguf_files(cases: Cases, tmp_path: Path, form: str) -> None:
     """What `pi-run FILE` packs. Header and metadata are mostly where damage is done: there are the numbers that others
-    are computed from. Of blocks with scales of groups it is done as often among them: rows are cut, and scales are any
+    are computed from. Of blocks for whole matrices it is done as often among them: rows are cut, and scales are any
     numbers."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
-    rounded_checkpoint(tmp_path / "model", "llama", "f16", **sizes if form == "q4_k_m" else {})
+    rounded_checkpoint(tmp_path / "model", "llama", "f16", **sizes if BLOCKS[form] else {})
     write_byte_tokenizer(tmp_path / "model")
     path = tmp_path / "whole" / "m.gguf"
     path.parent.mkdir()
-    blocks = {f"blk.0.{n}.weight": (random_blocks(kind, 256, 256, 0), kind) for n, kind in GROUPED.items()}
-    write_gguf(tmp_path / "model", path, "f16", tensors=blocks if form == "q4_k_m" else {})
+    blocks = {f"blk.0.{n}.weight": (random_blocks(kind, 256, 256, 0), kind) for n, kind in BLOCKS[form].items()}
+    write_gguf(tmp_path / "model", path, "f16", tensors=blocks)
     original, found = path.read_bytes(), tmp_path / "m.gguf"
     header = min(len(original), 24_000)
-    starts = [original.index(data.tobytes()) for data, _ in blocks.values()] if form == "q4_k_m" else []
+    starts = [original.index(data.tobytes()) for data, _ in blocks.values()]
 
     def damaged(rng: Random) -> str:
         data = original

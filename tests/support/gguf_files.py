@@ -224,6 +224,9 @@ def _set_scales(data: np.ndarray, kind: Type, scale: np.ndarray) -> None:
     if kind == Type.MXFP4:
         data[..., 0] = 127 + np.round(np.log2(scale)).astype(np.int64)
         return
+    if kind == Type.NVFP4:
+        data[..., :4] = gguf.quants.NVFP4.fp32_to_ue4m3(scale)[..., None]
+        return
     if kind == Type.IQ1_M:  # four bits of it in each of the four last words
         words = data[..., 48:].view("<u2")
         bits = scale.astype("<f2").view("<u2")[..., None] >> np.arange(0, 16, 4)

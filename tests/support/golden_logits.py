@@ -23,10 +23,11 @@ from pi_runtime.kernels import SUMS
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.data.weight_formats import REGISTER
 from support.paths import GOLDEN_LOGITS
-from support.stored import BLOCK_FORMATS, GROUPED_FORMATS
+from support.stored import BLOCK_FORMATS, GROUPED_FORMATS, TABLE_FORMATS
 from support.synthetic import counted_artifact, small_decoder
 
-FORMATS, MODES = ("f16", *BLOCK_FORMATS, *GROUPED_FORMATS), ("dense", "predicted")
+WHOLE_FORMATS = tuple(dict.fromkeys((*GROUPED_FORMATS, *TABLE_FORMATS)))
+FORMATS, MODES = ("f16", *BLOCK_FORMATS, *WHOLE_FORMATS), ("dense", "predicted")
 _SHAPE = {"d_model": 352, "n_heads": 11, "n_kv_heads": 1, "head_dim": 32, "d_ff": 332}
 """A group of blocks, three blocks beside it, and an end of 12 columns, in which lanes are left over."""
 DECODERS = {
@@ -36,12 +37,14 @@ DECODERS = {
 _WHOLE = {"d_model": 256, "n_heads": 8, "n_kv_heads": 2, "head_dim": 32, "d_ff": 512}
 WHOLE_DECODERS = {"whole groups": small_decoder(**_WHOLE, qkv_bias=True)}
 """For formats with scales of groups; keys and values of the first layer stand apart."""
+TABLE_DECODERS = {"gated, rms norm": DECODERS["gated, rms norm"]}
+"""For other formats whose rows are not summed: the same."""
 PROMPT, TOKENS = [3, 141, 59, 26, 53, 58, 97], [7, 200]
 
 
 def decoders(fmt: str) -> dict[str, Decoder]:
     """The models of a format."""
-    return WHOLE_DECODERS if fmt in GROUPED_FORMATS else DECODERS
+    return WHOLE_DECODERS if fmt in GROUPED_FORMATS else TABLE_DECODERS if fmt in TABLE_FORMATS else DECODERS
 
 
 def key(fmt: str, lanes: int) -> str:
@@ -55,7 +58,7 @@ def logits(fmt: str, folder: Path, threads: int | None = None) -> Iterator[npt.N
         path = folder / f"{name}, {fmt}.pi"
         if not path.exists():
             counted_artifact(path, decoder, fmt)
-        for mode in MODES[: 1 if fmt in GROUPED_FORMATS else 2]:
+        for mode in MODES[: 1 if fmt in WHOLE_FORMATS else 2]:
             with load(path, mode=mode, threads=threads) as model:
                 cache = model.new_cache()
                 yield model.logits(PROMPT, cache=cache)[-1].copy()

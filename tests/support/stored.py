@@ -12,7 +12,7 @@ from pi_runtime.artifact.buffers import cpu_workspace
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import BLOCK_TOKENS, input_nbytes
 from pi_runtime.artifact.formats import BLOCK, FORMATS, GROUP, ROW_FORMATS, WEIGHT_FORMATS
-from pi_runtime.artifact.quantisation import beside, bounds, dequantise, quantise
+from pi_runtime.artifact.quantisation import beside, bounds, dequantise, quantise, row_scales
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.sizes import PARTS, array_specs, is_scales, without_scales
 from pi_runtime.kernels import reference
@@ -26,6 +26,7 @@ F32 = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 BLOCK_FORMATS = tuple(name for name in ROW_FORMATS if FORMATS[name].quantised)
 GROUPED_FORMATS = tuple(name for name in WEIGHT_FORMATS if FORMATS[name].grouped)
+TABLE_FORMATS = tuple(name for name in WEIGHT_FORMATS if FORMATS[name].table)
 GUARD_NBYTES = 4096
 """Bytes around each buffer that no kernel may write."""
 _GUARD = 0xA5
@@ -35,6 +36,8 @@ __all__ = [
     "BLOCK_FORMATS",
     "GROUPED_FORMATS",
     "ROW_FORMATS",
+    "TABLE_FORMATS",
+    "WEIGHT_FORMATS",
     "GuardedWorkspace",
     "Layer",
     "LayerWeights",
@@ -77,12 +80,15 @@ class StoredMatrix:
     def beside(self, blocks: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """The scales of the blocks (N, B), and their minima or zeros, 0 where there are none.
 
-        Where halves of blocks have integers as scales too, only what is the same for all of a group.
+        Where halves of blocks have scales too, only what is the same for all of a group or a row; such that weights are
+        its multiples.
         """
         assert self.scales is not None
         f = FORMATS[self.format]
         scale, offset = beside(f, self.scales, BLOCK * blocks)
-        if f.scales > 1:
+        if f.row_scaled:
+            scale = np.repeat(row_scales(self.scales) * np.float32(2.0**-10), blocks, axis=-1)
+        elif f.scales > 1:
             records = self.scales[:, : blocks // GROUP * f.record_nbytes].reshape(len(self.scales), -1, f.record_nbytes)
             scale = np.repeat(np.ascontiguousarray(records[..., :2]).view("<f2")[..., 0], GROUP, axis=-1)
         return scale.astype(np.float64), offset.astype(np.float64) if f.offset else np.zeros(scale.shape)

@@ -77,6 +77,10 @@ FACTS: dict[str, dict[str, Any]] = {
         "block": "sandwich", "window": 9, "windowed_layers": (0,),
         "windowed_frequencies": (1.0, 0.5, 0.25, 0.125), "windowed_scale": 1.3,
     },
+    "heads of two sizes": {
+        "window": 9, "windowed_layers": (0,), "windowed_head_dim": 12, "windowed_kv_heads": 4, "qk_norm": True,
+        "windowed_frequencies": (1.0, 0.5, 0.25, 0.125, 0.1), "rotary_frequencies": (1.0, 0.1, 0.0, 0.0),
+    },
     "shared experts, dense layers, a bias for choosing in groups": {
         "n_experts": 5, "experts_per_token": 3, "experts_shared": 1, "dense_layers": (0,), "dense_ff": 130,
         "router_score": "sigmoid", "router_choice_bias": True, "router_groups": 2, "router_scale": 1.5,
@@ -185,10 +189,10 @@ def golden_artifact(path: Path) -> Path:
 def counted_artifact(path: Path, decoder: Decoder, format: str) -> Path:  # noqa: A002
     """An artifact with a predictor in each layer, whose weights come from integer arithmetic alone.
 
-    In a format with scales of groups it has matrices as checkpoints have them, and no predictors.
+    In a format whose rows are not summed it has matrices as checkpoints have them, and no predictors.
     """
     formats, ranks, layout = dict.fromkeys(PARTS, format), [40] * decoder.n_layers, BY_NEURON
-    if FORMATS[format].grouped:
+    if not FORMATS[format].summed:
         layout, ranks = WHOLE, [None] * decoder.n_layers
         formats |= {f"layers/0/{name}": format for name in APART}
     manifest = replace(bare_manifest(decoder, formats, ranks), ffn_layout=layout)

@@ -13,17 +13,19 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
 
 from pi_runtime.artifact.formats import FORMATS, Format
-from pi_runtime.artifact.quantisation import records
+from pi_runtime.artifact.quantisation import meant, records
 
 Bytes = npt.NDArray[np.uint8]
 Found = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 
-def taken(fmt: Format, data: Bytes) -> Found:
+def taken(fmt: Format, data: Bytes, factor: float = 1.0) -> Found:
     """Rows of a tensor in the format that keeps its type: signed integers (R, D), and scales as
-    `quantisation.pack_rows` takes them."""
+    `quantisation.pack_rows` takes them; `factor` multiplies those of NVFP4."""
     q, beside = _READ.get(KEPT[fmt.name], _plain)(fmt, _blocks(fmt, data))
-    return (q.reshape(len(data), -1) - np.uint8(fmt.zero)).view(np.int8), beside
+    if fmt.row_scaled:
+        beside = np.concatenate([np.full((len(data), 1), factor, "<f4").view(np.uint8), beside], axis=1)
+    return meant(fmt, q.reshape(len(data), -1)), beside
 
 
 def has_lowest(fmt: Format, data: Bytes) -> bool:
@@ -76,10 +78,29 @@ def _of_halves(fmt: Format, blocks: Bytes) -> Found:
     return low | upper << np.uint8(4), records(fmt, heads, scales.reshape(*blocks.shape[:2], 8, 2))
 
 
+def _of_table(fmt: Format, blocks: Bytes) -> Found:
+    """IQ4_XS: d, two upper bits of each scale, four lower ones, nibbles of 32 columns after 32."""
+    lower = np.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], axis=-1).reshape(*blocks.shape[:2], 8, 1)
+    words = np.ascontiguousarray(blocks[..., :4]).view("<u2")
+    upper = (words[..., 1:] >> np.arange(0, 16, 2, dtype=np.uint16) & 3).astype(np.uint8)[..., None]
+    q = _nibbles(blocks[..., 8:].reshape(*blocks.shape[:2], 8, 16))
+    return q, records(fmt, words[..., :1].view("<f2"), lower | upper << np.uint8(4))
+
+
+def _with_bytes(fmt: Format, blocks: Bytes) -> Found:
+    """MXFP4, NVFP4: a byte for each scale, then nibbles of its columns after those of the one before."""
+    scales = 1 if fmt.scales == 1 else 2 * fmt.scales  # of one block of 32, or of two
+    q = _nibbles(blocks[..., scales:].reshape(*blocks.shape[:2], scales, -1))
+    return q, blocks[..., :scales].reshape(len(blocks), -1)
+
+
 _READ: Mapping[Type, Callable[[Format, Bytes], Found]] = {
     Type.Q4_K: _with_minima,
     Type.Q5_K: _with_minima,
     Type.Q6_K: _of_halves,
+    Type.IQ4_XS: _of_table,
+    Type.MXFP4: _with_bytes,
+    Type.NVFP4: _with_bytes,
 }
 KEPT: Mapping[str, Type] = {f.name: Type[f.gguf] for f in FORMATS.values() if f.gguf and f.quantised}
 """Block format → the tensor type whose blocks it holds as they are."""

@@ -22,10 +22,10 @@ from pi_runtime.artifact.formats import FORMATS
 
 _BLOCK_NAMES = """
     Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS
-    IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S MXFP4
+    IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S MXFP4 NVFP4
 """
 BLOCK_TYPES = frozenset(Type[name] for name in _BLOCK_NAMES.split())
-"""Tensor types that are dequantised, and that no number format but f32 holds: offsets, tables, scales of scales."""
+"""Tensor types that are dequantised where no block format keeps them (see `blocks`)."""
 KEPT_TYPES = {Type[f.gguf]: f.name for f in FORMATS.values() if f.gguf and f.gguf not in _BLOCK_NAMES.split()}
 """Tensor type → the number format that holds every value. Q8_0 and Q4_0 are q8 and q4: 32 columns, a binary16 scale."""
 _MAGIC, _POWERINFER_MAGIC = (int.from_bytes(magic, "little") for magic in MAGICS)

@@ -48,6 +48,8 @@ class _GgufRows:
     tensor_type: Type
     order: npt.NDArray[np.int64] | None
     shape: tuple[int, ...]
+    factor: float = 1.0
+    """What multiplies the values of the tensor's type."""
 
     def __len__(self) -> int:
         return len(self.data)
@@ -63,7 +65,7 @@ class _GgufRows:
         if self.tensor_type in (Type.F32, Type.F16):
             return data
         with np.errstate(over="ignore"):  # what is too large for a float32 becomes infinite, and is refused
-            return gguf.dequantize(data, self.tensor_type)
+            return gguf.dequantize(data, self.tensor_type) * np.float32(self.factor)
 
     @cached_property
     def grids(self) -> tuple[str, ...]:
@@ -72,13 +74,13 @@ class _GgufRows:
         parts = range(0, len(self) if own is not None and own.mirrored else 0, 4096)
         if own is None or any(has_lowest(own, self._rows(slice(n, n + 4096))) for n in parts):
             return ()
-        others = () if own.grouped else (FORMATS[name] for name in ROW_FORMATS)
+        others = () if not own.summed else (FORMATS[name] for name in ROW_FORMATS)
         wider = (f for f in others if f.quantised and f.offset == own.offset and f.bits > own.bits)
         return (own.name, *(f.name for f in wider))
 
     def on_grid(self, fmt: Format, index: Index) -> tuple[Array, Array] | None:
         """Blocks that a format holds, and their scales."""
-        return taken(_GRIDS[self.tensor_type], self._rows(index)) if fmt.name in self.grids else None
+        return taken(_GRIDS[self.tensor_type], self._rows(index), self.factor) if fmt.name in self.grids else None
 
     def _rows(self, index: Index) -> Array:
         return self.data[index if self.order is None else self.order[index]]
@@ -103,10 +105,16 @@ class GgufTensors:
         self.location = file.path
         self.files: tuple[str, ...] = tuple(path.name for path in file.paths)
         self._stored = {name: stored for whole in file.tensors for name, stored in self._told_apart(whole)}
-        for name in (ROPE_DIVISORS, *LONG_FACTORS):
+        for name in (ROPE_DIVISORS, *LONG_FACTORS, *self._beside_nvfp4()):
             self._stored.pop(name, None)
         self.names = frozenset(self._stored)
         self._rows: dict[str, _GgufRows] = {}
+
+    def _beside_nvfp4(self) -> Iterator[str]:
+        """Names that tensors have which scale those of NVFP4, or say how inputs were rounded to it."""
+        for name, tensor in self._file.tensors.items():
+            if tensor.tensor_type == Type.NVFP4:
+                yield from (name.removesuffix("weight") + kind for kind in ("scale", "input_scale"))
 
     def _told_apart(self, name: str) -> Iterator[tuple[str, _StoredTensor]]:
         d = self._decoder
@@ -163,7 +171,9 @@ class GgufTensors:
         data = whole[stored.start : stored.stop]
         heads = {"q": self._decoder.n_heads, "k": self._decoder.n_kv_heads}
         order = None if rotated is None else _unpermuted_rows(len(data), heads[rotated[1]])
-        return _GgufRows(data, tensor.tensor_type, order, self.shape(name))
+        scales = self._file.tensors.get(stored.name.removesuffix("weight") + "scale")
+        factor = float(scales.data[stored.item or 0]) if scales and tensor.tensor_type == Type.NVFP4 else 1.0
+        return _GgufRows(data, tensor.tensor_type, order, self.shape(name), factor)
 
     def path(self, name: str) -> Path:
         """File that holds a tensor."""

@@ -33,6 +33,7 @@ from pi_compile.checkpoint.quantised.scheme import BITS, Scheme
 from pi_compile.checkpoint.tensors import BF16, Array, Index, Values, as_float32, type_name
 from pi_compile.checkpoint.tensors import FORMATS as STORED
 from pi_runtime.artifact.formats import BLOCK, FORMATS, Format
+from pi_runtime.artifact.quantisation import meant
 
 WORD = 32
 _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
@@ -47,7 +48,7 @@ Tensors = Mapping[str, Array]
 
 def _of_bits(bits: int, offset: str = "") -> tuple[str, ...]:
     """The block formats of such integers."""
-    return tuple(f.name for f in FORMATS.values() if (f.block_bits, f.offset) == (bits, offset))
+    return tuple(f.name for f in FORMATS.values() if (f.block_bits, f.offset, f.summed) == (bits, offset, True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,7 @@ class QuantisedMatrix:
 
     def on_grid(self, fmt: Format, rows: Index, /) -> tuple[Array, Array] | None:
         """Integers of 4 bits, scales and zeros for blocks of 32, if each lies in one group and a format holds them."""
-        if fmt.bits != self.bits or fmt.offset == "minimum" or not self._in_blocks:
+        if fmt.bits != self.bits or fmt.offset == "minimum" or not (fmt.summed and self._in_blocks):
             return None
         group_B = self.group_K[::BLOCK]
         scale_RB = as_float32(self.scale_NG[rows])[:, group_B]
@@ -122,32 +123,48 @@ class MxMatrices:
 
     blocks: Array
     exponents: Array
+    order_N: Array | None = None
+    """The rows of one matrix that are wanted; None for all."""
     bits = 4
     is_permuted = False
-    grids = ()
+    grids = ("mxfp4",)
+
+    def matrix(self, item: int, taken: Callable[[Array], Array]) -> "MxMatrices":
+        """Some rows of one of them, as a matrix."""
+        return MxMatrices(self.blocks[item], self.exponents[item], taken(np.arange(self.shape[1])))
 
     @property
     def shape(self) -> tuple[int, ...]:
         *leading, groups = self.exponents.shape
-        return *leading, groups * WORD
+        return *(leading if self.order_N is None else self.order_N.shape), groups * WORD
 
     @property
     def nbytes(self) -> int:
         return self.blocks.nbytes + self.exponents.nbytes
 
     def __len__(self) -> int:
-        return len(self.blocks)
+        return self.shape[0]
+
+    def _stored(self, index: Index) -> tuple[Array, Array]:
+        """Numbers of four bits (…, G, 16, 2), and exponents (…, G)."""
+        at = index if self.order_N is None else self.order_N[index]
+        blocks = self.blocks[at]
+        return np.stack([blocks & 15, blocks >> 4], axis=-1), self.exponents[at]
 
     def __getitem__(self, index: Index, /) -> Values:
-        blocks = self.blocks[index]
-        values = _FP4[np.stack([blocks & 15, blocks >> 4], -1)]
+        numbers, exponents = self._stored(index)
+        values = _FP4[numbers]
         with np.errstate(over="ignore"):  # what is too large for a float32 becomes infinite, and is refused
-            np.ldexp(values, self.exponents[index].astype(np.int32)[..., None, None] - 127, out=values)
-        return values.reshape(*blocks.shape[:-2], -1)
+            np.ldexp(values, exponents.astype(np.int32)[..., None, None] - 127, out=values)
+        return values.reshape(*values.shape[:-3], -1)
 
-    def on_grid(self, _fmt: Format, _index: Index, /) -> tuple[Array, Array] | None:
-        """Quantising finds these powers of two again (see `quantise`)."""
-        return None
+    def on_grid(self, fmt: Format, index: Index, /) -> tuple[Array, Array] | None:
+        """Integers and exponents of a matrix. For other formats quantising finds these powers of two again (see
+        `quantise`)."""
+        if fmt.name not in self.grids:
+            return None
+        numbers, exponents = self._stored(index)
+        return meant(fmt, numbers.reshape(len(numbers), -1)), exponents
 
 
 @dataclass(frozen=True, eq=False)

@@ -107,6 +107,18 @@ def splat(b: Any, value: Any, n: int) -> Any:
     return shuffle(b, b.insert_element(undefined, value, ir.Constant(I32, 0)), undefined, [0] * n)
 
 
+def look_up(b: Any, table: Sequence[int], indices: Any) -> Any:
+    """The entries of a table of sixteen bytes that bytes below sixteen name."""
+    name, wide = ("aarch64.neon.tbl1.v16i8", 16) if ISA.name == "neon" else ("x86.avx2.pshuf.b", 32)
+    if ISA.lanes == 16 and indices.type.count % 64 == 0:
+        name, wide = "x86.avx512.pshuf.b.512", 64
+    found, entries = [], ir.Constant(vec(I8, wide), [*table] * (wide // 16))
+    for start in range(0, indices.type.count, wide):
+        some = shuffle(b, indices, indices, range(start, start + wide))
+        found.append(call(b, f"llvm.{name}", some.type, [entries, some]))
+    return join(b, found)
+
+
 def moved(b: Any, values: Any, bits: Sequence[int]) -> Any:
     """Each lane moved to the right by so many bits: all to the right, or all to the left where they are negative."""
     if not any(bits):

@@ -26,14 +26,14 @@ Bytes = npt.NDArray[np.int8]
 
 F32, F16 = (FORMATS[name].code for name in ("f32", "f16"))
 _WEIGHTS = [FORMATS[name] for name in WEIGHT_FORMATS]
-_WITH_OFFSETS = tuple(f.code for f in _WEIGHTS if f.offset)
+_WITH_OFFSETS = tuple(f.code for f in _WEIGHTS if f.offset and not f.grouped)
 _QUANTISED = tuple(f.code for f in _WEIGHTS if f.quantised)
 _BITS_F = np.array([f.bits for f in _WEIGHTS])
 """Bits of a value, by the codes of the weight formats."""
 _ALIGN_F = np.array([f.row_align for f in _WEIGHTS])
 """Bytes to a multiple of which rows are padded."""
-_RECORD_F = np.array([f.record_nbytes if f.grouped else 0 for f in _WEIGHTS])
-"""Bytes of a group's scales where they are stored together; else 0."""
+_SCALES_F3 = np.array([f.scale_nbytes for f in _WEIGHTS])
+"""Bytes of scales: of a row, of a group, and of a block."""
 assert [f.code for f in _WEIGHTS] == list(range(len(_WEIGHTS)))
 
 
@@ -149,18 +149,18 @@ def row_stride(fmt: int, columns: int) -> int:
 
 
 @public
-def scales_nbytes(columns: int) -> int:
-    """Bytes of one row's scales, and of its minima or zeros: two a block, padded to a multiple of eight."""
-    return (columns + 4 * BLOCK - 1) // (4 * BLOCK) * 8
+def scales_nbytes(fmt: int, columns: int) -> int:
+    """Bytes of one row's scales, or of its minima or zeros, padded to a multiple of eight."""
+    row, group, block = _SCALES_F3[fmt]
+    return (row + columns // (8 * BLOCK) * group + (columns + BLOCK - 1) // BLOCK * block + 7) // 8 * 8
 
 
 @public
 def matrix(fmt: int, values: int, scales: int, columns: int) -> MatrixView:
     """The view of a whole stored matrix."""
-    beside, record = scales_nbytes(columns), _RECORD_F[fmt]
-    offsets = beside if fmt in _WITH_OFFSETS and record == 0 else 0
-    stride = beside + offsets if record == 0 else (columns // (8 * BLOCK) * record + 7) // 8 * 8
-    return MatrixView(fmt, values, scales, row_stride(fmt, columns), stride, columns, offsets, 0)
+    beside = scales_nbytes(fmt, columns)
+    offsets = beside if fmt in _WITH_OFFSETS else 0
+    return MatrixView(fmt, values, scales, row_stride(fmt, columns), beside + offsets, columns, offsets, 0)
 
 
 @public

@@ -84,10 +84,10 @@ def _load_blocks(m: MatrixView, values: int, row: int, start: int, out_D: Floats
         done = GROUP_COLUMNS * groups
     for j in range(done, n):
         column = start * BLOCK + j
-        q = integer_weight(m.fmt, values, stored_index(column, blocks), blocks)
+        q = np.float32(integer_weight(m.fmt, values, stored_index(column, blocks), blocks))
         scale, offset, first_half, second_half = beside_block(m.fmt, scales, m.offsets, column // BLOCK)
-        scale *= first_half if column % BLOCK < BLOCK // 2 else second_half
-        out_D[j] = block_weight(m.fmt, np.float32(q), scale, offset)
+        q *= first_half if column % BLOCK < BLOCK // 2 else second_half  # exact
+        out_D[j] = block_weight(m.fmt, q, scale, offset)
 
 
 def _emit_groups(
@@ -102,13 +102,14 @@ def _emit_groups(
         parts = zip(*read, strict=True)  # all of the first part come before all of the second
         fours = v.transpose(b, [b.bitcast(w_J, v.vec(v.I32, 8)) for part in parts for w_J in part])
         beside = f.beside(b, [scales], offsets, b.mul(group, v.offset(8)), 8)
-        scales = [b.fmul(beside.scales, half) for half in beside.halves] or [beside.scales]
         for block, w_Q in enumerate(fours):
-            own, (offset,) = ([v.shuffle(b, s_B, s_B, [block] * 8) for s_B in some] for some in (scales, beside[1:2]))
+            scale, offset, *halves = [v.shuffle(b, s_B, s_B, [block] * 8) for s_B in (*beside[:2], *beside.halves)]
             w_J = b.bitcast(w_Q, v.vec(v.I8, 32))
             for k in range(0, BLOCK, 8):
                 eight = b.sext(v.shuffle(b, w_J, w_J, range(k, k + 8)), v.vec(v.I32, 8))
-                value = f.value(b, b.sitofp(eight, v.vec(v.F32, 8)), own[k * len(own) // BLOCK], offset)
+                q = b.sitofp(eight, v.vec(v.F32, 8))
+                q = b.fmul(q, halves[k * len(halves) // BLOCK]) if halves else q
+                value = f.value(b, q, scale, offset)
                 v.store(b, value, out, b.add(at, v.offset(4 * (block * BLOCK + k))))
 
 

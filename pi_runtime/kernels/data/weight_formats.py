@@ -2,7 +2,7 @@
 
 A format is known by its code (see `artifact.formats`). Kernels that are compiled for all formats ask `v.switch` for the
 one that a matrix has. A further block format is one more class here: how many bits a weight takes, which stored integer
-stands for 0, and how stored bytes become registers of weights.
+stands for 0, and how stored bytes become registers of weights. Scales of one byte become float32 by integer arithmetic.
 """
 
 # A format does not need all that another one does.
@@ -80,10 +80,12 @@ class Beside(NamedTuple):
     """What the sums of each half of a block are multiplied by before they are added, where halves have scales."""
 
     def folded(self, b: Any, sums: Sequence[Any]) -> Any:
-        """The sum of products of whole blocks, from those of their halves, as float32: exact."""
+        """The sum of products of whole blocks, from those of their halves, as float32: each product is exact, and with
+        integers as scales the sum too. Parts of halves have sums of their own."""
         if not self.halves:
             return sums[0]
-        return v.fma(b, sums[1], self.halves[1], b.fmul(sums[0], self.halves[0]))
+        first = b.fmul(sums[0], self.halves[0])
+        return v.fma(b, sums[1], self.halves[1], first) if len(sums) > 1 else first
 
     @property
     def each(self) -> tuple[Any, Any, Any, Any]:
@@ -163,6 +165,8 @@ class BlockFormat(ABC):
     def beside(self, b: Any, rows: Sequence[Any], offsets: Any, block: Any, n: int) -> Beside:
         """What n blocks from `block` on of some rows side by side have; minima or zeros lie `offsets` bytes behind
         scales. Where groups have them, the blocks are a group."""
+        if self.fmt.byte_scale:
+            return self._of_bytes(b, rows, block, n)
         if self.fmt.grouped:
             at = b.mul(b.udiv(block, v.offset(8)), v.offset(self.fmt.record_nbytes))
             fields = v.join(b, [self._fields(b, row, at) for row in rows])
@@ -175,6 +179,8 @@ class BlockFormat(ABC):
 
     def beside_one(self, b: Any, row: Any, offsets: Any, block: Any) -> Beside:
         """The same of one block, in vectors of one lane, on every processor."""
+        if self.fmt.byte_scale:
+            return self._of_bytes(b, [row], block, 1)
         if self.fmt.grouped:
             at = b.mul(b.udiv(block, v.offset(8)), v.offset(self.fmt.record_nbytes))
             bit, last = b.mul(b.urem(block, v.offset(8)), v.offset(self.fmt.field_bits)), self.fmt.field_bits - 2
@@ -216,6 +222,18 @@ class BlockFormat(ABC):
             return Beside(d, d, (first, integers(self.fmt.scale_bits, self.fmt.scale_zero)))
         scales = b.fmul(head(0), first)
         return Beside(scales, b.fmul(head(2), integers(self.fmt.scale_bits, 0)) if self.offset else scales)
+
+    def _of_bytes(self, b: Any, rows: Sequence[Any], block: Any, n: int) -> Beside:
+        """What lies beside n blocks whose scales are bytes."""
+        scales, lanes = self.fmt.scales, n * len(rows)
+        at = b.add(b.mul(block, v.offset(scales)), v.offset(4 * self.fmt.row_scaled))
+        stored = v.join(b, [v.load(b, row, at, v.vec(v.I8, n * scales)) for row in rows])
+        found = _BYTE_SCALES[self.fmt.byte_scale](b, b.zext(stored, v.vec(v.I32, stored.type.count)))
+        if not self.fmt.row_scaled:
+            return Beside(found, found)
+        own = v.join(b, [v.splat(b, v.load(b, row, v.offset(0), v.F32), n) for row in rows])
+        halves = [v.shuffle(b, found, found, range(half, lanes * scales, scales)) for half in range(scales)]
+        return Beside(own, own, halves)
 
     def value(self, b: Any, q: Any, scale: Any, offset: Any) -> Any:
         """Signed integers, as float32, as weights."""
@@ -334,6 +352,56 @@ class _HalfBytes(BlockFormat):
         return b.zext(found, v.I32)
 
 
+class _Table(_HalfBytes):
+    """Indices of a table of integers; the least of them is `zero` below 0."""
+
+    def __init__(self, fmt: Format) -> None:
+        super().__init__(fmt)
+        self.unsigned = ISA.dot or max(fmt.table) + self.zero < 128
+
+    def _looked_up(self, b: Any, run: Run, k: int, n: int, above: int) -> list[Any]:
+        """The integers of each part, so far above what they mean, as bytes."""
+        table = [(entry + above + 128) % 256 - 128 for entry in self.fmt.table]
+        return [v.look_up(b, table, part) for part in super().unpack(b, run, k, n)]
+
+    def unpack(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
+        return self._looked_up(b, run, k, n, self.zero)
+
+    def signed(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
+        return self._looked_up(b, run, k, n, 0)
+
+    def factors(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
+        return self._looked_up(b, run, k, n, self.zero if self.unsigned else 0)
+
+    @property
+    def most(self) -> int:
+        return max(self.fmt.table) + self.zero if self.unsigned else int(self.fmt.reach)
+
+    def integer(self, b: Any, row: Any, at: Any, inside: Any, count: Any) -> Any:
+        table = ir.Constant(v.vec(v.I32, 16), [entry + self.zero for entry in self.fmt.table])
+        return b.extract_element(table, super().integer(b, row, at, inside, count))
+
+
+def _powers(b: Any, stored: Any) -> Any:
+    """2 to the bytes less 128, as float32: the first two have no exponent."""
+    n = stored.type.count
+    one, small = v.const(v.I32, n, 1), v.const(v.I32, n, 1 << 21)
+    few = b.icmp_unsigned("<=", stored, one)
+    bits = b.select(few, b.shl(small, b.and_(stored, one)), b.shl(b.sub(stored, one), v.const(v.I32, n, 23)))
+    return b.bitcast(bits, v.vec(v.F32, n))
+
+
+def _small_floats(b: Any, stored: Any) -> Any:
+    """Half of the numbers without sign of four bits of exponent and three of mantissa, as float32; 127 is 0."""
+    n = stored.type.count
+    bits = b.shl(b.and_(stored, v.const(v.I32, n, 127)), v.const(v.I32, n, 20))
+    # The exponents of the two formats begin 120 apart; the product is exact, of subnormal numbers too.
+    number = b.fmul(b.bitcast(bits, v.vec(v.F32, n)), v.const(v.F32, n, 2.0**119))
+    return b.select(b.icmp_unsigned("==", stored, v.const(v.I32, n, 127)), v.const(v.F32, n, 0.0), number)
+
+
+_BYTE_SCALES = {"e8m0": _powers, "ue4m3": _small_floats}
+"""How words of 32 bits become what their bytes stand for (see `formats.BYTE_SCALES`)."""
 _NUMBERS = {
     "float32": FloatFormat(v.F32, 4, FLOAT_LANES),
     "float16": FloatFormat(v.HALF, 2, REGISTER),
@@ -342,10 +410,12 @@ _NUMBERS = {
 FLOAT_FORMATS = {f.code: _NUMBERS[f.number] for f in FORMATS.values() if f.number}
 """By code."""
 BLOCK_FORMATS: dict[int, BlockFormat] = {
-    f.code: _Bytes(f) if f.bits == 8 else _HalfBytes(f) for f in FORMATS.values() if f.quantised
+    f.code: _Bytes(f) if f.bits == 8 else _Table(f) if f.table else _HalfBytes(f)
+    for f in FORMATS.values()
+    if f.quantised
 }
 """By code."""
-SUMMED_FORMATS = {code: f for code, f in BLOCK_FORMATS.items() if not f.fmt.grouped}
+SUMMED_FORMATS = {code: f for code, f in BLOCK_FORMATS.items() if f.fmt.summed}
 """Those whose rows are summed."""
 
 

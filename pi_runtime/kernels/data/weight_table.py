@@ -111,8 +111,11 @@ class LayerRecord:
     """1: a recurrence stands in attention's place."""
     qkv_width: int
     mixed_width: int
-    unrotated: int
-    """1: queries and keys are not rotated."""
+    kv_heads: int
+    head_dim: int
+    cached_width: int
+    angles: int
+    """J of queries and keys; 0: they are not rotated."""
     window: int
     """Positions that a token sees; 0 for all."""
     second_angles: int
@@ -143,13 +146,11 @@ class KernelConfig(NamedTuple):
     d_model: int
     d_embedding: int
     heads: int
-    kv_heads: int
     head_dim: int
     latent_rank: int
     """0: keys and values are those of heads."""
     query_rank: int
     value_dim: int
-    cached_width: int
     state_heads: int
     """0: no layer has a recurrence."""
     state_key_heads: int
@@ -231,7 +232,6 @@ def config_of(d: Decoder, formats: Mapping[str, str]) -> KernelConfig:
     same |= {name: int(value) for name, value in same.items() if isinstance(value, bool)}
     differing = {
         "heads": d.n_heads,
-        "kv_heads": d.n_kv_heads,
         "value_dim": d.value_dim or d.head_dim,
         "attention_format": code["attention"],
         "experts": d.n_experts,
@@ -319,7 +319,10 @@ def _facts_of(d: Decoder, layer: int) -> dict[str, int]:
         "recurrent": int(own.recurs),
         "qkv_width": own.qkv_width,
         "mixed_width": own.mixed_width,
-        "unrotated": int(layer in d.unrotated_layers),
+        "kv_heads": own.n_kv_heads,
+        "head_dim": own.head_dim,
+        "cached_width": own.cached_width,
+        "angles": own.rotary_dim // 2,
         "window": own.window,
         "second_angles": int(layer in d.windowed_layers and d.windowed_frequencies != ()),
         "experts_shared": own.experts_shared,

@@ -140,7 +140,7 @@ def list_firing(f: Ffn, e: Batch, named: bool, chunk: int, block: int, end: int,
         tally_N3[n, READ] += read
         tally_N3[n, KEPT] += read if w.dense != 0 else fire - start
     most_fire = w.dense != 0 or 2 * (fire - own.size_2[1]) > tokens * (end - begin)
-    own.whole_B[block] = not listed and most_fire
+    own.whole_B[block] = not listed and most_fire and tokens > 1
     own.size_2[1] = fire
 
 

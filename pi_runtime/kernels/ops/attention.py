@@ -81,10 +81,9 @@ def norm_heads(eps: np.float32, weight: int, first: int, heads: int, width: int,
 
 
 @public
-def rotate(cos_SJ: Floats, sin_SJ: Floats, position_T: Ints, heads: int, width: int, qkv_TQ: Floats) -> None:
+def rotate(cos_SJ: Floats, sin_SJ: Floats, half: int, position_T: Ints, heads: int, width: int, qkv_TQ: Floats) -> None:
     """(a, b) ← (a cos − b sin, b cos + a sin): a and b are the halves of a head's first 2J numbers, for the first
-    `heads` heads."""
-    half = cos_SJ.shape[1]
+    `heads` heads. Of the tables the first `half` columns are taken, as J."""
     for t in range(qkv_TQ.shape[0]):
         cos_J, sin_J = cos_SJ[position_T[t]], sin_SJ[position_T[t]]
         for h in range(heads):
@@ -114,6 +113,14 @@ def _next_keys(cache: LayerCache, run_4: Ints, block: int, blocks: tuple[int, in
 def _q8_nbytes(width: int) -> int:
     """Bytes of a position's q8 numbers without their scales."""
     return (width + BLOCK - 1) // BLOCK * BLOCK
+
+
+@device
+def row_nbytes(fmt: int, width: int) -> int:
+    """Bytes of a head's keys, or values, at one position."""
+    if fmt == Q8:
+        return _q8_nbytes(width) // BLOCK * (BLOCK + 2)
+    return width * (2 if fmt == F16 else 4)
 
 
 @public

@@ -389,28 +389,31 @@ class _Prefetch:
 def _emit_sum(f: BlockFormat, b: Any, arguments: Any) -> None:
     """Emit the sum for one format; `arguments` as those of `_sum_groups` without the format."""
     lines, halves = GROUP_COLUMNS // f.per_byte // v.LINE, range(0, 2, _HALVES)
+    at_once = lines if _HALVES == 2 else 1
     rows, n, g, starts_at, minima, y, later = (v.pointer(b, arguments[k]) for k in (0, 2, 3, 4, 5, 8, 9))
     pairs, blocks, groups, ints = arguments[1], arguments[6], arguments[7], v.vec(v.I32, 8)
     ahead = _Prefetch(f, b, later, b.mul(groups, v.offset(lines)))
-    with cgutils.for_range(b, b.mul(groups, v.offset(lines))) as loop:
-        group, inside = b.udiv(loop.index, v.offset(lines)), b.urem(loop.index, v.offset(lines))
+    with cgutils.for_range(b, b.mul(groups, v.offset(lines // at_once))) as loop:
+        group, inside = b.udiv(loop.index, v.offset(lines // at_once)), b.urem(loop.index, v.offset(lines // at_once))
         eight = b.mul(group, v.offset(32))
         start = v.load(b, starts_at, eight, ints)
         starts = [v.shuffle(b, start, start, owners * _HALVES) for owners in OWNERS for _ in range(2 * f.per_byte)]
-        found = [[cgutils.alloca_once_value(b, one) for one in starts] for _ in halves]
+        each = [(b.add(inside, v.offset(line)), half) for line in range(at_once) for half in halves]
+        found = [[cgutils.alloca_once_value(b, one) for one in starts] for _ in each]
         for place, one in ((p, o) for vector in found for p, o in zip(vector, starts, strict=True)):
             b.store(one, place)
         with cgutils.for_range(b, pairs) as pair:
-            ahead.step()
+            for _ in range(at_once):
+                ahead.step()
             at = [b.add(b.mul(pair.index, v.offset(16)), v.offset(8 * k)) for k in range(2)]
             two = [f.group(b, v.pointer(b, v.load(b, rows, place, v.I64)), group) for place in at]
             factors = v.load(b, n, b.add(b.mul(b.mul(pair.index, blocks), v.offset(4)), eight), ints)
-            for half, places in zip(halves, found, strict=True):
-                for into, (part, owned) in zip(places, _parts(f, b, two, inside, half, factors), strict=True):
+            for (line, half), places in zip(each, found, strict=True):
+                for into, (part, owned) in zip(places, _parts(f, b, two, line, half, factors), strict=True):
                     b.store(v.dot_words(b, b.load(into), part, owned), into)
         scales, added = (v.load(b, place, eight, v.vec(v.F32, 8)) for place in (g, minima))
-        for half, places in zip(halves, found, strict=True):
-            four = b.add(b.mul(inside, v.offset(8)), v.offset(4 * half))
+        for (line, half), places in zip(each, found, strict=True):
+            four = b.add(b.mul(line, v.offset(8)), v.offset(4 * half))
             first = b.add(b.mul(group, v.offset(GROUP_COLUMNS)), four)
             add_finished(f, b, places, scales, added, y, first)
 

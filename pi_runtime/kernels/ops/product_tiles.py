@@ -258,11 +258,19 @@ class BlockTile:
                 self._multiply(eight, w, half, x, place)
                 found.append([[v.join(b, some)] for some in by_register(self.rows, [one.total(b) for one in eight])])
             each = [0] * LANES
-            lanes = [row for row in range(self.rows.a_register) for _ in each]
-            beside = [self.f.beside(b, some, self.rows.offsets, one, 1) for some in self.scales]
-            beside = [Beside(*[v.shuffle(b, one, one, lanes) for one in some[:2]]) for some in beside]
+            beside = [self._of_single(self.f.beside(b, some, self.rows.offsets, one, 1)) for some in self.scales]
             t = [v.load(b, x.scales, b.mul(one, v.offset(4)), v.vec(v.F32, 1)) for x in self.inputs]
             self._add(found, beside, [v.shuffle(b, t_1, t_1, each) for t_1 in t], negative)
+
+    def _of_single(self, found: Beside) -> Beside:
+        """What a block has for each of its fours, from what it has in one lane a row: the first four of eight belong to
+        its first half."""
+        b, rows = self.b, range(self.rows.a_register)
+        each = [v.shuffle(b, one, one, [row for row in rows for _ in range(LANES)]) for one in found[:2]]
+        if not found.halves:
+            return Beside(*each)
+        lanes = [row + half * len(rows) for row in rows for half in range(2) for _ in range(LANES // 2)]
+        return Beside(*each, [v.shuffle(b, *found.halves, lanes)])
 
     def _fours(self, x: _Input, at: Any) -> Any:
         """The negative sums of the fours of one block's integers."""

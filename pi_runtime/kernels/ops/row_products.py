@@ -287,6 +287,8 @@ def _block_lane(m: MatrixView, values: int, row: int, input_at: int, lane: int) 
         one, negative_one = _integer_sums(m.fmt, values, q_P, first, count // 2, blocks)
         other, negative_other = _integer_sums(m.fmt, values, q_P, first + count // 2, count // 2, blocks)
         scale, offset, of_one, of_other = beside_block(m.fmt, m.scales + row * m.scales_stride, m.offsets, block)
+        if block >= grouped:  # fours lie in one half each
+            of_one = of_other = of_one if lane < LANES // 2 else of_other
         sums = one * of_one + other * of_other, negative_one + negative_other
         total = block_product(m.fmt, total, sums, (scale, t_B[block], offset))
     return total

@@ -22,7 +22,7 @@ from pi_runtime.kernels.codegen.intrinsics import emits, padded_width
 from pi_runtime.kernels.codegen.jit import device
 from pi_runtime.kernels.data.matrix_view import MatrixView, RowList, Vectors, integers, pointer_of, values_of_row
 from pi_runtime.kernels.data.quantised_input import block_sums_at, column_order_at, scales_at
-from pi_runtime.kernels.data.weight_formats import BLOCK_FORMATS, GROUP_COLUMNS, SUMMED_FORMATS, BlockFormat
+from pi_runtime.kernels.data.weight_formats import BLOCK_FORMATS, GROUP_COLUMNS, BlockFormat
 from pi_runtime.kernels.ops.product_tiles import LANES
 
 TILE, LINE = amx.ROWS, amx.ROW_NBYTES
@@ -114,7 +114,7 @@ _TILED = {code: f for code, f in BLOCK_FORMATS.items() if f.fmt.scales == 1}
 TILED = tuple(_TILED)
 """Codes of the formats whose products tiles compute: those whose blocks have one scale."""
 _unpack_group = emitted(_TILED, 7, partial(_emit_unpack, True))
-_unpack_two = emitted(SUMMED_FORMATS, 7, partial(_emit_unpack, False))
+_unpack_two = emitted({n: f for n, f in _TILED.items() if not f.fmt.grouped}, 7, partial(_emit_unpack, False))
 
 
 @emits(types.void(*[types.intp] * 4))

@@ -112,7 +112,6 @@ OTHER_SERVERS: Known = {
     **unsupported("the order of the filters is fixed", "samplers", allowed=("", "edkypmxt", [])),
     **unsupported("only 0, which changes nothing", "min_keep", allowed=(0,)),
     **unsupported("use logprobs", "n_probs", allowed=(0,)),
-    **unsupported("use min_tokens", "ignore_eos", allowed=(False,)),
     **unsupported("use max_tokens", "t_max_predict_ms", allowed=(0, -1)),
     **unsupported("there are no adapters", "lora", allowed=([],)),
     **unsupported("use grammar of /v1/chat/completions", "grammar", "regex", "lark", allowed=("",)),

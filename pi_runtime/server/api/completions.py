@@ -123,7 +123,7 @@ def completion_request(body: CompletionRequest, served: Served) -> Prompt:
     served.check_name(body.model)
     is_list = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
     count = body.count(served, len(body.prompt) if body.prompt is not None and is_list else 1)
-    prompts = _prompts(body.prompt)
+    prompts = prompts_of(body.prompt)
     if body.suffix:
         if not isinstance(body.prompt, str):
             raise invalid("suffix", "allowed only with a prompt that is one text")
@@ -161,7 +161,7 @@ class CompletionWriter(ChoicesWriter):
         self._echo = [""] * len(prompt.texts)
         if body.echo:
             show = Tokenizer.decode if prompt.goal == "texts" else TextStream.begun
-            given = _prompts(body.prompt).values()
+            given = prompts_of(body.prompt).values()
             self._echo = [text if isinstance(text, str) else show(served.model.tokenizer, text) for text in given]
         self._prompt_logprobs: dict[int, CompletionLogprobs] = {}
         """Log-probabilities of prompts, by their places; all answers to one prompt show the same."""
@@ -212,10 +212,12 @@ class CompletionWriter(ChoicesWriter):
         return choice
 
 
-def _prompts(prompt: str | list[int] | list[str] | list[list[int]] | None) -> dict[str, str | list[int]]:
+def prompts_of(
+    prompt: str | Sequence[int | str | list[int]] | None, field: str = "prompt"
+) -> dict[str, str | list[int]]:
     """The prompts of a request, by their fields; none at all is the beginning of a text."""
     if prompt is None or isinstance(prompt, str):
-        return {"prompt": prompt or ""}
+        return {field: prompt or ""}
     ids = [item for item in prompt if isinstance(item, int)]
     several = [item for item in prompt if not isinstance(item, int)]
-    return {"prompt": ids} if ids else {f"prompt[{n}]": item for n, item in enumerate(several)}
+    return {field: ids} if ids else {f"{field}[{n}]": item for n, item in enumerate(several)}

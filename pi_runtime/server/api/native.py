@@ -1,5 +1,6 @@
 """llama-server's own forms: `/completion`, and `/infill`, by which editors have code filled in."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
@@ -8,8 +9,9 @@ from pydantic import Field
 from typing_extensions import TypedDict  # pydantic takes no other before Python 3.12
 
 from pi_runtime.engine.events import End, Event, PromptProgress, TextDelta
+from pi_runtime.sequence.sampling import TokenLogprobs
 from pi_runtime.server.api.answer import GatheredAnswer, sse
-from pi_runtime.server.api.body import MANY, Body, Known, accepted
+from pi_runtime.server.api.body import MANY, AtMost, Body, Known, accepted, invalid, unsupported
 from pi_runtime.server.api.completions import (
     CompletionRequest,
     CompletionWriter,
@@ -17,12 +19,15 @@ from pi_runtime.server.api.completions import (
     fill_in,
     fill_in_tokens,
 )
-from pi_runtime.server.api.openai_forms import Timings, read_prompt, timings
+from pi_runtime.server.api.openai_forms import Timings, chat_logprob, read_prompt, timings
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.served import Served
 
 STOP_TYPES: dict[str, Literal["eos", "word", "limit"]] = {"end": "eos", "stop": "word"}
 """llama-server's word for why an answer ended; `limit` for others."""
+SAMPLING = ("seed", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+Bias = float | Literal[False]
+Pair = Annotated[list[int | float | str | Literal[False]], Field(min_length=2), AtMost(2)]
 SNIPPET = "\n\n--- snippet ---\n\n"
 """Stands before another file where the vocabulary has no token for that."""
 REPOSITORY, FILE = ("<|repo_name|>", "<|fim_repo|>", "<reponame>"), ("<|file_sep|>", "<file_sep>")
@@ -51,6 +56,42 @@ class InfillRequest(CompletionRequest):
     prompt: str = Field(default="", description="What the gap begins with.")
 
 
+class NativeRequest(CompletionRequest):
+    """A text to be continued, by llama-server's names of fields."""
+
+    known: ClassVar[Known] = {
+        **unsupported("probabilities are those before filters", "post_sampling_probs", allowed=(False,)),
+    }
+    n_probs: Annotated[int, Field(ge=0, le=20)] | None = Field(
+        default=None, description="Log-probabilities of all tokens, and of so many likeliest ones."
+    )
+    logit_bias: Annotated[dict[str, Bias], MANY] | Annotated[list[Pair], MANY] | None = Field(  # type: ignore[assignment]
+        default=None, description="Token ids, or texts for all of their tokens, each with a bias; `false`: never."
+    )
+
+    def biases(self, served: Served) -> dict[int, float] | None:
+        """Biases by token ids. Raises ApiError for ids that are none of the model's."""
+        found: dict[int, float] = {}
+        given: Any = self.logit_bias or ()
+        for key, bias in given.items() if isinstance(given, dict) else given:
+            if isinstance(bias, str) or bias is True or not -100 <= bias <= 100:
+                raise invalid("logit_bias", f"each bias is a number in −100…100, or false; found {str(bias)[:20]}")
+            ids = [int(key)] if str(key).isdecimal() else served.encode(str(key), "logit_bias", prefix=False)
+            served.check_tokens(ids, "logit_bias")
+            found |= dict.fromkeys(ids, -math.inf if bias is False else bias)
+        return found or None
+
+
+class NativeProbability(TypedDict):
+    """The log-probability of a token; `top_logprobs` are those of the likeliest in its place."""
+
+    id: int
+    token: str
+    bytes: list[int]
+    logprob: float
+    top_logprobs: NotRequired[list["NativeProbability"]]
+
+
 class NativeAnswer(TypedDict):
     """An answer, or more of it; figures come with its end."""
 
@@ -69,11 +110,16 @@ class NativeAnswer(TypedDict):
     tokens_cached: NotRequired[int]
     timings: NotRequired[Timings]
     prompt_progress: NotRequired[dict[str, float]]
+    completion_probabilities: NotRequired[list[NativeProbability]]
+    generation_settings: NotRequired[dict[str, Any]]
 
 
-def native_request(body: CompletionRequest, served: Served) -> Prompt:
+def native_request(body: NativeRequest, served: Served) -> Prompt:
     """Make the engine's prompt of a request for llama-server's completion. Raises ApiError for what is wrong."""
-    return completion_request(_unbounded(body, served), served)
+    prompt = completion_request(_unbounded(body, served), served)
+    if body.n_probs:
+        prompt.settings["logprobs"] = body.n_probs
+    return prompt
 
 
 def infill_request(body: InfillRequest, served: Served) -> Prompt:
@@ -132,9 +178,12 @@ class NativeWriter(CompletionWriter):
         found: NativeAnswer = {
             "index": answer.index, "content": content, "tokens": tokens, "stop": False, "id_slot": answer.index
         }  # fmt: skip
+        if self.wants_logprobs and (logprobs := [one for event in events for one in event.logprobs]):
+            found["completion_probabilities"] = [self._probability(one) for one in logprobs]
         if isinstance(end, End) and end.stats is not None:
             found |= {
                 "stop": True,
+                "generation_settings": self._settings(),
                 "model": self.served.name,
                 "stop_type": STOP_TYPES.get(end.finish_reason, "limit"),
                 "stopping_word": end.stop_string or "",
@@ -146,3 +195,26 @@ class NativeWriter(CompletionWriter):
                 "timings": timings([end.stats], [end.stats]),
             }
         return found
+
+    def _probability(self, found: TokenLogprobs) -> NativeProbability:
+        own, *top = [
+            {"id": token, **chat_logprob(self.served.model.tokenizer, TokenLogprobs(token, logprob, ()))}
+            for token, logprob in ((found.token, found.logprob), *found.top)
+        ]
+        return {**own, "top_logprobs": top}  # type: ignore[typeddict-item]
+
+    def _settings(self) -> dict[str, Any]:
+        """The settings of the answers, in the words of llama-server."""
+        settings = self._prompt.settings
+        sampling = settings["sampling"]
+        assert sampling is not None
+        found = {name: getattr(sampling, name) for name in SAMPLING}
+        bias = [{"token": t, "bias": None if math.isinf(b) else b} for t, b in sampling.logit_bias.items()]
+        return {
+            **found,
+            "repeat_penalty": sampling.repetition_penalty,
+            "logit_bias": bias,
+            "n_predict": settings.get("max_tokens") or -1,
+            "stop": list(settings.get("stop", ())),
+            "n_probs": settings.get("logprobs") or 0,
+        }

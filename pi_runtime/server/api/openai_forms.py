@@ -125,17 +125,20 @@ def joined(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
 
 
 class Timings(TypedDict):
-    """Times in the words of llama-server. Several answers count together, and the time is that of the longest."""
+    """Times in the words of llama-server; 0 where nothing was timed. Several answers count together, and the time is
+    that of the longest."""
 
     cache_n: int
     prompt_n: int
     prompt_ms: float
-    prompt_per_second: float | None
+    prompt_per_token_ms: float
+    prompt_per_second: float
     predicted_n: int
     predicted_ms: float
-    predicted_per_second: float | None
-    rows_read_share: float | None
-    active_share: float | None
+    predicted_per_token_ms: float
+    predicted_per_second: float
+    rows_read_share: NotRequired[float]
+    active_share: NotRequired[float]
 
 
 class PromptTokensDetails(TypedDict):
@@ -189,18 +192,26 @@ def timings(answers: Sequence[Stats], firsts: Sequence[Stats]) -> Timings:
     generated = sum(s.generated_tokens for s in answers)
     prefill_s, decode_s = max(s.prefill_s for s in answers), max(s.decode_s for s in answers)
     after_first = sum(max(s.generated_tokens - 1, 0) for s in answers)
-    return {
+    found: Timings = {
         "cache_n": sum(s.cached_tokens for s in firsts),
         "prompt_n": prompt_n,
         "prompt_ms": 1e3 * prefill_s,
-        "prompt_per_second": prompt_n / prefill_s if prefill_s else None,
+        "prompt_per_token_ms": _ratio(1e3 * prefill_s, prompt_n),
+        "prompt_per_second": _ratio(prompt_n, prefill_s),
         "predicted_n": generated,
         "predicted_ms": 1e3 * decode_s,
         # The first token comes with the prompt.
-        "predicted_per_second": after_first / decode_s if decode_s and after_first else None,
-        "rows_read_share": _mean([(s.rows_read_share, s.generated_tokens) for s in answers]),
-        "active_share": _mean([(s.active_share, s.generated_tokens) for s in answers]),
+        "predicted_per_token_ms": _ratio(1e3 * decode_s, after_first),
+        "predicted_per_second": _ratio(after_first, decode_s),
     }
+    for name in ("rows_read_share", "active_share"):
+        if (mean := _mean([(getattr(s, name), s.generated_tokens) for s in answers])) is not None:
+            found[name] = mean
+    return found
+
+
+def _ratio(part: float, of: float) -> float:
+    return part / of if of else 0.0
 
 
 def read_prompt(read: int, stats: Stats) -> dict[str, float]:

@@ -67,13 +67,10 @@ class InputTokens(TypedDict):
     input_tokens: int
 
 
-class ComparisonRequest(Body):
-    """Texts that are to be compared, whatever else is asked of them."""
+class RerankRequest(Body):
+    """Texts that are to be ranked, whatever else is asked of them."""
 
-    known: ClassVar[Known] = accepted(
-        *("model", "input", "encoding_format", "dimensions", "user"),
-        *("query", "documents", "texts", "top_n", "return_documents"),
-    )
+    known: ClassVar[Known] = accepted("model", "query", "documents", "texts", "top_n", "return_documents", "user")
 
 
 class ModelFigures(TypedDict):
@@ -196,14 +193,10 @@ def model_object(served: Served) -> ModelObject:
     }
 
 
-def refuse(_: ComparisonRequest, served: Served) -> dict[str, Any]:
-    """Refuse a request to `/v1/embeddings` or `/v1/rerank`."""
-    raise ApiError(
-        501,
-        f"texts are not compared: {served.name!r} is a model that writes text; its inner states were not trained for "
-        "that. Use a model made for embeddings, or for ranking",
-        code="unsupported_endpoint",
-    )
+def refuse(_: RerankRequest, served: Served) -> dict[str, Any]:
+    """Refuse a request to `/v1/rerank`."""
+    said = f"texts are not ranked: {served.name!r} is a model that writes text. Use one that was trained for ranking"
+    raise ApiError(501, said, code="unsupported_endpoint")
 
 
 def _piece(data: bytes) -> str | list[int]:

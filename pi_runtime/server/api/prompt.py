@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pi_runtime.engine.tools.output import PLAIN, OutputFormat
 from pi_runtime.errors import InputError, MissingExtraError, UsageError, spelled
+from pi_runtime.sequence.embedding import Pooling
 from pi_runtime.sequence.settings import AnswerSettings
 from pi_runtime.server.api.body import invalid
 from pi_runtime.server.api.conversation import (
@@ -46,6 +47,8 @@ class Prompt:
     with their log-probabilities where these are wanted."""
     logprobs: int | None = None
     """How many likeliest tokens come with the log-probabilities of the texts; None where these are not wanted."""
+    pooling: Pooling | None = None
+    """How a vector is made of each text that is given back; None where none is wanted."""
     rendered: str = ""
     """What a template made, by which thoughts may have begun already."""
     tools: Sequence[Mapping[str, Any]] = ()

@@ -13,6 +13,7 @@ from pi_runtime.engine.events import (
     CallBegan,
     CallBroken,
     Delta,
+    Embedded,
     End,
     Event,
     NothingShown,
@@ -620,7 +621,7 @@ class ResponseWriter:
         if isinstance(event, End):
             return self._end(answer, event)
         self._pending += chat_logprobs(self._tokenizer, event.logprobs)["content"]
-        if isinstance(event, NothingShown | PromptProgress | PromptLogprobs):
+        if isinstance(event, NothingShown | PromptProgress | PromptLogprobs | Embedded):
             return []
         pending, self._pending = self._pending, []
         return self._output.push(event, pending)

@@ -1,5 +1,6 @@
 """The fields by which a request says how its answers are chosen, for chats and completions alike."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Annotated, ClassVar, Literal, TypeVar
@@ -61,6 +62,7 @@ class SamplingFields(Body):
     min_tokens: Annotated[int, Field(ge=0)] | None = Field(
         default=None, description="Up to so many tokens neither the model nor a stop string ends the text."
     )
+    ignore_eos: bool | None = Field(default=None, description="The model's tokens that end a text never come.")
     repeat_last_n: Annotated[int, Field(ge=-1)] | None = Field(
         default=None, description="With a penalty only −1: penalties look at the whole text."
     )
@@ -78,7 +80,10 @@ class SamplingFields(Body):
         """How tokens are chosen: the defaults of model and server, changed by what the request has."""
         found = self.model_dump(include={setting.name for setting in fields(Sampling)}, exclude_none=True)
         repetition = {"repetition_penalty": self.repetition_penalty, "repeat_penalty": self.repeat_penalty}
-        found |= {"repetition_penalty": only_one(**repetition), "logit_bias": logit_bias(self.logit_bias, served)}
+        bias = self.biases(served)
+        if self.ignore_eos:
+            bias = {**(bias or {}), **dict.fromkeys(served.model.manifest.text.end_ids, -math.inf)}
+        found |= {"repetition_penalty": only_one(**repetition), "logit_bias": bias}
         if self.top_k is not None:
             found["top_k"] = max(self.top_k, 0)
         if self.seed is not None:
@@ -86,6 +91,10 @@ class SamplingFields(Body):
             found["seed"] = None if self.seed == -1 else self.seed % 2**64
         self._check_window()
         return Sampling.from_generation_config(served.generation, **{**served.settings.sampling, **found})
+
+    def biases(self, served: Served) -> dict[int, float] | None:
+        """Biases by token ids. Raises ApiError for keys that are none of the model's."""
+        return logit_bias(self.logit_bias, served)
 
     def _check_window(self) -> None:
         """Raise ApiError for penalties that are to look at a part of the text."""

@@ -75,7 +75,9 @@ def test_it_is_packed_and_drafts_as_its_equations_say(name: str, tmp_path: Path)
         assert file.manifest.guess_layers == 1
         runner = running.executor.guess_head
         assert runner is not None
-        step = SequenceStep(cache=running.new_cache(), tokens=np.array(tokens[:-1]), select=True, states=True)
+        step = SequenceStep(
+            cache=running.new_cache(), tokens=np.array(tokens[:-1]), select=True, states=running.manifest.guess_states
+        )
         states_TC = running.executor.step([step])[0].states_TC
         assert states_TC is not None
         _, logits_V = runner.draft(runner.new_cache(), tokens[1:], states_TC, states_TC[:0])

@@ -105,7 +105,9 @@ def test_it_is_packed_and_drafts_as_its_equations_say(tmp_path: Path) -> None:
         head, runner = file.manifest.guess, model.executor.guess_head
         assert head is not None
         assert runner is not None
-        step = SequenceStep(cache=model.new_cache(), tokens=np.array(tokens[:-1]), select=True, states=True)
+        step = SequenceStep(
+            cache=model.new_cache(), tokens=np.array(tokens[:-1]), select=True, states=model.manifest.guess_states
+        )
         states_TC = model.executor.step([step])[0].states_TC
         assert states_TC is not None
         w = {name: file.values(f"guess/{name}") for name in ("fc", "qkv", "out", "gate", "up", "down", "head", "ids")}

@@ -77,7 +77,7 @@ def test_writing_a_lock_and_comparing_with_it(fails: Fails, recipe: Path) -> Non
             'ffn = "keep"',
             'ffn = "q3"',
             "pack.ffn: should be 'keep', 'f32', 'f16', 'bf16', 'q8', 'q4', 'q5', 'q6', 'q4_1', 'q4z', 'q5_1', "
-            "'q4_k', 'q5_k' or 'q6_k' (found 'q3')",
+            "'q4_k', 'q5_k', 'q6_k', 'iq4_nl', 'iq4_xs', 'mxfp4' or 'nvfp4' (found 'q3')",
         ),
         ("vram_gib = []", "vram_gib = [8, nan]", "place.vram_gib.1: should be a finite number (found nan)"),
         ("vram_gib = []", "vram_gib = [1e300]", "place.vram_gib.0: should be less than 1048576 (found 1e+300)"),

@@ -75,7 +75,7 @@ GOOD = Machine(name="n", source="s", cpu=WHOLE.cpu, gpu=WHOLE.gpu, link=WHOLE.li
             "[cpu.format_gb_per_s]\nq9 = 3.0\n[gpu]",
             [
                 "cpu.format_gb_per_s.q9: Input should be 'f32', 'f16', 'bf16', 'q8', 'q4', 'q5', 'q6', 'q4_1', 'q4z', "
-                "'q5_1', 'q4_k', 'q5_k' or 'q6_k' "
+                "'q5_1', 'q4_k', 'q5_k', 'q6_k', 'iq4_nl', 'iq4_xs', 'mxfp4' or 'nvfp4' "
                 "(found 'q9'); "
                 "did you mean q8?"
             ],

@@ -89,7 +89,7 @@ def test_every_format_has_its_bytes_and_speeds(plan: Plan) -> None:
     assert [row["format"] for row in found["formats"]] == WEIGHT_FORMATS
     decoder = find_planned("model", Path()).decoder
     for row in found["formats"]:
-        layout = "matrices" if FORMATS[row["format"]].grouped else "neurons"
+        layout = "matrices" if not FORMATS[row["format"]].summed else "neurons"
         formats = dict.fromkeys(PARTS, row["format"])
         specs = array_specs(decoder, formats, [None] * decoder.n_layers, profiled=False, layout=layout)
         assert row["bytes"] == sum(spec.nbytes for spec in specs.values())

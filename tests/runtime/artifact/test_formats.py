@@ -120,6 +120,10 @@ def test_names_and_codes() -> None:
         "q4_k": ("q4_k", 10),
         "q5_k": ("q5_k", 11),
         "q6_k": ("q6_k", 12),
+        "iq4_nl": ("iq4_nl", 13),
+        "iq4_xs": ("iq4_xs", 14),
+        "mxfp4": ("mxfp4", 15),
+        "nvfp4": ("nvfp4", 16),
         "scale": ("scale", 28),
         "u8": ("u8", 29),
         "u32": ("u32", 30),
@@ -143,10 +147,18 @@ def test_bits_per_weight() -> None:
     bits = {name: 8 * FORMATS[name].nbytes((1, 1024)) / 1024 for name in WEIGHT_FORMATS}
     grouped = {"q4_k": 4, "q5_k": 5, "q6_k": 6}
     plain = {"f32": 32, "f16": 16, "bf16": 16, "q8": 8, "q4": 4, "q5": 5, "q6": 6, "q4_1": 4, "q4z": 4, "q5_1": 5}
-    assert bits == plain | grouped
+    tables = dict.fromkeys(("iq4_nl", "iq4_xs", "mxfp4", "nvfp4"), 4)
+    assert bits == plain | grouped | tables
     assert [*plain] == ROW_FORMATS
-    narrow = {name for name in WEIGHT_FORMATS if FORMATS[name].offset or FORMATS[name].grouped}
+    narrow = {name for name in WEIGHT_FORMATS if FORMATS[name].offset or not FORMATS[name].summed}
     assert all(FORMATS[name].row_align == (32 if name in narrow else ROW_ALIGN) for name in WEIGHT_FORMATS)
-    beside = {name: 8 * FORMATS["u8"].nbytes(FORMATS[name].scales_shape((1, 1024))) / 1024 for name in grouped}
-    assert beside == {"q4_k": 0.5, "q5_k": 0.5, "q6_k": 0.5625}  # 4.5, 5.5 and 6.5625 bits, as in GGUF
+    beside = {}
+    for name in grouped | tables:
+        scales = FORMATS[FORMATS[name].scale_format]
+        beside[name] = 8 * scales.nbytes(FORMATS[name].scales_shape((1, 1024))) / 1024
+    # As in GGUF, but for the number of a row of nvfp4, padded to eight bytes.
+    assert beside == {
+        **{"q4_k": 0.5, "q5_k": 0.5, "q6_k": 0.5625, "iq4_nl": 0.5, "iq4_xs": 0.25, "mxfp4": 0.25},
+        "nvfp4": 0.5 + 64 / 1024,
+    }
     assert 8 * FORMATS["scale"].nbytes((1, 1024 // BLOCK)) / 1024 == 0.5

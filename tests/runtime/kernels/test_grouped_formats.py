@@ -7,7 +7,7 @@ from support.row_products import products
 from support.stored import GROUPED_FORMATS, StoredMatrix, store
 
 from pi_runtime.artifact.formats import FORMATS, GROUP
-from pi_runtime.artifact.quantisation import dequantise, pack_rows, records
+from pi_runtime.artifact.quantisation import bounds, dequantise, meant, pack_rows, records
 from pi_runtime.kernels.codegen.isa import ISA
 from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.ops.row_products import portable_row_products, vector_row_products
@@ -33,7 +33,7 @@ def random_records(fmt: str, seed: int, rows: int, groups: int) -> tuple[np.ndar
     """Integers over their whole range, of weights and of scales."""
     f, rng = FORMATS[fmt], np.random.default_rng(seed)
     parts = f.field_bits // f.scale_bits
-    q = rng.integers(0, 1 << f.bits, (rows, 256 * groups)) - f.zero
+    q = meant(f, rng.integers(0, 1 << f.bits, (rows, 256 * groups), np.uint8))
     heads = rng.standard_normal((rows, groups, f.head_nbytes // 2)) / 64
     return q, heads, rng.integers(0, 1 << f.scale_bits, (rows, groups, GROUP, parts))
 
@@ -57,7 +57,7 @@ def test_products_and_rows(fmt: str, columns: int) -> None:
 def test_the_largest_integers_of_either_sign(fmt: str) -> None:
     """Sums of pairs might saturate, and sums of halves times their scales reach 16,646,144: below 2²⁴ all are exact."""
     f = FORMATS[fmt]
-    lowest, highest = -f.zero, (1 << f.bits) - 1 - f.zero
+    lowest, highest = bounds(f)
     parts, most = f.field_bits // f.scale_bits, (1 << f.scale_bits) - 1
     for q in (lowest, highest):
         for field in (0, most):

@@ -51,7 +51,7 @@ def test_the_layer_is_its_definition(kind: str, fmt: str, tmp_path: Path) -> Non
         cache, parts = model.new_cache(), []
         for part in (tokens[:64], tokens[64:-1]):
             (result,) = model.executor.step(
-                [SequenceStep(cache=cache, tokens=np.array(part), select=True, states=True)]
+                [SequenceStep(cache=cache, tokens=np.array(part), select=True, states=model.manifest.guess_states)]
             )
             assert result.states_TC is not None
             parts.append(result.states_TC)

@@ -46,7 +46,13 @@ def artifact(path: Path, fmt: str = "f32", **fields: Any) -> Path:
 
 
 def states_of(model: Model, tokens: Sequence[int], select: bool) -> tuple[Floats, Floats]:
-    step = SequenceStep(cache=model.new_cache(), tokens=np.array(tokens), select=select, logits="all", states=True)
+    step = SequenceStep(
+        cache=model.new_cache(),
+        tokens=np.array(tokens),
+        select=select,
+        logits="all",
+        states=model.manifest.guess_states,
+    )
     (result,) = model.executor.step([step])
     assert result.states_TC is not None
     return result.states_TC, result.logits_TV
@@ -279,7 +285,7 @@ def test_drafted_tokens_follow_the_grammar(tmp_path: Path, monkeypatch: pytest.M
 class Runner:
     """A guess head that foretells the token behind the number in the last state, and notes what it is given."""
 
-    ids_S, vocabulary = np.arange(0, 100, 2), 100
+    ids_S, vocabulary, states = np.arange(0, 100, 2), 100, (0,)
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, list[int], list[float] | None]] = []

@@ -108,6 +108,22 @@ def test_origins(origin: str, expected: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("origin", "expected"),
+    [
+        *((f"{scheme}://{name}{port}", 200) for scheme in ("http", "https") for port in ("", ":3000")
+          for name in ("localhost", "127.0.0.1", "[::1]")),
+        *((origin, 403) for origin in (
+            "http://notlocalhost", "http://localhost.evil.example", "http://localhost:", "http://evil.example:3000",
+            "ftp://localhost", "http://127x0x0x1", "http://localhost:3000/x", "null",
+        )),
+    ],
+)  # fmt: skip
+def test_origins_of_this_machine(origin: str, expected: int) -> None:
+    settings = ServerSettings(allowed_origins=("localhost",))
+    assert status(settings, [("host", "localhost:8080"), ("origin", origin)]) == expected
+
+
+@pytest.mark.parametrize(
     ("given", "expected"),
     [
         ("Bearer secret", 200),

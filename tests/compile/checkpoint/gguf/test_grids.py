@@ -28,6 +28,7 @@ from pi_runtime.kernels import reference
 
 GRIDS = {Type.Q4_0: "q4", Type.Q4_1: "q4_1", Type.Q5_0: "q5", Type.Q8_0: "q8", Type.Q5_1: "q5_1"}
 GROUPED = {Type.Q4_K: "q4_k", Type.Q5_K: "q5_k", Type.Q6_K: "q6_k"}
+TABLES = {kind: kind.name.lower() for kind in (Type.IQ4_NL, Type.IQ4_XS, Type.MXFP4, Type.NVFP4)}
 SHAPES = {
     **dict.fromkeys(("attn_q", "attn_output"), (256, 256)),
     **dict.fromkeys(("attn_k", "attn_v"), (128, 256)),
@@ -75,7 +76,7 @@ def test_formats_with_more_bits_hold_the_same(folder: Path, tmp_path: Path, kind
     checkpoint, name = opened(folder, tmp_path / "model.gguf", kind), "layers/0/attention/qkv"
     own, meant = FORMATS[GRIDS[kind]], checkpoint.values(name)
     for fmt in (FORMATS[name] for name in WEIGHT_FORMATS if FORMATS[name].quantised):
-        wider = fmt.bits >= own.bits and fmt.offset == own.offset and not fmt.grouped
+        wider = fmt.bits >= own.bits and fmt.offset == own.offset and fmt.summed
         assert checkpoint.keeps(name, fmt.name) == wider, fmt.name
         if wider:
             np.testing.assert_array_equal(
@@ -149,15 +150,17 @@ def test_other_formats_are_quantised(folder: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(artifact.values("layers/0/ffn/first"), as_stored("q8", meant))
 
 
-@pytest.mark.parametrize(("kind", "fmt"), (GRIDS | GROUPED).items(), ids=(GRIDS | GROUPED).values())
+@pytest.mark.parametrize(("kind", "fmt"), (GRIDS | GROUPED | TABLES).items(), ids=(GRIDS | GROUPED | TABLES).values())
 def test_random_bytes_mean_what_ggml_says(kind: Type, fmt: str) -> None:
     """Any bytes, scales that are no numbers among them."""
     columns, nbytes = gguf.GGML_QUANT_SIZES[kind]
     data = np.random.default_rng(0).integers(0, 256, (64, 1536 // columns * nbytes), np.uint8)
+    if kind == Type.MXFP4:  # 255 is no number here, 2¹²⁸ there
+        data[:, ::17][data[:, ::17] == 255] = 0
     with np.errstate(all="ignore"):
         meant, f = gguf.dequantize(data, kind), FORMATS[fmt]
         np.testing.assert_array_equal(dequantise(f, *pack_rows(f, *taken(f, data)), 1536), meant)
-    assert np.isnan(meant).any()
+    assert np.isnan(meant).any() == (not f.byte_scale)
     assert np.isfinite(meant).mean() > 0.5
 
 
@@ -198,6 +201,57 @@ def test_a_number_of_a_group_that_is_none_is_refused(folder: Path, tmp_path: Pat
         data = random_blocks(kind, *SHAPES["ffn_up"], 0)
         data[7, place : place + 2] = np.frombuffer(number.to_bytes(2, "little"), np.uint8)
         data[7, slice(192, 200) if kind == Type.Q6_K else slice(4, 12)] = 0
+        write_gguf(folder, tmp_path / "model.gguf", "f16", tensors={"blk.0.ffn_up.weight": (data, kind)})
+        with pytest.raises(CheckpointError, match=r"ffn_up\.weight holds NaN or infinity"):
+            pack_model(str(tmp_path / "model.gguf"), tmp_path / "a.pi", progress=no_progress, notice=lambda _: None)
+
+
+@pytest.mark.parametrize("kind", TABLES, ids=TABLES.values())
+def test_tables_are_kept_in_whole_matrices(folder: Path, tmp_path: Path, kind: Type) -> None:
+    """The embedding too; what reads them computes what their values say."""
+    blocks = {f"blk.0.{n}.weight": (random_blocks(kind, *SHAPES[n], 0), kind) for n in SHAPES}
+    rows = gguf.GGUFReader(mixed(folder, tmp_path / "m.gguf", dict.fromkeys(SHAPES, kind))).tensors[0].shape[1]
+    blocks["token_embd.weight"] = random_blocks(kind, int(rows), 256, 1), kind
+    write_gguf(folder, tmp_path / "model.gguf", "f16", tensors=blocks)
+    said: list[str] = []
+    pack_model(str(tmp_path / "model.gguf"), tmp_path / "a.pi", progress=no_progress, notice=said.append)
+    assert ALL_KEPT in said
+    checkpoint = open_checkpoint(tmp_path / "model.gguf").in_layout(WHOLE)
+    with Artifact.open(tmp_path / "a.pi") as artifact:
+        assert {artifact.manifest.formats[part] for part in ("embedding", "attention", "ffn")} == {TABLES[kind]}
+        for name in checkpoint.array_shapes:
+            np.testing.assert_array_equal(artifact.values(name), checkpoint.values(name))
+        wanted_TV = reference.forward(artifact, [1, 5, 9, 11], "dense")
+    with load(tmp_path / "a.pi") as model:
+        found_TV = model.logits([1, 5, 9, 11])
+    assert np.median(np.abs(found_TV - wanted_TV)) < 0.02 * np.abs(wanted_TV).max()
+
+
+def test_scales_of_nvfp4_tensors(folder: Path, tmp_path: Path) -> None:
+    """One for all of a tensor, as llama.cpp multiplies products with; that of inputs says how they were rounded."""
+    kind, name = Type.NVFP4, "blk.0.ffn_up."
+    data, factor = random_blocks(kind, *SHAPES["ffn_up"], 0), np.array([0.3], np.float32)
+    tensors = {name + "weight": (data, kind)}
+    for own in ("scale", "input_scale"):
+        tensors[name + own] = factor, Type.F32
+    write_gguf(folder, tmp_path / "model.gguf", "f16", tensors=tensors)
+    checkpoint = open_checkpoint(tmp_path / "model.gguf").in_layout(WHOLE)
+    meant = gguf.dequantize(data, kind) * factor
+    np.testing.assert_array_equal(checkpoint.values("layers/0/ffn/up"), meant)
+    blocks = stored_blocks.as_stored(checkpoint, "layers/0/ffn/up", "nvfp4")
+    np.testing.assert_array_equal(np.concatenate(list(blocks)), meant)
+    tensors[name + "scale"] = np.array([np.inf], np.float32), Type.F32
+    write_gguf(folder, tmp_path / "model.gguf", "f16", tensors=tensors)
+    with pytest.raises(CheckpointError, match=r"ffn_up\.weight holds NaN or infinity"):
+        list(stored_blocks.as_stored(open_checkpoint(tmp_path / "model.gguf").in_layout(WHOLE), "layers/0/ffn/up", "nvfp4"))
+
+
+@pytest.mark.parametrize(("kind", "place"), [(Type.IQ4_NL, 0), (Type.IQ4_XS, 0), (Type.MXFP4, 0)], ids=lambda k: str(k))
+def test_a_scale_of_a_table_that_is_none_is_refused(folder: Path, tmp_path: Path, kind: Type, place: int) -> None:
+    """So is a power of two whose multiples no float32 holds."""
+    for byte in (0xFF, 0xFE) if kind == Type.MXFP4 else (0x7C,):
+        data = random_blocks(kind, *SHAPES["ffn_up"], 0)
+        data[7, place + (kind != Type.MXFP4)] = byte
         write_gguf(folder, tmp_path / "model.gguf", "f16", tensors={"blk.0.ffn_up.weight": (data, kind)})
         with pytest.raises(CheckpointError, match=r"ffn_up\.weight holds NaN or infinity"):
             pack_model(str(tmp_path / "model.gguf"), tmp_path / "a.pi", progress=no_progress, notice=lambda _: None)

@@ -149,8 +149,8 @@ def test_avxvnni_through_avx512_keeps_to_256_bits() -> None:
     assert not any(f.startswith("-") for f in found)
 
 
-GOLDEN = ("f16", "q6", "q4_1", "q4_k", "q6_k")
-"""Numbers, blocks, blocks with an offset, and groups: in the short form these have golden logits, others checks."""
+GOLDEN = ("f16", "q6", "q4_1", "q4_k", "q6_k", "iq4_nl", "nvfp4")
+"""Numbers, blocks, blocks with an offset, groups, and tables: in the short form these have golden logits, others checks."""
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support.stored import ROW_FORMATS, store
+from support.stored import ROW_FORMATS, WEIGHT_FORMATS, store
 
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.kernels.data import matrix_view
@@ -10,10 +10,13 @@ from pi_runtime.kernels.data.matrix_view import rows_from, strided_rows, vector
 
 
 @pytest.mark.parametrize("columns", [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 511, 512, 513])
-@pytest.mark.parametrize("fmt", ROW_FORMATS)
+@pytest.mark.parametrize("fmt", WEIGHT_FORMATS)
 def test_rows_are_as_far_apart_as_the_format_says(fmt: str, columns: int) -> None:
     assert matrix_view.row_stride(FORMATS[fmt].code, columns) == FORMATS[fmt].nbytes((1, columns))
-    assert matrix_view.scales_nbytes(columns) == FORMATS["scale"].nbytes((1, -(-columns // 32)))
+    if FORMATS[fmt].quantised:
+        f, m = FORMATS[fmt], matrix_view.matrix(FORMATS[fmt].code, 0, 0, columns)
+        assert m.scales_stride == FORMATS[f.scale_format].nbytes(f.scales_shape((1, columns)))
+        assert m.offsets == (m.scales_stride // 2 if f.offset and not f.grouped else 0)
 
 
 @pytest.mark.parametrize("fmt", ROW_FORMATS)

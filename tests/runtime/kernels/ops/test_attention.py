@@ -194,7 +194,7 @@ def test_rotate(tokens: int, heads: int, others: int, width: int, pairs: int, sc
     before = np.random.default_rng(0).standard_normal((tokens, (heads + others) * width), np.float32)
     qkv_TQ = before.copy()
     cos_SE, sin_SE = reference.rotary_table(decoder, start + tokens)
-    rotate(cos_SE, sin_SE, np.arange(start, start + tokens), heads, width, qkv_TQ)
+    rotate(cos_SE, sin_SE, cos_SE.shape[1], np.arange(start, start + tokens), heads, width, qkv_TQ)
     # The definition rotates from position 0: put the tokens behind `start` others.
     padded = np.zeros((start + tokens, heads, width), np.float32)
     padded[start:] = before[:, : heads * width].reshape(tokens, heads, width)
@@ -223,7 +223,7 @@ def test_rotation_depends_on_the_distance_alone() -> None:
     products = []
     for position in (0, 7, 50):
         q_TE, k_TE = q_E[None].copy(), k_E[None].copy()
-        rotate(cos_SE, sin_SE, np.array([position]), 1, 16, q_TE)
-        rotate(cos_SE, sin_SE, np.array([position + 9]), 1, 16, k_TE)
+        rotate(cos_SE, sin_SE, cos_SE.shape[1], np.array([position]), 1, 16, q_TE)
+        rotate(cos_SE, sin_SE, cos_SE.shape[1], np.array([position + 9]), 1, 16, k_TE)
         products.append(float(q_TE[0] @ k_TE[0]))
     np.testing.assert_allclose(products, products[0], rtol=1e-4)

@@ -272,5 +272,5 @@ def test_a_body_that_is_no_object(random_chat: Chat, body: object) -> None:
 def test_many_prompts_are_counted_before_they_are_looked_at(
     random_chat: Chat, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(completions, "_prompts", lambda _: pytest.fail("they are looked at"))
+    monkeypatch.setattr(completions, "prompts_of", lambda _: pytest.fail("they are looked at"))
     asking.refused(COMPLETIONS, {"model": random_chat[0].name, "prompt": prompt}, random_chat[0], "prompt")

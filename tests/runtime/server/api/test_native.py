@@ -15,7 +15,7 @@ from pi_runtime import Engine, load
 from pi_runtime.errors import Setting, UsageError
 from pi_runtime.server.api.conversation import GrammarFields
 from pi_runtime.server.api.served import Served
-from pi_runtime.server.errors import refused
+from pi_runtime.server.errors import ApiError, refused
 from pi_runtime.server.settings import ServerSettings
 
 Chat = tuple[Served, Engine]
@@ -77,6 +77,43 @@ def test_other_files_take_what_room_there_is(filler: Chat) -> None:
     (found,) = asking.asked(INFILL, asked, filler[0]).texts
     assert len(found) == 128 - 20 - 1
     assert list(found)[-5:] == ids(PRE, "p", SUF, "s", MID)
+
+
+def test_likeliest_tokens_come_with_each_token(alphabet_chat: Chat) -> None:
+    asked = {"prompt": "abc", "n_predict": 3, "n_probs": 2}
+    whole = asking.whole(COMPLETION, asked, alphabet_chat)["completion_probabilities"]
+    parts = [event for _, event in asking.streamed(COMPLETION, {**asked, "stream": True}, alphabet_chat)]
+    assert [one for part in parts for one in part.get("completion_probabilities", ())] == whole
+    assert [(one["id"], one["token"], one["bytes"]) for one in whole] == [(ord(c), c, [ord(c)]) for c in "def"]
+    for one in whole:
+        assert len(one["top_logprobs"]) == 2
+        assert one["top_logprobs"][0]["logprob"] == one["logprob"] <= 0
+
+
+@pytest.mark.parametrize("bias", [{"100": -100}, [[100, -100]], [["d", False]], {"d": False}, [["d", -100], ["e", 1]]])
+def test_biases_of_ids_and_of_texts(alphabet_chat: Chat, bias: Any) -> None:
+    found = asking.whole(COMPLETION, {"prompt": "abc", "n_predict": 3, "logit_bias": bias}, alphabet_chat)
+    assert "d" not in found["content"]
+    said = {entry["token"]: entry["bias"] for entry in found["generation_settings"]["logit_bias"]}
+    assert said[100] == (None if "False" in str(bias) else -100)
+
+
+@pytest.mark.parametrize("bias", [{"a": 101}, [["a", True]], [["a"]], [["a", 1, 2]], [[999, 1]], {"a": "1"}, "a"])
+def test_a_wrong_bias_is_named(alphabet_chat: Chat, bias: Any) -> None:
+    with pytest.raises(ApiError, match="logit_bias"):
+        asking.asked(COMPLETION, {"prompt": "abc", "logit_bias": bias}, alphabet_chat[0])
+
+
+@pytest.mark.parametrize("path", [COMPLETION, COMPLETIONS])
+def test_a_text_goes_on_where_its_end_is_ignored(alphabet_chat: Chat, path: str) -> None:
+    asked = {"prompt": "xy", "max_tokens": 5}
+    found = {ignored: asking.whole(path, {**asked, "ignore_eos": ignored}, alphabet_chat) for ignored in (False, True)}
+    counts = [
+        one["usage"]["completion_tokens"] if "usage" in one else one["tokens_predicted"] for one in found.values()
+    ]
+    assert counts[0] < counts[1] == 5
+    if path == COMPLETION:
+        assert [bool(one["generation_settings"]["logit_bias"]) for one in found.values()] == [False, True]
 
 
 @pytest.mark.parametrize("path", [INFILL, COMPLETIONS, OLLAMA_GENERATE])

@@ -87,7 +87,6 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"xtc_probability": 0.5}, {"xtc_probability": 0, "xtc_threshold": 0.1}),
     ({"dry_multiplier": 0.8}, {"dry_multiplier": 0.0, "dry_base": 1.75, "dry_sequence_breakers": ["a"]}),
     ({"samplers": ["top_k"]}, {"samplers": None}),
-    ({"ignore_eos": True}, {"ignore_eos": False}),
     ({"n_probs": 2}, {"n_probs": 0}),
     ({"use_beam_search": True}, {"use_beam_search": False}),
     ({"stop_token_ids": [1]}, {"stop_token_ids": []}),
