@@ -23,7 +23,7 @@ def figures() -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """The table of README.md: a row for what a reader has, with the range of its bars."""
-    lines = ["| you have | you get, in times llama.cpp's speed |", "| --- | --- |"]
+    lines = ["| you have | you get; × is llama.cpp's speed |", "| --- | --- |"]
     for row in found["row"]:
         bars = found["panel"][row["panel"]]["bars"] if "panel" in row else []
         lines.append(f"| {row['have']} | {filled(row['get'], bars)} |")
