@@ -61,10 +61,10 @@ class Checkpoint(ResolvedCheckpoint):
         """The same checkpoint with FFNs in a layout. Raises UsageError for one that it cannot have."""
         if layout not in (BY_NEURON, WHOLE):
             raise UsageError(setting=Setting("layout", layout), expected=f"{BY_NEURON}, {WHOLE}")
-        if layout != BY_NEURON and (self.decoder.n_experts > 1 or self.decoder.sparse):
+        if layout != BY_NEURON and (self.decoder.dense_layers or self.decoder.sparse):
             raise UsageError(
                 f"{self.folder}: the layout {layout} is for models that compute every neuron",
-                expected=f"{BY_NEURON}, as the model is sparse or has experts",
+                expected=f"{BY_NEURON}, as the model is sparse, or some layers' FFN is cut into experts",
             )
         return replace(self, layout=layout)
 
@@ -260,8 +260,11 @@ class Checkpoint(ResolvedCheckpoint):
         layer, _, local = array.rpartition("/ffn/")
         if local not in ("up", "down"):
             return tuple(self.adapter.source_tensors(array, self.prefix, self.decoder))
-        *up, down = self.adapter.source_tensors(f"{layer}/ffn/rest", self.prefix, self.decoder)
-        return tuple(up) if local == "up" else (replace(down, transposed=not down.transposed),)
+        rest = self.adapter.source_tensors(f"{layer}/ffn/rest", self.prefix, self.decoder)
+        rows = 2 if self.decoder.ffn == "gated" else 1  # of a neuron, whose last one is that of `down`
+        if local == "up":
+            return tuple(rest[::rows])
+        return tuple(replace(down, transposed=not down.transposed) for down in rest[rows - 1 :: rows])
 
     def pieces(self, array: str, order: Order | None = None) -> Iterator[list[Piece]]:
         """What each block of an array is read from, one tensor after the other.

@@ -211,9 +211,9 @@ def _shapes(decoder: Decoder, array: str, shape: tuple[int, ...], tensors: int) 
     elif array.endswith("ffn/router") and tensors == 2:
         yield (decoder.experts_routed, *shape[1:])
         yield (1, *shape[1:])
-    elif array.endswith(("attention/qkv", "attention/qkv_bias")) and tensors == 3:
+    elif array.endswith(("attention/qkv", "attention/qkv_bias")) and tensors in (2, 3):
         own = decoder.of_layer(int(array.split("/")[1])) if array.startswith("layers/") else decoder
-        for rows in own.qkv_parts:
+        for rows in own.qkv_parts[:tensors]:
             yield (rows, *shape[1:])
     else:
         yield from [(shape[0] // tensors, *shape[1:])] * tensors

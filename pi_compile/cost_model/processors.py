@@ -6,11 +6,12 @@ Rungs are chosen by the bytes that one layer's FFN reads for a token, and the ti
        +  2 launches + first ÷ rate + rest ÷ rate
 
 with all neurons on one processor: a second processor's share is decided later, by placing. Rungs that pick gather rows
-of `first`; all rungs but the dense one gather rows of `rest`.
+of `first`; all rungs but the dense one gather rows of `rest`. Without a GPU a dense layer is stored as matrices, which
+read prompts quicker than neurons do: what a layer of neurons takes longer for `PROMPT_TOKENS` of a prompt is added.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pi_compile.machine import Cpu, Gpu, Machine, Rates, to_units
 from pi_runtime.artifact.formats import FORMATS
@@ -21,6 +22,9 @@ from pi_runtime.artifact.sizes import FfnBytes
 ATTENTION_LAUNCHES, PREDICTOR_LAUNCHES, FFN_LAUNCHES = 3, 2, 2
 """Operators of a layer. Attention: queries, keys and values; attention over the cache; its output. Predictor: down and
 up. FFN: `first` and `rest`."""
+
+PROMPT_TOKENS = 4
+"""Tokens of prompts for each token that is decoded, where rungs are chosen."""
 
 PICO = 10**12
 CPU, GPU = 0, 1
@@ -42,6 +46,10 @@ class Processor:
     its `bytes_per_s`."""
     attention_per_s: int | None
     """Bytes of keys and values a second, counted once for each query; None where reading them takes longer."""
+    matrices: bool = False
+    """Whether dense layers are stored as matrices, and read at that rate."""
+    late_ps: Mapping[str, float] = field(default_factory=dict)
+    """What a token of a prompt takes longer for a weight of an FFN by neuron than for one of a matrix, by format."""
 
     def rate(self, fmt: str, access: str = "") -> int:
         """Bytes a second at which this format is read."""
@@ -50,6 +58,13 @@ class Processor:
     def ps(self, nbytes: int, fmt: str = "") -> int:
         """Picoseconds to read so many bytes, rounded up."""
         return -(-nbytes * PICO // self.rate(fmt))
+
+    def prompt_ps(self, layer: Layer, neuron: FfnBytes) -> float:
+        """Picoseconds that a token of a prompt takes longer in a layer than where it is stored as matrices."""
+        d = neuron.d
+        if layer.kind.dense or d.n_experts > 1:  # experts are always stored by neuron
+            return 0.0
+        return self.late_ps.get(neuron.ffn_format, 0.0) * d.d_ff * d.d_model * (1 + neuron.rest // neuron.first)
 
     def cache_ps(self, nbytes: int, queries: int) -> int:
         """Picoseconds of attention over `nbytes` of keys and values that `queries` queries share."""
@@ -80,10 +95,10 @@ def accesses(kind: Rung) -> tuple[str, str]:
     return "gather" if kind.picks else "neurons", "gather"
 
 
-def processors_of(machine: Machine) -> tuple[Processor, ...]:
-    """(CPU,) or (CPU, GPU)."""
+def processors_of(machine: Machine, matrices: bool = True) -> tuple[Processor, ...]:
+    """(CPU,) or (CPU, GPU). `matrices`: dense layers are stored as matrices where there is no GPU."""
     sections = zip(SIDES, (machine.cpu, machine.gpu), strict=True)
-    whole = machine.gpu is None  # dense layers are matrices then
+    whole = matrices and machine.gpu is None
     return tuple(_processor(name, section, whole) for name, section in sections if section is not None)
 
 
@@ -108,7 +123,14 @@ def _processor(name: str, section: Cpu | Gpu, whole: bool) -> Processor:
         bytes_per_s={"": to_units(section.bandwidth_gb_per_s, 10**9), **_in_bytes(section.format_gb_per_s)},
         access_per_s={access: _in_bytes(rates) for access, rates in accesses.items()},
         attention_per_s=None if attention is None else to_units(attention, 10**9),
+        matrices=whole,
+        late_ps=_late(section) if whole else {},
     )
+
+
+def _late(section: Cpu | Gpu) -> dict[str, float]:
+    whole, neurons = _in_bytes(section.format_gflop_per_s), _in_bytes(section.neurons_gflop_per_s)
+    return {fmt: max(0.0, 2 * PICO / neurons[fmt] - 2 * PICO / whole[fmt]) for fmt in whole.keys() & neurons.keys()}
 
 
 def _in_bytes(rates: Rates) -> dict[str, int]:

@@ -28,6 +28,7 @@ from pi_runtime.kernels.benchmarks import (
     launch_seconds,
     most_threads,
     neuron_bandwidth,
+    neuron_flops,
     predictor_bandwidth,
     product_bandwidth,
     product_flops,
@@ -95,7 +96,7 @@ def measure_machine(
         source=f"measured {today} by pi-compile machine. CPU: sums of {size / 2**30:.3g} GiB, GB/s by threads "
         f"{by_threads}; products on {best} threads, gathered where one neuron in ten is read; "
         f"a launch is what slices of a matrix take longer than the whole; attention on cached keys and values; "
-        f"operations of an f16 matrix times 64 vectors.{disk_how if disk else ''}{gpu_how}",
+        f"operations of matrices, and of FFNs by neuron, times 64 vectors.{disk_how if disk else ''}{gpu_how}",
         cpu=Cpu(
             name=processor_name(),
             cores=cores,
@@ -103,6 +104,8 @@ def measure_machine(
             bandwidth_gb_per_s=round(rates[best], 1),
             launch_us=round(launch * 1e6, 2),
             **product_rates,
+            format_gflop_per_s={fmt: round(product_flops(fmt, best) / 1e9, 1) for fmt in formats},
+            neurons_gflop_per_s={fmt: round(neuron_flops(fmt, best) / 1e9, 1) for fmt in formats},
             products_gflop_per_s=round(product_flops("f16", best) / 1e9, 1),
             attention_gb_per_s=round(attention_bandwidth(best) / 1e9, 1),
         ),

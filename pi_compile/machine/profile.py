@@ -68,6 +68,10 @@ class _Processor(_Section):
     """10⁹ bytes of keys and values a second that attention takes for one query; None: as fast as they are read."""
     products_gflop_per_s: Positive | None = None
     """A matrix times many vectors, 10⁹ operations a second; a multiplication and an addition are two."""
+    format_gflop_per_s: Rates = Field(default_factory=dict)
+    """The same by number format."""
+    neurons_gflop_per_s: Rates = Field(default_factory=dict)
+    """An FFN by neuron times many vectors, all neurons computed. Without both tables prompts count as equally fast."""
 
     @field_validator("gather_gb_per_s")
     @classmethod

@@ -139,10 +139,15 @@ class PlainPacking:
 def _in_layout(checkpoint: Checkpoint, layout: str | None) -> Checkpoint:
     """The checkpoint in a layout (see `sizes.LAYOUTS`), or in the one that fits it best where none is named.
 
-    FFNs of a model that is not sparse are stored as whole matrices, of which nothing can be skipped.
+    FFNs of a model that is not sparse are stored as whole matrices, of which nothing can be skipped. With experts they
+    are where that keeps blocks of `down` that lie across its neurons.
     """
     d = checkpoint.decoder
-    return checkpoint.in_layout(layout or (BY_NEURON if d.sparse or d.n_experts > 1 else WHOLE))
+    if layout is None and not d.sparse and not d.dense_layers:
+        whole = checkpoint.in_layout(WHOLE)
+        if d.n_experts == 1 or (checkpoint.format("ffn") not in FORMATS and whole.format("ffn") in FORMATS):
+            return whole
+    return checkpoint.in_layout(layout or BY_NEURON)
 
 
 def pack_plain(recipe_path: Path, output: Path, *, layout: str | None = None, **shown: Any) -> dict[str, Any]:

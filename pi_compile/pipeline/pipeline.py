@@ -23,8 +23,8 @@ from pi_compile.checkpoint.tokenizer_files import TOKENIZER
 from pi_compile.corpus import Streams, source_files
 from pi_compile.errors import ProfileError
 from pi_compile.files import file_digest
-from pi_compile.machine import Machine, find_machine, to_units
-from pi_compile.packing import PackSpec, part_formats, specs_of
+from pi_compile.machine import Machine, find_machine
+from pi_compile.packing import PackSpec, part_formats
 from pi_compile.pipeline import stages
 from pi_compile.pipeline.division import divide
 from pi_compile.pipeline.packed import PackRecord, divide_settings
@@ -41,8 +41,6 @@ from pi_compile.training import TrainingWork, TrainSpec
 from pi_compile.training.candidates import searches_for
 from pi_compile.workers import HEARTBEAT, LONE, Rank, Worker, WorkFolder
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.layout import place_arrays
-from pi_runtime.artifact.rows import PROCESS_NBYTES
 from pi_runtime.artifact.rungs import DENSE
 from pi_runtime.artifact.schema import Plan
 from pi_runtime.console import Progress
@@ -196,7 +194,7 @@ class Pipeline:
             self.checkpoint,
             self.profile,
             streams,
-            self.machine,
+            self.allowed_machine,
             **train_settings(self.recipe),
             tokens=tokens,
             device=self.device,
@@ -205,7 +203,15 @@ class Pipeline:
 
     @property
     def _train_spec(self) -> TrainSpec:
-        return stages.train_spec(self.checkpoint, self.machine, **train_settings(self.recipe), device=self._kind)
+        settings = train_settings(self.recipe)
+        return stages.train_spec(self.checkpoint, self.allowed_machine, **settings, device=self._kind)
+
+    @property
+    def allowed_machine(self) -> Machine:
+        """The machine with the RAM that the recipe allows."""
+        cpu = self.machine.cpu
+        cpu = cpu.model_copy(update={"ram_gib": self.recipe.place.ram_gib or cpu.ram_gib})
+        return self.machine.model_copy(update={"cpu": cpu})
 
     @cached_property
     def formats(self) -> Mapping[str, str]:
@@ -349,10 +355,8 @@ class Pipeline:
 
 def _in_memory(pipeline: Pipeline) -> bool:
     """Whether the machine has no GPU, and its RAM, or what the recipe allows of it, holds all."""
-    machine, checkpoint, place = pipeline.machine, pipeline.checkpoint, pipeline.recipe.place
-    specs = specs_of(checkpoint, part_formats(checkpoint, PackSpec(formats=pipeline.formats)))
-    ram = to_units(place.ram_gib or machine.cpu.ram_gib, 2**30)
-    return machine.gpu is None and place_arrays(specs)[1] + PROCESS_NBYTES <= ram
+    formats = part_formats(pipeline.checkpoint, PackSpec(formats=pipeline.formats))
+    return stages.in_memory(pipeline.checkpoint, formats, pipeline.allowed_machine)
 
 
 def has_matrices(pipeline: Pipeline) -> bool:

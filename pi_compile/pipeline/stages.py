@@ -23,14 +23,16 @@ from pi_compile.checkpoint.part_formats import AUTO, KEEP, PREDICTOR_FORMATS
 from pi_compile.checkpoint.tokenizer_files import TOKENIZER
 from pi_compile.corpus import CorpusSpec, Streams, read_streams
 from pi_compile.cost_model import CPU, Workload, processors_of
-from pi_compile.machine import Machine, find_machine
-from pi_compile.packing import PackResult, PackSpec, part_formats
+from pi_compile.machine import Machine, find_machine, to_units
+from pi_compile.packing import PackResult, PackSpec, part_formats, specs_of
 from pi_compile.pipeline.recipe_placement import place_budgets
 from pi_compile.placement import SECONDS, Placement
 from pi_compile.recipe import check_settings
 from pi_compile.results import ActivationProfile, PredictorSet, QuantisedWeights
 from pi_compile.training import Texts, TrainSpec
 from pi_compile.workers import WorkFolder, work_folder
+from pi_runtime.artifact.layout import place_arrays
+from pi_runtime.artifact.rows import PROCESS_NBYTES
 from pi_runtime.artifact.sizes import PARTS
 from pi_runtime.console import Progress
 
@@ -187,13 +189,20 @@ def train_spec(
     checkpoint: Checkpoint, machine: Machine | str | Path, *, formats: Mapping[str, str], **settings: Any
 ) -> TrainSpec:
     """The spec of a training; `settings` are fields of its own."""
-    resolved = _formats(checkpoint, formats)
+    resolved, of = _formats(checkpoint, formats), _machine(machine)
+    matrices = checkpoint.decoder.n_experts == 1 and in_memory(checkpoint, resolved, of)
     return TrainSpec(
         predictor_formats=PREDICTOR_FORMATS if formats.get("predictor") == AUTO else (resolved["predictor"],),
         ffn_format=resolved["ffn"],
-        processor=processors_of(_machine(machine))[CPU],
+        processor=processors_of(of, matrices)[CPU],
         **{**settings, "rungs": tuple(settings["rungs"])},
     )
+
+
+def in_memory(checkpoint: Checkpoint, formats: Mapping[str, str], machine: Machine) -> bool:
+    """Whether a machine has no GPU, and its RAM holds all of a model whose parts have these formats."""
+    nbytes = place_arrays(specs_of(checkpoint, formats))[1] + PROCESS_NBYTES
+    return machine.gpu is None and nbytes <= to_units(machine.cpu.ram_gib, 2**30)
 
 
 def place(

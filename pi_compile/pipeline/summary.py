@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pi_compile.cost_model import CPU, PICO, Workload, costs_of, token_time
+from pi_compile.cost_model import CPU, PICO, Workload, costs_of, processors_of, token_time
 from pi_compile.machine import Machine
 from pi_compile.placement import Placement
 from pi_compile.results import WINDOWS, ActivationProfile, LayerWork, PredictorSet
@@ -85,9 +85,13 @@ def built_line(t: PredictorSet | None, budget: float, artifact: Path) -> str:
 
 
 def forecast_line(artifact: Path, profile: ActivationProfile, context: int, machine: Machine) -> str:
-    """What a token takes on a machine without a GPU by its profile, and where all FFNs are whole matrices."""
+    """What a token takes on a machine without a GPU by its profile, and where all FFNs are whole matrices.
+
+    Where the machine's profile says so, also what each token of a prompt takes longer than with these.
+    """
     with closing(Artifact.open(artifact)) as opened:
-        work = Workload.of(profile, opened.manifest.formats, context)
+        formats = opened.manifest.formats
+    work = Workload.of(profile, formats, context)
     n = work.decoder.n_layers
 
     def ms(layers: tuple[LayerWork, ...]) -> float:
@@ -95,7 +99,10 @@ def forecast_line(artifact: Path, profile: ActivationProfile, context: int, mach
         return token_time(costs, [CPU] * n, [0] * n, CPU, CPU).total * 1000 / PICO
 
     own, whole = ms(work.layers), ms((LayerWork(rung=DENSE),) * n)
-    return f"by the machine's profile a token takes {own:.3g} ms, and {whole:.3g} ms with whole matrices alone"
+    neuron, processor = FfnBytes.of(work.decoder, formats), processors_of(machine)[CPU]
+    late = sum(processor.prompt_ps(layer, neuron) for layer in work.layers) * 1000 / PICO
+    longer = f"; one of a prompt takes {late:.3g} ms longer than there" if late else ""
+    return f"by the machine's profile a token takes {own:.3g} ms, and {whole:.3g} ms with whole matrices alone{longer}"
 
 
 def reads_line(ffn: float, whole: float) -> str:

@@ -27,7 +27,7 @@ from pi_runtime.artifact.gpu_buffers import (
     streamed_bytes,
     weight_padding,
 )
-from pi_runtime.artifact.layer_classes import layer_classes, layer_nbytes
+from pi_runtime.artifact.layer_classes import layer_nbytes
 from pi_runtime.artifact.sizes import array_specs
 
 PROMPT_SHARE = 64
@@ -164,7 +164,7 @@ class Sizes:
 
 def layer_caches(work: Workload, step: int) -> tuple[int, ...]:
     """Bytes of each layer's keys and values for a whole context, if a step brings at most `step` positions."""
-    return layer_nbytes(layer_classes(work.decoder, cache_format(work.formats["attention"])), work.context, step)
+    return layer_nbytes(work.decoder, cache_format(work.formats["attention"]), work.context, step)
 
 
 def _gpu_workspace(work: Workload, rank: int, model: int) -> int:

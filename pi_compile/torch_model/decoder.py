@@ -84,8 +84,13 @@ def layers(
     refuse_lacking(d, "torch")
     states = list(states)
     for layer, w in enumerate(map(_by_neuron, weights), first):
+        own = d.of_layer(layer)
         for batch, x_BTD in enumerate(states):
-            residual, inputs = before_ffn(d.of_layer(layer), w, x_BTD, on_input)
+            if not own.has_ffn:
+                normed = norm(d, w, "attention/norm", x_BTD)
+                states[batch] = x_BTD + attention(own, w, normed, on_input)
+                continue
+            residual, inputs = before_ffn(own, w, x_BTD, on_input)
             h = neurons(d, w, inputs)
             if on_ffn is not None:
                 h = on_ffn(layer, batch, w, inputs, h)
@@ -97,8 +102,9 @@ def _by_neuron(w: NamedTensors) -> NamedTensors:
     """A layer's arrays, of whatever layout, with a row of `ffn/rest` for each neuron."""
     if "ffn/down" not in w:
         return w
-    up = [w["ffn/up"]] if "ffn/up" in w else []
-    return {**w, "ffn/rest": torch.stack([*up, w["ffn/down"].mT], 1)}
+    up, d_ff = [w["ffn/up"]] if "ffn/up" in w else [], w["ffn/down"].shape[1]
+    down = w["ffn/down"].reshape(len(w["ffn/first"]) // d_ff, -1, d_ff).mT.reshape(len(w["ffn/first"]), -1)
+    return {**w, "ffn/rest": torch.stack([*up, down], 1)}
 
 
 def norm(d: Decoder, w: NamedTensors, name: str, x: Tensor) -> Tensor:
@@ -112,12 +118,13 @@ def norm(d: Decoder, w: NamedTensors, name: str, x: Tensor) -> Tensor:
 def before_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | None = None) -> tuple[Tensor, Tensor]:
     """The first half of a block: the residual that the FFN's output is added to, and the FFN's input.
 
-    Where the router reads what enters the block, its values (…, X) stand behind the input's D numbers. Biases of the
-    experts that a token takes are in the residual already.
+    Where the router reads something else, its values (…, X) stand behind the input's D numbers. Biases of the experts
+    that a token takes are in the residual already.
     """
     residual, inputs = _before_ffn(d, w, x_BTD, on_input)
-    if d.router_early:
-        inputs = torch.cat([inputs, _router_values(w, x_BTD)], -1)
+    if d.router_apart and "ffn/router" in w:
+        read = F.rms_norm(residual, (d.d_model,), w["ffn/router_norm"], d.norm_eps) if d.router_norm else x_BTD
+        inputs = torch.cat([inputs, _router_values(w, read)], -1)
     if "ffn/expert_bias" in w:
         residual = residual + routing(d, w, inputs) @ w["ffn/expert_bias"]
     return residual, inputs
@@ -125,10 +132,12 @@ def before_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | N
 
 def input_width(d: Decoder) -> int:
     """Numbers of an FFN's input; see `before_ffn`."""
-    return d.d_model + (d.n_experts if d.router_early else 0)
+    return d.d_model + (d.experts_routed if d.router_apart else 0)
 
 
 def _before_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | None) -> tuple[Tensor, Tensor]:
+    if not d.has_mixer:
+        return x_BTD, norm(d, w, "ffn/norm", x_BTD)
     if d.block == "post-norm":
         x_BTD = norm(d, w, "attention/norm", x_BTD + attention(d, w, x_BTD, on_input))
         return x_BTD, x_BTD
@@ -147,12 +156,26 @@ def _before_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | 
 
 def after_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
     """The block's output, from the residual and the FFN's output."""
+    left = _after_ffn(d, w, x_BTD, y_BTD)
+    return left * w["ffn/block_scale"] if d.block_scale else left
+
+
+def _after_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
     if d.block == "reordered":
         return x_BTD + norm(d, w, "ffn/norm", y_BTD)
+    if d.beside_ff:
+        y_BTD = F.rms_norm(y_BTD, (d.d_model,), w["ffn/experts_out_norm"], d.norm_eps) + _beside(d, w, x_BTD)
     if d.block == "sandwich":
         return x_BTD + norm(d, w, "ffn/out_norm", y_BTD)
     x_BTD = x_BTD + y_BTD
     return norm(d, w, "ffn/norm", x_BTD) if d.block == "post-norm" else x_BTD
+
+
+def _beside(d: Decoder, w: NamedTensors, x: Tensor) -> Tensor:
+    """What the FFN beside the experts gives, normed."""
+    inputs = F.rms_norm(x, (d.d_model,), w["ffn/beside_norm"], d.norm_eps)
+    h = activate_(d, F.linear(inputs, w["ffn/beside_first"])) * F.linear(inputs, w["ffn/beside_up"])
+    return F.rms_norm(F.linear(h, w["ffn/beside_down"]), (d.d_model,), w["ffn/beside_out_norm"], d.norm_eps)
 
 
 def activate_(d: Decoder, z: Tensor, threshold: float = 0.0) -> Tensor:
@@ -229,7 +252,7 @@ def _taken(d: Decoder, w: NamedTensors, x: Tensor) -> tuple[Tensor, Tensor]:
     always = torch.arange(d.n_experts - shared, d.n_experts, device=x.device).expand(*x.shape[:-1], shared)
     if "ffn/router" not in w:
         return always, torch.ones_like(always, dtype=x.dtype)
-    values = x[..., d.d_model :] if d.router_early else _router_values(w, x)
+    values = x[..., d.d_model :] if d.router_apart else _router_values(w, x)
     of_shared = torch.ones_like(always, dtype=values.dtype)
     if d.shared_gate:
         values, gate = torch.split(values, [d.experts_routed, 1], -1)
@@ -243,6 +266,7 @@ def _taken(d: Decoder, w: NamedTensors, x: Tensor) -> tuple[Tensor, Tensor]:
     else:
         weight = values.gather(-1, best).softmax(-1) if d.router_normalised else values.softmax(-1).gather(-1, best)
     weight = weight * d.router_scale if d.router_scale != 1 else weight
+    weight = weight * w["ffn/expert_scale"][best] if d.expert_scale else weight
     return torch.cat([best, always], -1), torch.cat([weight, of_shared], -1)
 
 
@@ -302,11 +326,7 @@ def attention(
 ) -> Tensor:
     """Causal attention over (B, T, D) inputs, from position 0. `on_input` sees what its matrices multiply."""
     qkv = F.linear(x_BTD, w["attention/qkv"], w.get("attention/qkv_bias"))
-    if d.recurs:
-        attended = _of_states(d, w, qkv, F.linear(x_BTD, w["attention/gates"]))
-        attended = attended * F.silu(F.linear(x_BTD, w["attention/gate"]))
-    else:
-        attended = (_of_latents if d.latent_rank else _of_heads)(d, w, qkv)
+    attended = _of_states(d, w, qkv, x_BTD) if d.recurs else (_of_latents if d.latent_rank else _of_heads)(d, w, qkv)
     if d.output_gate:
         attended = attended * torch.sigmoid(F.linear(x_BTD, w["attention/gate"]))
     if d.inner_norms:
@@ -322,14 +342,17 @@ def attention(
 def _of_heads(d: Decoder, w: Mapping[str, Tensor], qkv: Tensor) -> Tensor:
     """What each head takes of the values, from queries, keys and values."""
     batch, tokens, _ = qkv.shape
+    qkv = torch.cat([qkv, qkv[..., -d.qkv_parts[1] :]], -1) if d.keys_as_values else qkv
     heads = qkv.view(batch, tokens, -1, d.head_dim).transpose(1, 2)
     q, k, v = torch.split(heads, [d.n_heads, d.n_kv_heads, d.n_kv_heads], dim=1)
     if d.qk_norm:
         q, k = (_norm_heads(d, w[f"attention/{n}_norm"], t) for t, n in ((q, "q"), (k, "k")))
+    if d.v_norm:
+        v = F.rms_norm(v, (d.head_dim,), w["attention/v_norm"], d.norm_eps)
     if d.positions == "rope":
         cos, sin = _rotary(d, tokens, qkv.device)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    if d.query_growth:
+    if d.query_growth or d.score_scale != 1:
         q = q * torch.from_numpy(query_factors(d, tokens)).to(q.device)[:, None]
     group = d.n_heads // d.n_kv_heads
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -345,27 +368,60 @@ def _of_heads(d: Decoder, w: Mapping[str, Tensor], qkv: Tensor) -> Tensor:
     return attended.transpose(1, 2).reshape(batch, tokens, -1)
 
 
-def _of_states(d: Decoder, w: Mapping[str, Tensor], qkv: Tensor, gates: Tensor) -> Tensor:
-    """What each head's state gives, token by token, normed; see `recurrence` of the definition."""
-    batch, tokens, _ = qkv.shape
+def _of_states(d: Decoder, w: NamedTensors, qkv: Tensor, x_BTD: Tensor) -> Tensor:
+    """What the heads' states give, token by token, normed and gated; see `recurrence` of the definition."""
+    z = F.linear(x_BTD, w["attention/gate"])
+    if d.recurrence == "short_conv":
+        b, z = z.chunk(2, -1)
+        qkv = b * qkv
     padded = F.pad(qkv.mT, (d.state_columns - 1, 0))
-    mixed = F.silu(F.conv1d(padded, w["attention/conv"].mT[:, None].contiguous(), groups=d.qkv_width)).mT
-    q, k, v = torch.split(mixed, [*d.qkv_parts], -1)
-    q, k = (part.reshape(batch, tokens, d.state_key_heads, d.state_key_dim) for part in (q, k))
-    q, k = (part * torch.rsqrt((part * part).sum(-1, keepdim=True) + LENGTH_EPS) for part in (q, k))
-    shared, q = d.state_heads // d.state_key_heads, q / d.state_key_dim**0.5
-    q, k = (u.repeat(1, 1, shared, 1) if d.state_heads_tiled else u.repeat_interleave(shared, 2) for u in (q, k))
-    v = v.reshape(batch, tokens, d.state_heads, d.state_value_dim)
+    taps = w["attention/conv"].mT[:, None].contiguous()
+    sums = F.conv1d(padded, taps, w.get("attention/conv_bias"), groups=d.qkv_width).mT
+    if d.recurrence == "short_conv":
+        return z * sums
+    q, k, v = torch.split(F.silu(sums), [*d.qkv_parts], -1)
+    q, k = (part.reshape(*part.shape[:2], d.state_key_heads, -1) for part in (q, k))
+    v, z = (part.reshape(*part.shape[:2], d.state_heads, -1) for part in (v, z))
+    return _RECURRENCES[d.recurrence](d, w, q, k, v, z, F.linear(x_BTD, w["attention/gates"])).flatten(2)
+
+
+def _shared(d: Decoder, x_BTGK: Tensor) -> Tensor:
+    """Queries or keys as each head has them."""
+    shared = d.state_heads // d.state_key_heads
+    return x_BTGK.repeat(1, 1, shared, 1) if d.state_heads_tiled else x_BTGK.repeat_interleave(shared, 2)
+
+
+def _gated_delta(
+    d: Decoder, w: NamedTensors, q: Tensor, k: Tensor, v: Tensor, z: Tensor, gates: Tensor
+) -> Tensor:  # fmt: skip
+    q, k = (_shared(d, part * torch.rsqrt((part * part).sum(-1, keepdim=True) + LENGTH_EPS)) for part in (q, k))
+    q = q / d.state_key_dim**0.5
     b, a = gates.chunk(2, -1)
     b, kept = b.sigmoid(), torch.exp(-w["attention/decay"] * F.softplus(a + w["attention/decay_bias"]))
-    state, sums = qkv.new_zeros(batch, d.state_heads, d.state_key_dim, d.state_value_dim), list[Tensor]()
-    for t in range(tokens):
+    state, sums = v.new_zeros(len(v), d.state_heads, d.state_key_dim, d.state_value_dim), list[Tensor]()
+    for t in range(v.shape[1]):
         state = state * kept[:, t, :, None, None]
         wrong = v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])
         state = state + k[:, t, :, :, None] * (b[:, t, :, None] * wrong)[:, :, None]
         sums.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
-    y = F.rms_norm(torch.stack(sums, 1), (d.state_value_dim,), w["attention/state_norm"], d.norm_eps)
-    return y.flatten(2)
+    eps = d.state_norm_eps or d.norm_eps
+    return F.rms_norm(torch.stack(sums, 1), (d.state_value_dim,), w["attention/state_norm"], eps) * F.silu(z)
+
+
+def _mamba2(d: Decoder, w: NamedTensors, q: Tensor, k: Tensor, v: Tensor, z: Tensor, a: Tensor) -> Tensor:
+    q, k = _shared(d, q), _shared(d, k)
+    step = F.softplus(a + w["attention/decay_bias"]).clamp_min(d.state_least_step)
+    kept, change = torch.exp(-w["attention/decay"] * step), step[..., None] * v
+    state, sums = v.new_zeros(len(v), d.state_heads, d.state_key_dim, d.state_value_dim), list[Tensor]()
+    for t in range(v.shape[1]):
+        state = state * kept[:, t, :, None, None] + k[:, t, :, :, None] * change[:, t, :, None]
+        sums.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]))
+    y = (torch.stack(sums, 1) + v * w["attention/skip"][:, None]) * F.silu(z)
+    y = y.reshape(*y.shape[:2], d.state_key_heads, -1)
+    return F.rms_norm(y, y.shape[-1:], eps=d.state_norm_eps or d.norm_eps).flatten(2) * w["attention/state_norm"]
+
+
+_RECURRENCES = {"gated_delta": _gated_delta, "mamba2": _mamba2}
 
 
 def _in_window(d: Decoder, tokens: int, device: Any) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from pi_compile.cost_model import PICO, Processor, Reads
+from pi_compile.cost_model import PICO, PROMPT_TOKENS, Processor, Reads
 from pi_compile.torch_model import (
     Predictor,
     SparseFfn,
@@ -166,8 +166,9 @@ class Candidate:
         return _array_prefix(self.layer.rank, self.trained)
 
     def ps(self, processor: Processor, neuron: FfnBytes) -> float:
-        """Picoseconds of the layer's FFN for a token."""
-        return self.reads.ps(self.layer, processor, neuron)
+        """Picoseconds of the layer's FFN for a token, and what its prompt takes longer than with matrices."""
+        late = PROMPT_TOKENS * processor.prompt_ps(self.layer, neuron)
+        return self.reads.ps(self.layer, processor, neuron) + late
 
     def raw_predictor(self, arrays: Mapping[str, np.ndarray[Any, Any]], device: str = "cpu") -> Predictor | None:
         """The predictor as trained, with its threshold; not yet rounded to its format."""

@@ -28,7 +28,7 @@ from pi_compile.training.rung_choice import MeasuredText, Quality, RungChoice, c
 from pi_compile.training.samples import LayerSums, PushedText
 from pi_compile.training.work_estimate import ProgressMeter, TrainingWork
 from pi_compile.workers import WorkFolder
-from pi_runtime.artifact.rungs import RUNGS, Rung
+from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.errors import NotMetError
@@ -243,21 +243,21 @@ class _Training:
         return c.ps(self.spec.processor, self.ffn_bytes(c.format or self.spec.predictor_formats[0]))
 
     def _allowed(self, n: int, sums: LayerSums) -> list[Candidate]:
-        """The candidates of layer n: an exact rung if the recipe allows one, and those that are faster."""
+        """The candidates of layer n: the fastest exact rung that the recipe allows, and those that are faster still."""
         found = [c for c in self.found.get(n, []) if c.layer.rung in self.spec.rungs]
-        rung = self._exact_rung()
-        if rung is not None:
-            layer = Layer(rung=rung.name)
-            reads = sums.exact_reads(self.ffn_bytes(self.spec.predictor_formats[0]), layer)
-            exact = Candidate(layer=layer, reads=reads, error=0.0)
+        neuron = self.ffn_bytes(self.spec.predictor_formats[0])
+        layers = [Layer(rung=name) for name in self._exact_rungs()]
+        if layers:
+            ways = [Candidate(layer=layer, reads=sums.exact_reads(neuron, layer), error=0.0) for layer in layers]
+            # Where rows may come from disk, zeros are skipped whatever that costs in memory.
+            exact = min(ways, key=self._time) if self.spec.processor.matrices else ways[-1]
             return [exact, *(c for c in found if self._time(c) < self._time(exact))]
         if not found:
             raise NotMetError("only dense runs this model, which is not sparse", remedy="allow dense in [train] rungs")
         # Without an exact rung one of them must do, even a slower one.
         return found
 
-    def _exact_rung(self) -> Rung | None:
-        """The highest exact rung that the recipe allows and that suits the model."""
+    def _exact_rungs(self) -> list[str]:
+        """The exact rungs that the recipe allows and that suit the model, in the order of the ladder."""
         sparse, allowed = self.checkpoint.decoder.sparse, self.spec.rungs
-        exact = [r for r in RUNGS.values() if r.exact and r.name in allowed and (r.dense or sparse)]
-        return exact[-1] if exact else None
+        return [r.name for r in RUNGS.values() if r.exact and r.name in allowed and (r.dense or sparse)]

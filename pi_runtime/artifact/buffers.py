@@ -108,10 +108,10 @@ def state_page(d: Decoder) -> Buffer:
     """The states of a sequence's layers with a recurrence, after any number of positions.
 
     A layer has an integer, the positions that its states are of; then for the convolution the columns of the positions
-    before, and of `KEPT` positions behind, which may be taken back: those of its channels, and of its gates b and a;
+    before, and of `KEPT` positions behind, which may be taken back: those of its channels, and of its gates;
     then the states (heads, key_dim, value_dim).
     """
-    inputs = (d.state_columns - 1 + KEPT) * (sum(d.qkv_parts) + 2 * d.state_heads)
+    inputs = (d.state_columns - 1 + KEPT) * (sum(d.qkv_parts) + d.state_gates)
     states = d.state_heads * d.state_key_dim * d.state_value_dim
     return Buffer((len(d.recurrent_layers), STATE_HEADER + inputs + states), fill=0)
 
@@ -149,18 +149,19 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
     widths = ("mixed", "qkv", "gate", "cached")
     mixed, made, gates, cached = (max(getattr(one, f"{of}_width") for one in d.kinds) for of in widths)
     t, latents = tokens, d.n_heads if d.latent_rank else 0
-    widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank), chunk_places(d.d_ff)
-    if layout != BY_NEURON:  # a product with `down` has the factors of all neurons as its input
-        widest = max(widest, d.d_ff)
+    widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank, d.beside_ff), chunk_places(d.d_ff)
+    # A product with `down` has the factors of all neurons as its input.
+    low = rank if layout == BY_NEURON else max(rank, d.d_ff)
     return {
         "x_TD": Buffer((t, d.d_model)),
         "normed_TD": Buffer((t, d.d_model)),
         "attended_TD": Buffer((t, d.d_model)),
         "residual_TD": Buffer((t if d.block == "sandwich" else 0, d.d_model)),
+        "beside_TF": Buffer((2 * t, d.beside_ff)),
         "embedding_TW": Buffer((t, narrow_width(d))),
         "qkv_TQ": Buffer((t, made)),
         "gate_TQ": Buffer((t, gates)),
-        "gates_TG": Buffer((t, 2 * d.state_heads)),
+        "gates_TG": Buffer((t, d.state_gates)),
         "query_TQ": Buffer((t, latents * d.head_dim if d.query_rank else 0)),
         "latent_TQ": Buffer((t, latents * d.cached_width)),
         "latent_inputs": Buffer((min(CHUNKS, latents) * t * input_nbytes(max(d.head_dim, d.latent_rank)),), "uint8"),
@@ -179,7 +180,7 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "unpacked_CBE": Buffer((CHUNKS, POSITIONS if cache == "q8" else 0, cached)),
         "low_rank_flat": Buffer((t * rank,)),
         "inputs": Buffer((t * input_nbytes(widest),), "uint8"),
-        "low_rank_inputs": Buffer((t * input_nbytes(rank),), "uint8"),
+        "low_rank_inputs": Buffer((t * input_nbytes(low),), "uint8"),
         "score_TF": Buffer((t, d.d_ff)),
         "list_CK": Buffer((CHUNKS, places), "int64"),
         "count_C": Buffer((CHUNKS,), "int64"),

@@ -16,15 +16,22 @@ The FFN is, per neuron i with activation a,
 and with experts  y = Σ_e p_e y_e  over the experts_per_token experts e with the largest router_e · x, p the softmax of
 these values over those experts, or over all; or  p_e = s(router_e · x), with s(z) = 1 / (1 + e⁻ᶻ), and mostly over
 their sum. The router reads what the FFN reads, or x as it enters the block. Experts that every token takes, p_e = 1 or
-s(gate · x), stand behind those of the router; a dense layer is made of such experts alone.
+s(gate · x), stand behind those of the router; a dense layer is made of such experts alone. In a sandwich block another
+FFN may be beside the experts, with n₃ its norm, and m₃ and m₄ those of both sums:  m₂(m₃(ffn(n₃(x))) + m₄(y)).
 
 In some layers a recurrence may stand in attention's place: each head has a state S of a fixed size, and no keys and
-values. Source: Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464.
+values. Sources: Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464; Dao and Gu 2024, Mamba-2, arXiv:2405.21060;
+transformers' `modeling_lfm2.py`, of which `short_conv` has no state beside the columns of its convolution.
 
     gated_delta   S ← eᵍ S,   S ← S + k (b (v − Sᵀk))ᵀ,   y = Sᵀq / √K       g = −decay · ln(1 + e^(a + bias))
+    mamba2        S ← e^(−decay · t) S + k (t v)ᵀ,   y = Sᵀq + skip · v      t = max(ln(1 + e^(a + bias)), least step)
+    short_conv    y = c · the causal convolution of b · v, number by number                  b, c and v linear in x
 
-with a head's numbers a and s(b) of the token, and q, k, v SiLU of a causal convolution, q and k then divided by their
-lengths. Several heads may share q and k. The sums y are normed, and multiplied by SiLU(z).
+with a head's numbers a and s(b) of the token, and q, k, v SiLU of a causal convolution; of the delta rule, q and k then
+divided by their lengths. Several heads may share q and k. The delta rule's sums y are normed, head by head, and
+multiplied by SiLU(z); those of Mamba-2 are multiplied first, and the heads that share a q are normed together.
+
+A layer may have its mixer alone, attention or a recurrence, or its FFN alone; each has its norm.
 
 Each field is a fact, one record: its meaning, the values it may have, its default, what else must hold where it has
 another one, and who computes it. From the records follow the keys of a manifest, its validation, its features, what a
@@ -54,13 +61,43 @@ FFN's up · x + c, within −7 … 7, one more (gpt-oss)."""
 CLAMP, SWIGLU_SLOPE = 7.0, 1.702
 LATENT_EPS = 1e-6
 """Epsilon of the `rms` norms of latents, whatever that of the others is."""
-RECURRENCES = ("none", "gated_delta")
 LENGTH_EPS = 1e-6
 """Added to the square of the length that queries and keys of a recurrence are divided by."""
 BODIES = {"numpy": "the definition", "torch": "torch's layers", "cpu": "the CPU's kernels", "gpu": "the GPU tier"}
 """What computes a decoder, each by itself: its name, and how it is spoken of."""
 ALL = tuple(BODIES)
 WITHOUT_GPU = ALL[:-1]
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """What one recurrence has that others lack, of a decoder as its layer computes it."""
+
+    gates: int
+    """Numbers that each head has of a token beside those of the convolution."""
+    arrays: Callable[["Decoder"], Mapping[str, tuple[int, ...]]]
+    """Its float32 arrays beside the convolution's, by their names, with their shapes."""
+    factors: int = 1
+    """Factors of each of its sums that `attention/gate` makes; of two, one is of what the convolution reads."""
+    has_keys: bool = True
+    """Whether its heads have queries and keys."""
+
+
+def _of_heads(d: "Decoder") -> dict[str, tuple[int, ...]]:
+    return {"gates": (d.state_gates, d.d_model), **dict.fromkeys(("decay", "decay_bias"), (d.state_heads,))}
+
+
+RECURRENCES: Mapping[str, Recurrence] = {
+    "gated_delta": Recurrence(2, lambda d: {**_of_heads(d), "state_norm": (d.state_value_dim,)}),
+    "mamba2": Recurrence(
+        1,
+        lambda d: {
+            "conv_bias": (d.qkv_width,), **_of_heads(d), "skip": (d.state_heads,), "state_norm": (d.mixed_width,)
+        },
+    ),
+    "short_conv": Recurrence(0, lambda _: {}, factors=2, has_keys=False),
+}  # fmt: skip
+"""What may stand in attention's place, by name."""
 
 
 @dataclass(frozen=True)
@@ -134,19 +171,27 @@ FROM_0 = Values("float ≥ 0", lambda value, _: 0 <= value < inf, 0.0)
 LAYERS = Values("list of layers, rising", lambda v, d: [*v] == sorted(n for n in {*v} if 0 <= n < d.n_layers), ())
 ANGLES = Values("list of float32 numbers, all ≥ 0", lambda value, _: all(f >= 0 for f in value), ())
 TURNS = Values("list of float32 numbers, all ≥ 0 or all < 0", lambda v, _: all(f >= 0 for f in v) or max(v) < 0, ())
+ALONE = (
+    Rule("in a sequential block", lambda d: d.block == "sequential"),
+    Rule("in layers that have the other part", lambda d: not {*d.mixer_only_layers} & {*d.ffn_only_layers}),
+    Rule("without `router_early`", lambda d: not d.router_early),
+)
 WITH_ROPE = Rule("with rope", lambda d: d.positions == "rope")
 NOT_EARLY = Rule("without `router_early`", lambda d: not d.router_early)
 
 HAS_STATES = Rule(
-    "with states of heads, keys, values and positions",
-    lambda d: min(d.state_heads, d.state_key_heads, d.state_key_dim, d.state_value_dim, d.state_columns) > 0,
+    "with states of heads, values and positions, and of keys but for `short_conv`",
+    lambda d: (
+        min(d.state_heads, d.state_value_dim, d.state_columns) > 0
+        and [d.state_key_heads > 0, d.state_key_dim > 0] == 2 * [RECURRENCES[d.recurrence].has_keys]
+    ),
 )
 EVENLY = Rule("as a divisor of `state_heads`", lambda d: d.state_heads % d.state_key_heads == 0)
 IN_SOME_LAYERS = (
-    Rule("in some layers alone", lambda d: len(d.recurrent_layers) < d.n_layers),
+    Rule("beside attention in another layer", lambda d: len({*d.recurrent_layers, *d.ffn_only_layers}) < d.n_layers),
     Rule(
-        "in layers without a window and with rotation",
-        lambda d: not {*d.recurrent_layers} & {*d.windowed_layers, *d.unrotated_layers},
+        "in layers that have a mixer, without a window and with rotation",
+        lambda d: not {*d.recurrent_layers} & {*d.windowed_layers, *d.unrotated_layers, *d.ffn_only_layers},
     ),
     Rule("without `latent_rank` and `inner_norms`", lambda d: not (d.latent_rank or d.inner_norms)),
 )
@@ -201,6 +246,13 @@ class Facts:
     router_early: bool = fact(
         "the router reads x as it enters the block, without a norm", FLAG, of="n_experts", bodies=WITHOUT_GPU
     )
+    router_norm: bool = fact(
+        "the router reads x behind attention through an `rms` norm of its own", FLAG, NOT_EARLY,
+        Rule("in a sandwich block", lambda d: d.block == "sandwich"), of="n_experts", bodies=WITHOUT_GPU,
+    )
+    expert_scale: bool = fact(
+        "weights of routed experts are times a number of each", FLAG, of="n_experts", bodies=WITHOUT_GPU
+    )
     experts_shared: int = fact(
         "so many experts, the last ones, are taken by every token and not by the router; they count in both numbers",
         COUNT, NOT_EARLY, Rule("below `experts_per_token`", lambda d: d.experts_shared < d.experts_per_token),
@@ -219,12 +271,30 @@ class Facts:
         "neurons of a dense layer's FFN", COUNT,
         Rule("up to X · F, with several experts", lambda d: d.dense_experts <= d.n_experts > 1), of="dense_layers",
     )
+    beside_ff: int = fact(
+        "neurons of a gated FFN beside the experts, with norms of its own, below", COUNT,
+        Rule("in a sandwich block of `rms` norms, with several gated experts",
+             lambda d: d.block == "sandwich" and d.norm == "rms" and d.n_experts > 1 and d.ffn == "gated"),
+        Rule("without `ffn_bias` and activations of gated FFNs only",
+             lambda d: not d.ffn_bias and d.activation not in GATED_ACTIVATIONS),
+        bodies=WITHOUT_GPU,
+    )
     context_length: int = given("positions that the model was made for", SIZE)
     embedding_scale: float = fact("factor of the embedding at D numbers, before learned positions are added", ABOVE_0)
     embedding_norm: bool = fact("the first block reads a norm of that sum", FLAG)
     block: str = fact(
         "how attention, FFN and norms follow each other, below", one_of(*BLOCKS),
         later={"reordered": ALL, "sandwich": WITHOUT_GPU},
+    )
+    block_scale: bool = fact("what leaves a block is times a number of its layer", FLAG, bodies=WITHOUT_GPU)
+    mixer_only_layers: tuple[int, ...] = fact(
+        "layers without an FFN and its norm, whose arrays they lack", LAYERS, *ALONE,
+        Rule("not in all layers", lambda d: len(d.mixer_only_layers) < d.n_layers),
+        Rule("in layers that are not dense", lambda d: not {*d.mixer_only_layers} & {*d.dense_layers}),
+        bodies=WITHOUT_GPU,
+    )
+    ffn_only_layers: tuple[int, ...] = fact(
+        "layers without attention, or what stands in its place, and its norm", LAYERS, *ALONE, bodies=WITHOUT_GPU
     )
     shared_norm: bool = fact(
         "attention and FFN read the same norm", FLAG, Rule("in a parallel block", lambda d: d.block == "parallel")
@@ -238,6 +308,13 @@ class Facts:
     joint_qk_norm: bool = fact(
         "this norm is over all heads of a token's queries, and over all keys", FLAG, of="qk_norm"
     )
+    v_norm: bool = fact(
+        "each head of values goes through an `rms` norm too", FLAG, of="qk_norm", bodies=WITHOUT_GPU
+    )
+    keys_as_values: bool = fact(
+        "in layers without a window values are keys before these norms, and have no rows of their own", FLAG,
+        of="v_norm", bodies=WITHOUT_GPU,
+    )
     inner_norms: bool = fact(
         "what attention's last matrix reads, and the h of the FFN, go through an `rms` norm before it, below", FLAG,
         Rule("with `rms` norms, a sparse activation and a single expert",
@@ -246,8 +323,10 @@ class Facts:
     )
     positions: str = given(
         "`rope`: the first 2J numbers of each head are two halves, rotated by angles position · frequency_j; "
-        "`learned`: row `position + position_offset` of a table is added to the embedding", one_of("rope", "learned"),
+        "`learned`: row `position + position_offset` of a table is added to the embedding; `none`: there are none",
+        one_of("rope", "learned", "none"),
         Rule("rope where there are `rotary_frequencies`", lambda d: (d.positions == "rope") == (d.rotary_dim > 0)),
+        later={"none": WITHOUT_GPU},
     )
     rotary_frequencies: tuple[float, ...] = fact(
         "J angles for one position, which include the model's scaling; below 0 where the model turns the other way",
@@ -321,7 +400,7 @@ class Facts:
         Rule("without `latent_rank`", lambda d: not d.latent_rank), bodies=WITHOUT_GPU,
     )
     recurrence: str = fact(
-        "what stands in attention's place in some layers, below", one_of(*RECURRENCES), HAS_STATES,
+        "what stands in attention's place in some layers, below", one_of("none", *RECURRENCES), HAS_STATES,
         of="recurrent_layers", bodies=WITHOUT_GPU,
     )
     recurrent_layers: tuple[int, ...] = fact("layers that have it", LAYERS, *IN_SOME_LAYERS, of="recurrence")
@@ -331,6 +410,10 @@ class Facts:
     state_key_dim: int = fact("numbers of a key", COUNT, of="recurrent_layers")
     state_value_dim: int = fact("numbers of a value", COUNT, of="recurrent_layers")
     state_columns: int = fact("positions of the convolution, a token's own included", COUNT, of="recurrent_layers")
+    state_least_step: float = fact(
+        "the least t of mamba2", FROM_0, Rule("with mamba2", lambda d: d.recurrence == "mamba2"), of="recurrent_layers"
+    )
+    state_norm_eps: float = fact("eps of the norm of a recurrence's sums; 0.0 for `norm_eps`", FROM_0, of="recurrence")
     latent_rank: int = fact(
         "L, where keys and values of all heads are products with one latent of L numbers (MLA). A head of queries then "
         "has E numbers, of which the last 2J are rotated, as are 2J more that all heads share as the rest of their key",
@@ -344,7 +427,7 @@ class Facts:
         "numbers of a latent from which the queries are made; 0 where they are made of x", COUNT, of="latent_rank"
     )
     value_dim: int = fact("numbers of a head's values; 0 for E", COUNT, of="latent_rank")
-    score_scale: float = fact("factor of scores beside 1 / √E (YaRN's mscale, squared)", ABOVE_0, of="latent_rank")
+    score_scale: float = fact("factor of scores beside 1 / √E (YaRN's mscale, squared)", ABOVE_0, bodies=WITHOUT_GPU)
     # fmt: on
 
 
@@ -353,22 +436,9 @@ class Decoder(Facts):
     """A decoder, and what follows from its facts."""
 
     def of_layer(self, layer: int) -> Self:
-        """The decoder as one layer computes it: without angles, a window, a recurrence, or a router, where the layer
-        has none, and without facts of attention where a recurrence stands in its place."""
-        differences: dict[str, Any] = {"window": 0}
-        if self.recurrent_layers:
-            differences |= _NO_ATTENTION if layer in self.recurrent_layers else {"recurrence": "none"}
-        if layer in self.windowed_layers:
-            del differences["window"]
-            differences["head_dim"] = self.windowed_head_dim or self.head_dim
-            differences["n_kv_heads"] = self.windowed_kv_heads or self.n_kv_heads
-            differences["rotary_frequencies"] = self.windowed_frequencies or self.rotary_frequencies
-            differences["rotary_scale"] = self.windowed_scale or self.rotary_scale
-        if layer in self.unrotated_layers:
-            differences["rotary_frequencies"] = ()
-        if layer in self.dense_layers:
-            differences |= dict.fromkeys(("experts_per_token", "experts_shared"), self.dense_experts)
-        return replace(self, **differences)
+        """The decoder as one layer computes it: without what the layer lacks of angles, a window, a recurrence, a
+        router, heads or an FFN, and without facts of attention where a recurrence stands in its place."""
+        return replace(self, **_differences(self, layer))
 
     def problems(self) -> Iterator[str]:
         """Yield values that no model has; where all are possible, those that contradict others. Names stand first."""
@@ -399,6 +469,11 @@ class Decoder(Facts):
         """The decoder as its layers compute it (see `of_layer`), each kind of them once."""
         return tuple(dict.fromkeys(self.of_layer(n) for n in range(self.n_layers)))
 
+    @property
+    def router_apart(self) -> bool:
+        """Whether the router reads something else than the experts."""
+        return self.router_early or self.router_norm
+
     def seen(self, layer: int, positions: int) -> int:
         """How many of so many positions the newest token sees in a layer."""
         return min(self.window, positions) if layer in self.windowed_layers else positions
@@ -414,6 +489,26 @@ class Decoder(Facts):
         return self.recurrence != "none"
 
     @property
+    def has_mixer(self) -> bool:
+        """Whether this layer has attention, or what stands in its place (see `of_layer`)."""
+        return self.recurs or self.n_heads > 0
+
+    @property
+    def has_ffn(self) -> bool:
+        """Whether this layer has an FFN (see `of_layer`)."""
+        return self.d_ff > 0
+
+    @property
+    def ffn_layers(self) -> list[int]:
+        """The layers that have an FFN."""
+        return [n for n in range(self.n_layers) if n not in self.mixer_only_layers]
+
+    @property
+    def state_gates(self) -> int:
+        """Numbers of all heads with a state beside those of the convolution."""
+        return RECURRENCES[self.recurrence].gates * self.state_heads if self.recurs else 0
+
+    @property
     def mixed_width(self) -> int:
         """Numbers that attention's last matrix reads: those of all heads."""
         if self.recurs:
@@ -427,17 +522,23 @@ class Decoder(Facts):
 
     @property
     def gate_width(self) -> int:
-        """Numbers that what attention's last matrix reads is multiplied by; 0 for none."""
-        return self.mixed_width if self.output_gate or self.recurs else 0
+        """Numbers that what attention's last matrix reads, or a convolution, is multiplied by; 0 for none."""
+        factors = RECURRENCES[self.recurrence].factors if self.recurs else int(self.output_gate)
+        return factors * self.mixed_width
 
     @property
     def qkv_parts(self) -> tuple[int, int, int]:
         """Numbers of queries, of keys and of values that attention's first matrix makes of a token."""
         if self.recurs:
             keys = self.state_key_heads * self.state_key_dim
-            return keys, keys, self.state_heads * self.state_value_dim
+            return keys, keys, self.mixed_width
         keys = self.n_kv_heads * self.head_dim
         return self.n_heads * self.head_dim, keys, keys
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of attention's first matrix."""
+        return self.qkv_width - (self.qkv_parts[2] if self.keys_as_values else 0)
 
     @property
     def qkv_width(self) -> int:
@@ -479,7 +580,32 @@ class Decoder(Facts):
         return 2 * len(self.rotary_frequencies)
 
 
-_NO_ATTENTION = dict.fromkeys(("qkv_bias", "out_bias", "qk_norm", "output_gate", "attention_sinks"), False)
+def _differences(d: Decoder, layer: int) -> dict[str, Any]:
+    """The fields of a decoder as one layer computes it that are not those of the model."""
+    found: dict[str, Any] = {"window": 0}
+    if d.recurrent_layers:
+        found |= _NO_ATTENTION if layer in d.recurrent_layers else {"recurrence": "none"}
+    if layer in d.windowed_layers:
+        del found["window"]
+        found["keys_as_values"] = False
+        found["head_dim"] = d.windowed_head_dim or d.head_dim
+        found["n_kv_heads"] = d.windowed_kv_heads or d.n_kv_heads
+        found["rotary_frequencies"] = d.windowed_frequencies or d.rotary_frequencies
+        found["rotary_scale"] = d.windowed_scale or d.rotary_scale
+    if layer in d.unrotated_layers:
+        found["rotary_frequencies"] = ()
+    if layer in d.dense_layers:
+        found |= dict.fromkeys(("experts_per_token", "experts_shared"), d.dense_experts)
+    if layer in d.mixer_only_layers:
+        found["d_ff"] = 0
+    if layer in d.ffn_only_layers:
+        found |= {**_NO_ATTENTION, "n_heads": 0, "n_kv_heads": 0}
+    return found
+
+
+_NO_ATTENTION = dict.fromkeys(
+    ("qkv_bias", "out_bias", "qk_norm", "v_norm", "keys_as_values", "output_gate", "attention_sinks"), False
+)
 """Facts that a layer lacks in which a recurrence stands in attention's place."""
 
 
@@ -496,6 +622,6 @@ def rotary_table(decoder: Decoder, length: int) -> tuple[npt.NDArray[np.float32]
 
 
 def query_factors(decoder: Decoder, length: int) -> npt.NDArray[np.float32]:
-    """(length,): 1 + growth · ln(1 + ⌊position / period⌋), the factors of queries; rounded from 64 bits."""
+    """(length,): scale · (1 + growth · ln(1 + ⌊position / period⌋)), the factors of queries; rounded from 64 bits."""
     turns = np.arange(length) // max(1, decoder.query_period)
-    return (1 + decoder.query_growth * np.log1p(turns)).astype(np.float32)
+    return (decoder.score_scale * (1 + decoder.query_growth * np.log1p(turns))).astype(np.float32)

@@ -107,7 +107,7 @@ class PartBytes:
     """The matrix, or 0 where it is the embedding's (`tied_head`)."""
     final_norm: int
     attention: int
-    """One layer's attention, both norms, and router."""
+    """One layer's attention, both norms, router, and the FFN beside its experts."""
     ffn_bias: int
     """One layer's `down_bias`, which is added once where the residual is."""
     neuron: int
@@ -130,7 +130,7 @@ class PartBytes:
             positions=total("positions"),
             head=total("head"),
             final_norm=total("final_norm"),
-            attention=total("layers/0/attention/", f"{ffn}norm/", f"{ffn}router"),
+            attention=total("layers/0/attention/", f"{ffn}norm/", f"{ffn}router", f"{ffn}beside"),
             ffn_bias=total(f"{ffn}down_bias"),
             neuron=(first + total(f"{ffn}rest")) // neurons,
             first=first // neurons,

@@ -1,8 +1,8 @@
 """Number formats of stored arrays: what the bytes mean.
 
-A matrix is stored row by row, each row padded with zero bytes to a multiple of the format's `row_align`: mostly a cache
-line, so that a row of weights in a mapped array touches no line more than it must. A vector is stored as it is. All
-formats are little-endian.
+A matrix is stored row by row, each row padded with zero bytes to a multiple of the format's `row_align`: a cache line,
+so that a row of weights in a mapped array touches no line more than it must, or half of one below 8 bits. A vector is
+stored as it is. All formats are little-endian.
 
     name   value                                    stored as
     f32    IEEE 754 binary32                        float32
@@ -13,13 +13,13 @@ formats are little-endian.
     q4     scale · (q − 8), q in 0…15               uint8, two q in one, and scales beside it
     q5     scale · (q − 16), q in 0…31              uint8, two q's lower bits in one, then fifth bits; scales beside it
     q6     scale · (q − 32), q in 0…63              the same, with two upper bits
-    q4_1   scale · q + minimum, q in 0…15           as q4, rows padded to 32 bytes; scales and minima beside it
-    q4z    scale · (q − zero), q and zero in 0…15   as q4, rows padded to 32 bytes; scales and zeros beside it
+    q4_1   scale · q + minimum, q in 0…15           as q4; scales and minima beside it
+    q4z    scale · (q − zero), q and zero in 0…15   as q4; scales and zeros beside it
     q5_1   scale · q + minimum, q in 0…31           as q5, the rest as q4_1
-    q4_k   d s · q + e m, q in 0…15, s, m in 0…63   as q4, rows padded to 32 bytes; d, e, s and m of groups beside it
+    q4_k   d s · q + e m, q in 0…15, s, m in 0…63   as q4; d, e, s and m of groups beside it
     q5_k   d s · q + e m, q in 0…31, s, m in 0…63   as q5, the rest as q4_k
     q6_k   d s · (q − 32), s in −128…127            as q6, the rest likewise; s is one for each 16 columns
-    iq4_nl scale · `IQ4`[q], q in 0…15              as q4, rows padded to 32 bytes
+    iq4_nl scale · `IQ4`[q], q in 0…15              as q4
     iq4_xs d s · `IQ4`[q], s in −32…31              the same; d and s of groups beside it
     mxfp4  scale · `E2M1`[q] / 2                    the same; scales are 2ⁿ, n in −127…127, in a byte each
     nvfp4  r · s · `E2M1`[q] / 2                    the same; s in a byte is one for each 16 columns, r one of a row
@@ -39,11 +39,11 @@ that are stored together. Byte i < L / 2 holds the lower four bits of index i in
 upper half. Behind these bytes the h upper bits of all integers follow in P = L h / 8 bytes: byte j holds those of the
 indices j, P + j, 2 P + j, …, the first in the lowest bits.
 
-In q4_k, q5_k, q6_k and iq4_xs a group has binary16 numbers d and e, and its blocks integers s and m. Rows are whole groups.
-Of each group `NAME_scales` has a record: d, then e where there is one, then eight fields of equal width, one a block
-and the first in the lowest bits of the first byte. A field holds s and m, or the two s of a block, from its lowest bit
-on; s of q6_k 128 higher. So d s and e m are exact in float32, and the record takes the bytes that it has in GGUF's
-Q4_K, Q5_K, Q6_K and IQ4_XS, where e has the other sign.
+In q4_k, q5_k, q6_k and iq4_xs a group has binary16 numbers d and e, and its blocks integers s and m. Rows are whole
+groups. Of each group `NAME_scales` has a record: d, then e where there is one, then eight fields of equal width, one a
+block and the first in the lowest bits of the first byte. A field holds s and m, or the two s of a block, from its
+lowest bit on; s of q6_k 128 higher, of iq4_xs 32. So d s and e m are exact in float32, and the record takes the bytes
+that it has in GGUF's Q4_K, Q5_K, Q6_K and IQ4_XS, where e has the other sign.
 
 Where scales are bytes (`BYTE_SCALES`), those of a row stand in the order of the blocks and of their halves; nvfp4 has
 r, binary32, before them. Tables have whole numbers, E2M1 twice what it is, so that byte scales stand for half of it.
@@ -199,6 +199,11 @@ class Format:
         return 0 if self.offset else 1 << self.bits - 1
 
     @property
+    def highest(self) -> int:
+        """The largest integer in its unsigned form."""
+        return max(self.table) + self.zero if self.table else (1 << self.bits) - 1
+
+    @property
     def bits(self) -> int:
         """Bits of one value, its scale not counted."""
         return self.block_bits or 8 * self.itemsize
@@ -206,9 +211,7 @@ class Format:
     @property
     def reach(self) -> float:
         """How many scales the largest magnitude of a block takes; half the range where that lies anywhere."""
-        if self.table:
-            return max(map(abs, self.table))
-        return ((1 << self.bits) - 1) / 2 if self.offset else self.zero - self.mirrored
+        return self.highest / 2 if self.offset else self.zero - self.mirrored
 
     @property
     def overflows_from(self) -> float | None:
@@ -231,8 +234,8 @@ class Format:
 
     @property
     def columns_per_line(self) -> int:
-        """Columns that fill `row_align` bytes; in a block format whole blocks."""
-        columns = 8 * self.row_align // self.bits
+        """Columns that fill a cache line; in a block format whole blocks."""
+        columns = 8 * ROW_ALIGN // self.bits
         return columns // BLOCK * BLOCK if self.quantised else columns
 
     def row_nbytes(self, columns: int) -> int:
@@ -329,9 +332,9 @@ for _format in (
     Format("f16", np.dtype("<f2"), "float16", gguf="F16"),
     Format("bf16", np.dtype("<u2"), "bfloat16", gguf="BF16"),
     Format("q8", np.dtype("<i1"), block_bits=8, mirrored=True, gguf="Q8_0"),
-    Format("q4", _BYTES, block_bits=4, gguf="Q4_0"),
-    Format("q5", _BYTES, block_bits=5, gguf="Q5_0", timed_as="q4"),
-    Format("q6", _BYTES, block_bits=6, timed_as="q4"),
+    Format("q4", _BYTES, row_align=32, block_bits=4, gguf="Q4_0"),
+    Format("q5", _BYTES, row_align=32, block_bits=5, gguf="Q5_0", timed_as="q4"),
+    Format("q6", _BYTES, row_align=32, block_bits=6, timed_as="q4"),
     Format("q4_1", _BYTES, row_align=32, block_bits=4, offset="minimum", gguf="Q4_1", timed_as="q4"),
     Format("q4z", _BYTES, row_align=32, block_bits=4, offset="zero", timed_as="q4"),
     Format("q5_1", _BYTES, row_align=32, block_bits=5, offset="minimum", gguf="Q5_1", timed_as="q4"),

@@ -2,8 +2,9 @@
 
 A class is its layers, what a page of them takes, and how many positions a token sees: a page that no later token sees
 is given back while its sequence goes on. A model whose layers are all alike has one class. Each class has pages of a
-width of its own. A layer that reads the keys of another has none, and so stands in no class. The states of layers with
-a recurrence are the page of a class that needs the last place alone, and there the very length that they are of.
+width of its own. A layer without attention, or that reads the keys of another, has none, and so stands in no class. The
+states of layers with a recurrence are the page of a class that needs the last place alone, and there the very length
+that they are of.
 """
 
 from collections.abc import Sequence
@@ -58,7 +59,8 @@ class LayerClass:
 def layer_classes(d: Decoder, fmt: str) -> tuple[LayerClass, ...]:
     """The classes of a model with keys and values in this format, by their first layers; then that of states."""
     states = d.recurrent_layers
-    windows = {n: d.window if n in d.windowed_layers else 0 for n in range(d.n_layers) if n not in states}
+    without = {*states, *d.ffn_only_layers}
+    windows = {n: d.window if n in d.windowed_layers else 0 for n in range(d.n_layers) if n not in without}
     found = []
     for window in dict.fromkeys(windows.values()):
         layers = tuple(layer for layer, own in windows.items() if own == window)
@@ -68,16 +70,15 @@ def layer_classes(d: Decoder, fmt: str) -> tuple[LayerClass, ...]:
     return tuple(found)
 
 
-def layer_nbytes(classes: Sequence[LayerClass], positions: int, step: int) -> tuple[int, ...]:
+def layer_nbytes(d: Decoder, fmt: str, positions: int, step: int) -> tuple[int, ...]:
     """Most bytes that a sequence of so many positions holds at once of each layer (see `LayerClass.most_pages`)."""
-    found = {
-        layer: one.most_pages(positions, step) * one.page.nbytes // len(one.layers)
-        for one in classes
-        for layer in one.layers
-    }
-    return tuple(found[layer] for layer in sorted(found))
+    found = [0] * d.n_layers
+    for one in layer_classes(d, fmt):
+        for layer in one.layers:
+            found[layer] = one.most_pages(positions, step) * one.page.nbytes // len(one.layers)
+    return tuple(found)
 
 
 def sequence_nbytes(classes: Sequence[LayerClass], positions: int, step: int) -> int:
-    """The same of all layers."""
-    return sum(layer_nbytes(classes, positions, step))
+    """The same of all layers together, from their classes."""
+    return sum(one.most_pages(positions, step) * one.page.nbytes for one in classes)

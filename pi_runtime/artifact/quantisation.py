@@ -17,8 +17,8 @@ the integers it leads to. d and e are such that the largest of a group have the 
 to the integers q, and d and e to all three, in turn, as long as less is lost. At the same bytes that loses 1 to 6 %
 less (Σ a (w − ŵ)²) than llama.cpp's quantiser on normal, Laplace's and Student's numbers, with weights and without.
 
-With a table an integer is the nearest entry. iq4_nl is rounded as q4 is, iq4_xs as those with scales of groups; so are
-mxfp4 and nvfp4, to the scales that bytes stand for, where each row of nvfp4 is divided by r = max |w| / (12 · 224) first.
+With a table an integer is the nearest entry. iq4_nl is rounded as q4 is, and so are mxfp4 and nvfp4, to the scales that
+bytes stand for; a row of nvfp4 is divided by r = max |w| / (12 · 224) first. iq4_xs goes with those of groups below.
 
 In the three with a constant z (8, 16 or 32) w* is the block's value of largest magnitude with its sign (of two equal
 ones, the negative). At m = z it becomes q − z = −z, the integer that has no counterpart above. m is the divisor z + d,
@@ -241,10 +241,7 @@ def nearest(fmt: Format, w: Array, scale: Array) -> Array:
 
 def bounds(fmt: Format) -> tuple[int, int]:
     """The least and the greatest integer that multiplies a scale."""
-    if fmt.table:
-        return min(fmt.table), max(fmt.table)
-    zero = fmt.zero
-    return fmt.mirrored - zero, (1 << fmt.bits) - 1 - zero
+    return fmt.mirrored - fmt.zero, fmt.highest - fmt.zero
 
 
 def pack_blocks(fmt: Format, q: Array, scale: Array, columns: int) -> tuple[Array, Array]:

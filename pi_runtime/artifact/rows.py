@@ -12,11 +12,13 @@ from pi_runtime.artifact.buffers import cpu_workspace, rotary_tables, table_byte
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import BLOCK_TOKENS, FEW_TOKENS, chunk_places, padded_width
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.artifact.sizes import ArraySpec, scales_name
+from pi_runtime.artifact.sizes import BY_NEURON, WHOLE, ArraySpec, scales_name
 
 ROW_ARRAYS = ("first", "rest")
 """The arrays of an FFN whose rows are read when they are needed; scales of block formats stay in memory."""
 
+UNITS = 2
+"""Slots for whole matrices of an FFN, the fewest: one is used while another is read."""
 EMBEDDING_ARRAYS = ("embedding", scales_name("embedding"))
 """The arrays of an embedding whose rows are read when their tokens come, unless a tied head needs all of them."""
 PROCESS_NBYTES = 192 << 20
@@ -37,7 +39,7 @@ TWO_PHASES_FROM = 0.15
 _STAGED_SHARE = 1 / 16
 """Share of the rows' memory for rows that stay for one step only, where that is enough for a chunk and no more than a
 layer."""
-_PROMPT_SHARE = 1 / 16
+PROMPT_SHARE = 1 / 16
 """Share of the rows' memory for the tokens of a long prompt, which save passes over the file."""
 
 
@@ -82,14 +84,31 @@ def least_row_buffers(d: Decoder, both: int) -> int:
 
 def all_rows(d: Decoder, both: int) -> int:
     """Bytes of slots for all rows of the model; `both` are those of a slot of either array."""
-    return d.n_layers * d.neurons * both
+    return len(d.ffn_layers) * d.neurons * both
 
 
 def useful_budgets(manifest: Manifest, fixed: int) -> tuple[int, int]:
     """The smallest budget with which a model runs, and the one from which on nothing is read any more."""
     d, both = manifest.decoder, sum(slot_nbytes(manifest.decoder, manifest.formats["ffn"]).values())
+    embedding = embedding_on_disk_nbytes(d, manifest.formats["embedding"])
+    if manifest.ffn_layout == WHOLE:
+        unit = unit_nbytes(manifest)
+        return fixed + UNITS * unit, fixed + d.n_layers * d.n_experts * unit + embedding
     least = fixed + least_row_buffers(d, both)
-    return least, least + all_rows(d, both) + embedding_on_disk_nbytes(d, manifest.formats["embedding"])
+    return least, least + all_rows(d, both) + embedding
+
+
+def unit_matrices(manifest: Manifest, layer: int) -> dict[str, tuple[str, int]]:
+    """The whole matrices of a layer's FFN: (name of the array, bytes that one expert has of it) of each."""
+    arrays, experts = manifest.arrays, manifest.decoder.n_experts
+    found = {name: f"layers/{layer}/ffn/{name}" for name in ("first", "up", "down")}
+    return {name: (full, arrays[full].nbytes // experts) for name, full in found.items() if full in arrays}
+
+
+def unit_nbytes(manifest: Manifest) -> int:
+    """Bytes of a slot for the matrices of one expert: those of the layer that has most."""
+    layers = range(manifest.decoder.n_layers)
+    return max(sum(nbytes for _, nbytes in unit_matrices(manifest, n).values()) for n in layers)
 
 
 def row_buffers(d: Decoder, both: int, room: int) -> RowBuffers:
@@ -116,7 +135,7 @@ def _divided(d: Decoder, both: int, room: int) -> RowBuffers:
 def _room_for(d: Decoder, both: int, tokens: int) -> int:
     """Bytes from which on so many tokens of a long prompt have room."""
     nbytes = tokens * token_nbytes(d)
-    return max(both + int(nbytes / _PROMPT_SHARE), least_row_buffers(d, both) + nbytes)
+    return max(both + int(nbytes / PROMPT_SHARE), least_row_buffers(d, both) + nbytes)
 
 
 def _staged_nbytes(both: int) -> int:
@@ -135,11 +154,14 @@ def read_nbytes(d: Decoder) -> int:
     return max(PIECE_NBYTES, 2 * 4 * padded_width(d.d_model), 4 * padded_width(d.d_embedding))
 
 
-def disk_workspace_bytes(d: Decoder, rank: int, tokens: int, context: int, cache: str) -> int:
-    """Bytes of a run's buffers beside those for rows.
+def disk_workspace_bytes(d: Decoder, rank: int, tokens: int, context: int, cache: str, layout: str = BY_NEURON) -> int:
+    """Bytes of a run's buffers beside those for rows, or for matrices by the layout.
 
     It makes calls of up to `tokens` tokens, with predictors up to this rank and a cache in this format.
     """
+    if layout == WHOLE:
+        buffers = cpu_workspace(d, rank, tokens, cache, layout), rotary_tables(d, context)
+        return table_bytes(*buffers) + WORKERS * read_nbytes(d)
     buffers = cpu_workspace(d, rank, tokens, cache), cpu_workspace(d, rank, FEW_TOKENS, cache)
     tables = 8 * (2 * d.n_layers * d.neurons + 6 * d.neurons) + 4 * tokens * padded_width(d.d_model)
     return table_bytes(*buffers, rotary_tables(d, context)) + tables + WORKERS * read_nbytes(d)

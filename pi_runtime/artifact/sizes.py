@@ -16,7 +16,9 @@ rows of `rest` a neuron, R predictor rank.
     layers/N/attention/gate [H·E, D]   what is multiplied with attention's sums goes through a sigmoid
     layers/N/attention/qkv [C, D]   …/conv [W, C]   …/gates [2·H, D] of b, then of a   …/decay [H]   …/decay_bias [H]
     …/state_norm [U]   …/gate [H·U, D]   …/out [D, H·U]   of a recurrence with H heads of U values, C channels of
-    queries, keys and values, and a convolution of W positions
+    queries, keys and values, and a convolution of W positions; of mamba2 …/gates [H, D] of a, …/state_norm [H·U], and
+    …/conv_bias [C]   …/skip [H] beside; of short_conv …/qkv [H·U, D] of v, …/gate [2·H·U, D] of b, then of c,
+    …/conv and …/out alone
     layers/N/attention/{q_norm,k_norm} [E], or [H·E] and [G·E] where the norm is joint
     layers/N/attention/inner_norm [H·E], or [H·U]   layers/N/ffn/inner_norm [F]
     layers/N/attention/out_norm/{weight,bias} [D], layers/N/ffn/out_norm/{weight,bias} [D] of a sandwich block
@@ -24,7 +26,11 @@ rows of `rest` a neuron, R predictor rank.
     layers/N/attention/v [G·E, D]   …/k [G·E, D]   where values, or keys too, have a format of their own: `qkv` has
     the other rows then
     layers/N/ffn/rest [F, k, D]                 …/up_bias [F]         …/down_bias [D], or …/expert_bias [X, D]
-    layers/N/ffn/up [F, D]   …/down [D, F]      in place of `rest` in the layout `matrices`; `up` only where it is gated
+    layers/N/ffn/up [F, D]   …/down [X·D, F / X]   in place of `rest` in the layout `matrices`; `up` only where it is
+    gated; `down` has D rows an expert
+    layers/N/ffn/beside_first [B, D]   …/beside_up [B, D]   …/beside_down [D, B]   …/beside_norm [D]
+    …/beside_out_norm [D]   …/experts_out_norm [D]   of another FFN beside the experts
+    layers/N/ffn/router_norm [D]   …/expert_scale [X]   layers/N/ffn/block_scale [1]   layers/N/attention/v_norm [E]
     layers/N/ffn/router [X, D]   …/{router_bias,router_choice_bias} [X]    where the router takes experts; behind the
     router's rows that of a gate of the shared ones
     layers/N/ffn/order [F]    original index of each stored neuron
@@ -41,7 +47,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Self
 
-from pi_runtime.artifact.decoder import Decoder
+from pi_runtime.artifact.decoder import RECURRENCES, Decoder
 from pi_runtime.artifact.formats import BLOCK, FORMATS, GROUP
 from pi_runtime.artifact.rungs import DENSE
 
@@ -50,10 +56,15 @@ LAYOUTS = BY_NEURON, WHOLE, MIXED = "neurons", "matrices", "mixed"
 checkpoints have, which keeps the blocks of `down`, is quicker, and is only for layers that compute every neuron; or
 mixed: as matrices where the layer's rung is dense, else by neuron."""
 PARTS = ("embedding", "attention", "ffn", "head", "predictor")
-_ATTENTION_MATRICES = dict.fromkeys(("attention/qkv", "attention/gate", "attention/out"), "attention")
+BESIDE = ("ffn/beside_first", "ffn/beside_up", "ffn/beside_down")
+"""Matrices of an FFN beside the experts."""
+_EVERY_LAYOUT = {
+    **dict.fromkeys(("attention/qkv", "attention/gate", "attention/out"), "attention"),
+    **dict.fromkeys(BESIDE, "ffn"),
+}
 MATRICES = {
-    BY_NEURON: {**_ATTENTION_MATRICES, **dict.fromkeys(("ffn/first", "ffn/rest"), "ffn")},
-    WHOLE: {**_ATTENTION_MATRICES, **dict.fromkeys(("ffn/first", "ffn/up", "ffn/down"), "ffn")},
+    BY_NEURON: {**_EVERY_LAYOUT, **dict.fromkeys(("ffn/first", "ffn/rest"), "ffn")},
+    WHOLE: {**_EVERY_LAYOUT, **dict.fromkeys(("ffn/first", "ffn/up", "ffn/down"), "ffn")},
 }
 """For each layout the matrices of a layer that may have a format of their own, and their parts."""
 ALL_MATRICES = MATRICES[BY_NEURON] | MATRICES[WHOLE]
@@ -211,17 +222,24 @@ def layer_specs(
     d: Decoder, formats: Mapping[str, str], rank: int | None, profiled: bool, layout: str
 ) -> Iterator[tuple[str, ArraySpec]]:
     """The arrays of a layer, scales apart, without `layers/N/`; `d` is the decoder as this layer computes it."""
-    yield from _attention_specs(d, formats["attention"])
+    if d.has_mixer:
+        yield from _attention_specs(d, formats["attention"])
+    if d.has_ffn:
+        yield from _ffn_specs(d, formats, rank, profiled, layout)
+
+
+def _ffn_specs(
+    d: Decoder, formats: Mapping[str, str], rank: int | None, profiled: bool, layout: str
+) -> Iterator[tuple[str, ArraySpec]]:
     if not d.shared_norm:
         yield from _norm(d, "ffn/norm")
     if d.block == "sandwich":
         yield from _norm(d, "ffn/out_norm")
-    if d.n_experts > 1 and d.experts_per_token > d.experts_shared:
-        yield "ffn/router", ArraySpec("f32", (d.experts_routed + d.shared_gate, d.d_model))
-        if d.router_bias:
-            yield "ffn/router_bias", ArraySpec("f32", (d.experts_routed,))
-        if d.router_choice_bias:
-            yield "ffn/router_choice_bias", ArraySpec("f32", (d.experts_routed,))
+    yield from _router_specs(d)
+    if d.beside_ff:
+        yield from _beside_specs(d, formats["ffn"])
+    if d.block_scale:
+        yield "ffn/block_scale", ArraySpec("f32", (1,))
     yield from _ffn_matrices(d, formats["ffn"], layout)
     if d.ffn_bias:
         yield "ffn/first_bias", ArraySpec("f32", (d.neurons,))
@@ -240,6 +258,23 @@ def layer_specs(
         yield "predictor/bias", ArraySpec("f32", (d.neurons,))
 
 
+def _router_specs(d: Decoder) -> Iterator[tuple[str, ArraySpec]]:
+    if d.n_experts == 1 or d.experts_per_token == d.experts_shared:
+        return
+    yield "ffn/router", ArraySpec("f32", (d.experts_routed + d.shared_gate, d.d_model))
+    if d.router_norm:
+        yield "ffn/router_norm", ArraySpec("f32", (d.d_model,))
+    given = {"router_bias": d.router_bias, "router_choice_bias": d.router_choice_bias, "expert_scale": d.expert_scale}
+    yield from ((f"ffn/{name}", ArraySpec("f32", (d.experts_routed,))) for name, has in given.items() if has)
+
+
+def _beside_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
+    wide, narrow = (d.beside_ff, d.d_model), (d.d_model, d.beside_ff)
+    yield from ((name, ArraySpec(fmt, shape)) for name, shape in zip(BESIDE, (wide, wide, narrow), strict=True))
+    for name in ("beside_norm", "beside_out_norm", "experts_out_norm"):
+        yield f"ffn/{name}", ArraySpec("f32", (d.d_model,))
+
+
 def _ffn_matrices(d: Decoder, fmt: str, layout: str) -> Iterator[tuple[str, ArraySpec]]:
     by_neuron = d.neurons, d.d_model
     yield "ffn/first", ArraySpec(fmt, by_neuron)
@@ -250,11 +285,11 @@ def _ffn_matrices(d: Decoder, fmt: str, layout: str) -> Iterator[tuple[str, Arra
         return
     if d.ffn == "gated":
         yield "ffn/up", ArraySpec(fmt, by_neuron)
-    yield "ffn/down", ArraySpec(fmt, (d.d_model, d.neurons))
+    yield "ffn/down", ArraySpec(fmt, (d.n_experts * d.d_model, d.d_ff))
 
 
 def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
-    qkv = d.qkv_width
+    qkv = d.qkv_rows
     yield from _norm(d, "attention/norm")
     yield "attention/qkv", ArraySpec(fmt, (qkv, d.d_model))
     if d.qkv_bias:
@@ -262,13 +297,17 @@ def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
     if d.latent_rank:
         yield from _latent_specs(d, fmt)
     if d.recurs:
-        yield from _recurrent_specs(d)
+        yield "attention/conv", ArraySpec("f32", (d.state_columns, d.qkv_width))
+        arrays = RECURRENCES[d.recurrence].arrays(d).items()
+        yield from ((f"attention/{name}", ArraySpec("f32", shape)) for name, shape in arrays)
     if d.gate_width:
         yield "attention/gate", ArraySpec(fmt, (d.gate_width, d.d_model))
     if d.qk_norm:
         queries, keys = (d.n_heads, d.n_kv_heads) if d.joint_qk_norm else (1, 1)
         yield "attention/q_norm", ArraySpec("f32", (queries * d.head_dim,))
         yield "attention/k_norm", ArraySpec("f32", (keys * d.head_dim,))
+    if d.v_norm:
+        yield "attention/v_norm", ArraySpec("f32", (d.head_dim,))
     if d.attention_sinks:
         yield "attention/sinks", ArraySpec("f32", (d.n_heads,))
     if d.inner_norms:
@@ -278,14 +317,6 @@ def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
         yield "attention/out_bias", ArraySpec("f32", (d.d_model,))
     if d.block == "sandwich":
         yield from _norm(d, "attention/out_norm")
-
-
-def _recurrent_specs(d: Decoder) -> Iterator[tuple[str, ArraySpec]]:
-    yield "attention/conv", ArraySpec("f32", (d.state_columns, d.qkv_width))
-    yield "attention/gates", ArraySpec("f32", (2 * d.state_heads, d.d_model))
-    yield "attention/decay", ArraySpec("f32", (d.state_heads,))
-    yield "attention/decay_bias", ArraySpec("f32", (d.state_heads,))
-    yield "attention/state_norm", ArraySpec("f32", (d.state_value_dim,))
 
 
 def _latent_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
@@ -305,7 +336,7 @@ def _norm(d: Decoder, name: str) -> list[tuple[str, ArraySpec]]:
 def active_parameters(d: Decoder) -> int:
     """Number of weights that a token meets: those of other experts are left out."""
     idle = (d.n_experts - d.experts_per_token) * d.d_ff * d.d_model * (3 if d.ffn == "gated" else 2)
-    return parameters(d) - (d.n_layers - len(d.dense_layers)) * idle
+    return parameters(d) - (len(d.ffn_layers) - len(d.dense_layers)) * idle
 
 
 def parameters(d: Decoder) -> int:

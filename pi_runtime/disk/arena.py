@@ -16,7 +16,7 @@ from pi_runtime.artifact.schema import ArrayEntry
 from pi_runtime.disk.kernels import neuron_cache
 from pi_runtime.disk.kernels.fetching import Places
 from pi_runtime.disk.kernels.neuron_cache import LayerRows
-from pi_runtime.disk.ram_plan import RamPlan, expert_counts, places_of, resident_nbytes
+from pi_runtime.disk.ram_plan import MatrixPlan, RamPlan, expert_counts, places_of, resident_nbytes
 from pi_runtime.disk.reader import Reader, page_aligned
 from pi_runtime.kernels.data.matrix_view import Ints
 
@@ -27,7 +27,7 @@ class ResidentArrays:
     Rows of an untied embedding are there while their tokens run, unless there is room for all.
     """
 
-    def __init__(self, artifact: Artifact, plan: RamPlan, reader: Reader) -> None:
+    def __init__(self, artifact: Artifact, plan: RamPlan | MatrixPlan, reader: Reader) -> None:
         self.manifest, self._artifact, self._reader = artifact.manifest, artifact, reader
         self._away = plan.away
         resident = resident_nbytes(artifact.manifest, plan.whole_embedding)
@@ -174,7 +174,8 @@ def row_arena(
     shared_S = [np.full(slots, first, np.int64) for first in (-1, 0, -1)]
     pool = neuron_cache.rows_of(d.neurons, ring, ring + pool_slots, MOST_REFERENCES, *shared_S)
     of_pool = iter(neuron_cache.in_one_ring(pool, len(pooled), d.d_ff, heat_U))
-    whole_L = tuple(own.pinned == d.neurons for own in slots_L)
+    without = d.mixer_only_layers
+    whole_L = tuple(n in without or own.pinned == d.neurons for n, own in enumerate(slots_L))
     counts_L2 = np.zeros((len(slots_L), 2), np.int64)
     arena = RowArena(nbytes, memory, [], [], tuple(regions.tolist()), whole_L, counts_L2, on_gpu)
     begin, before = 1, -on_gpu
@@ -186,6 +187,9 @@ def row_arena(
             else neuron_cache.rows_of(d.neurons, cached, cached + own.cached, MOST_REFERENCES, *shared_S)
         )._replace(counts_2=counts_L2[n])
         arena.rows_L.append(rows)
+        if n in without:
+            arena.places_L.append(Places(0, nbytes, arena.address, nbytes))
+            continue
         entry = m.arrays[f"layers/{n}/ffn/{name}"]
         places = Places(entry.offset, entry.nbytes // d.neurons, arena.address, nbytes)
         arena.places_L.append(places)

@@ -17,21 +17,26 @@ from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import (
     EMBEDDING_ARRAYS,
     PROCESS_NBYTES,
+    PROMPT_SHARE,
     PROMPT_TOKENS,
     ROW_ARRAYS,
+    UNITS,
     disk_workspace_bytes,
     embedding_on_disk_nbytes,
     embedding_rows,
     least_row_buffers,
     row_buffers,
     slot_nbytes,
+    token_nbytes,
+    unit_nbytes,
+    useful_budgets,
 )
 from pi_runtime.artifact.rungs import rung_in_mode
 from pi_runtime.artifact.schema import SIDES, Manifest, Plan, RowPlan
 from pi_runtime.errors import DoesNotFitError, Setting, size
 from pi_runtime.kernels.data.matrix_view import Ints
 
-_NOT_RESIDENT = (*(f"/ffn/{array}" for array in ROW_ARRAYS), "/ffn/order", "/ffn/counts")
+_NOT_RESIDENT = tuple(f"/ffn/{name}" for name in (*ROW_ARRAYS, "up", "down", "order", "counts"))
 _, GPU = SIDES
 PINNED_SHARE = 0.5
 """Share of the slots that keep the rows that fire most often; the others are a cache."""
@@ -129,7 +134,7 @@ def sequence_kv_bytes(manifest: Manifest, context: int, cache: str) -> int:
 def fixed_bytes(manifest: Manifest, context: int, cache: str, kv_nbytes: int) -> int:
     """Bytes of a run that no division changes, with so many for keys and values."""
     rank = max((layer.rank or 0 for layer in manifest.layers), default=0)
-    workspace = disk_workspace_bytes(manifest.decoder, rank, BLOCK_TOKENS, context, cache)
+    workspace = disk_workspace_bytes(manifest.decoder, rank, BLOCK_TOKENS, context, cache, manifest.ffn_layout)
     return PROCESS_NBYTES + sum(resident_nbytes(manifest, whole_embedding=False).values()) + workspace + kv_nbytes
 
 
@@ -149,12 +154,16 @@ def plan_for(
     cut_LX = np.array((0,) * d.n_layers * d.n_experts if gpu is None else gpu.cuts, np.int64).reshape(d.n_layers, -1)
     least = fixed + least_row_buffers(d, both)
     cold_LX = d.d_ff - cut_LX
+    cold_LX[list(d.mixer_only_layers)] = 0
     every_row = least + int(cold_LX.sum()) * both
     most = every_row + (0 if whole_embedding else embedding_on_disk_nbytes(d, m.formats["embedding"]))
-    _refuse_below(artifact, budget, least, "" if gpu is not None else _parts(m, least))
+    refuse_below(artifact, budget, least, divided=gpu is not None)
     buffers = row_buffers(d, both, budget - fixed)
     gate_L, packed_L = ([rung_in_mode(layer.rung, how).needs_all_first for layer in m.layers] for how in (mode, "auto"))
-    whole_L = [gpu is None and rung_in_mode(layer.rung, mode).dense and d.n_experts > 1 for layer in m.layers]
+    whole_L = [
+        gpu is None and rung_in_mode(layer.rung, mode).dense and d.n_experts > 1 and cold_LX[n].any()
+        for n, layer in enumerate(m.layers)
+    ]
     cost_L = np.array([nbytes["rest"] + (0 if gate else nbytes["first"]) for gate in gate_L])
     room = Room(d, cold_LX, cost_L, nbytes["first"], gate_L, whole_L, buffers.left)
     stored = None if gate_L != packed_L or budget >= every_row else _stored(m, gpu, room)
@@ -180,6 +189,37 @@ def plan_for(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class MatrixPlan:
+    """The division of a budget among units, prompts and all else."""
+
+    budget: int
+    fixed: int
+    """Bytes of all that is resident whatever the division."""
+    slots: int
+    block_tokens: int
+    """Most tokens of a prompt that go through a layer before the next one is read."""
+    whole_embedding: bool
+    """Whether all of the embedding is in memory."""
+    away: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    """Nothing is on a GPU."""
+
+
+def matrix_plan(artifact: Artifact, budget: int, fixed: int) -> MatrixPlan:
+    """Divide a budget, of which `fixed` bytes are taken. Raises DoesNotFitError naming the smallest one that fits."""
+    m = artifact.manifest
+    least, most = useful_budgets(m, fixed)
+    refuse_below(artifact, budget, least)
+    d, unit, room = m.decoder, unit_nbytes(m), budget - fixed
+    units, left = d.n_layers * d.n_experts, room - UNITS * unit
+    fitting = (t for t in PROMPT_TOKENS if t * token_nbytes(d) <= min(left, room * PROMPT_SHARE))
+    tokens = 0 if room // unit >= units else next(fitting, 0)
+    slots = min(units, (room - tokens * token_nbytes(d)) // unit)
+    return MatrixPlan(
+        budget=budget, fixed=fixed, slots=slots, block_tokens=tokens or BLOCK_TOKENS, whole_embedding=budget >= most
+    )
+
+
 def _parts(m: Manifest, least: int) -> str:
     """What the smallest budget is for, in words."""
     weights = sum(resident_nbytes(m, whole_embedding=False).values())
@@ -188,9 +228,11 @@ def _parts(m: Manifest, least: int) -> str:
     return ", ".join(f"{size(nbytes)} for {part}" for part, nbytes in parts.items())
 
 
-def _refuse_below(artifact: Artifact, budget: int, least: int, parts: str = "") -> None:
-    """Raise DoesNotFitError for a budget below the smallest one with which the artifact runs, and what has `parts`."""
+def refuse_below(artifact: Artifact, budget: int, least: int, *, divided: bool = False) -> None:
+    """Raise DoesNotFitError for a budget below the smallest one with which the artifact runs, and say what that is for
+    unless it is `divided` with a GPU."""
     if budget < least:
+        parts = "" if divided else _parts(artifact.manifest, least)
         raise DoesNotFitError(
             (f"{artifact.path}: ", Setting("ram_budget"), " is too small to run it, however slowly"),
             expected=f"at least {least} bytes" + (f": {parts}" if parts else ""),

@@ -169,6 +169,13 @@ class Reader:
         """
         reading.add_rows(self.shared, batch, row_I, slot_I, offset, nbytes, target, slot_nbytes or nbytes)
 
+    def add_range(self, batch: int, offset: int, nbytes: int, target: int) -> None:
+        """Append consecutive bytes to a batch, which has room for a row of each piece and one more."""
+        whole, one = np.arange(nbytes // self.piece), np.zeros(1, np.int64)
+        self.add_rows(batch, whole, whole, offset, self.piece, target)
+        if left := nbytes % self.piece:
+            self.add_rows(batch, one, one, offset + nbytes - left, left, target + nbytes - left)
+
     def submit(self, batch: int) -> None:
         """Begin to read what was appended to a batch."""
         reading.submit(self.shared, batch, self.threads)

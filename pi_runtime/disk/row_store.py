@@ -29,7 +29,7 @@ class RowStore(RowSlots):
         heat = profiled_heat(artifact, plan)
         arenas = {name: row_arena(artifact, name, plan, reader, heat.value_U) for name in ROW_ARRAYS}
         super().__init__(plan, reader, arenas, artifact.manifest.decoder.d_ff)
-        self.experts = ExpertStore(self, heat)
+        self.experts = ExpertStore(self, heat, artifact.manifest.decoder.most_experts)
 
     def ranges(self, requests: Iterable[Request], keep: bool) -> Iterator[RowRange]:
         """Cut requests into ranges, in their order; a range's rows are in memory until the next one is taken.

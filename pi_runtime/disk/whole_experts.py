@@ -1,6 +1,7 @@
 """Experts of which all rows are needed together: they come and go as a whole, and the least used one makes room.
 
-Shape letters: X experts, U experts of all layers whose experts come and go as a whole.
+Shape letters: X experts, U experts of all layers whose experts come and go as a whole, T tokens, K places of a router's
+list, the largest value first.
 """
 
 from collections.abc import Iterator
@@ -22,6 +23,34 @@ HALF_LIVES = (32, 512)
 changing subjects and of several users (`nox -s bench -- disk --parts residency`)."""
 PROFILED_TOKENS = (32, 256)
 """So many tokens of each count what the profile knows of experts when a model is opened."""
+
+WORTH_READING = 0.5
+"""An expert is read ahead where those at its place of the list were taken in at least this share of their turns: a
+wrong one takes as long to read as a right one saves, and drives another out."""
+
+
+class EarlyNames:
+    """How often the experts that a router names before its layer's turn are taken in it, place by place.
+
+    Those count that are absent when they are named, whether or not they are read.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._named_K, self._taken_K = np.ones((2, places))
+        self._absent_TK: Ints | None = None
+
+    def worth_reading(self, expert_TK: Ints, is_there_TK: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """(T, K) which experts' places are those of experts that are mostly taken; remembers the absent ones."""
+        self._absent_TK = np.where(is_there_TK, -1, expert_TK)
+        found: npt.NDArray[np.bool_] = np.broadcast_to(self._taken_K >= WORTH_READING * self._named_K, expert_TK.shape)
+        return found
+
+    def learn(self, taken_X: Ints) -> None:
+        """Learn from the experts that the layer named last took in its turn, if one was named."""
+        if self._absent_TK is not None:
+            self._named_K += (self._absent_TK >= 0).sum(0)
+            self._taken_K += np.isin(self._absent_TK, taken_X).sum(0)
+            self._absent_TK = None
 
 
 class Heat:
@@ -53,13 +82,15 @@ class ExpertStore:
     subject; the latter keeps what all subjects need.
     """
 
-    def __init__(self, slots: RowSlots, heat: Heat) -> None:
+    def __init__(self, slots: RowSlots, heat: Heat, places: int) -> None:
+        """`places`: of a router's list of experts."""
         self._slots, self._reader, self._d_ff, self.heat = slots, slots.reader, slots.d_ff, heat
         experts = len(slots.arenas["first"].rows_L[0].slot_N) // slots.d_ff
         layers = [layer for layer, by_expert in enumerate(slots.plan.by_expert_L) if by_expert]
         self._unit_of = {layer: n * experts for n, layer in enumerate(layers)}
         self.room = _experts_in_a_batch(slots)
         """Experts that one batch of reads has room for."""
+        self._early = EarlyNames(places)
 
     def request(self, layer: int, expert_X: Ints) -> Request:
         """A request for all rows of some experts."""
@@ -80,6 +111,7 @@ class ExpertStore:
         """Whether experts are in memory, all of them, and none is still on its way: each then counts as used, and stays
         until the layer after the next one begins."""
         is_ahead = self._slots.turns[layer].ahead is not None
+        self._early.learn(expert_X)
         if not self.are_there(layer, expert_X).all():
             return False
         if is_ahead and self._reader.is_pending(REGIONS + layer % 2):
@@ -143,8 +175,12 @@ class ExpertStore:
             slots.set_counts(layer, before)
         return has_all
 
-    def read_ahead(self, layer: int, expert_X: Ints) -> None:
-        """Begin to read those of a coming layer's experts that are missing, if any are."""
+    def read_ahead(self, layer: int, expert_TK: Ints) -> None:
+        """Begin to read those of the experts that a coming layer's router names early that are missing, and mostly
+        taken; a place of the list that is empty has −1."""
+        is_there_TK = (expert_TK < 0) | self.are_there(layer, expert_TK)
+        may_come_TK = is_there_TK | self._early.worth_reading(expert_TK, is_there_TK)
+        expert_X = np.unique(expert_TK[may_come_TK & (expert_TK >= 0)])[: self.room]
         absent_X = expert_X[~self.are_there(layer, expert_X)]
         if len(absent_X):
             turn, request = self._slots.turns[layer], self.request(layer, expert_X)

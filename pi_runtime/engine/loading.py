@@ -11,7 +11,7 @@ from pi_runtime.artifact.buffers import CACHE_FORMATS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.artifact.sizes import BY_NEURON
+from pi_runtime.artifact.sizes import BY_NEURON, MIXED
 from pi_runtime.engine.model import Model
 from pi_runtime.engine.options import ModelOptions
 from pi_runtime.errors import DeviceError, DoesNotFitError, Setting, UsageError, spelled
@@ -139,10 +139,10 @@ def _executor(
 ) -> Executor:
     """What computes the model: rows by the budget of RAM, sides by the device, which is one that is there."""
     device, held, kv, budget, notice = options.device, options.cache_format, options.kv_budget, options.ram_budget, None
-    whole = artifact.manifest.ffn_layout != BY_NEURON
-    if whole and (device != "cpu" or budget is not None):
+    layout = artifact.manifest.ffn_layout
+    if layout != BY_NEURON and (device != "cpu" or (layout == MIXED and budget is not None)):
         raise DeviceError(
-            f"{artifact.path}: its FFNs are whole matrices, which run on the CPU, in memory",
+            f"{artifact.path}: FFNs that are whole matrices run on the CPU, and beside others in memory",
             remedy=f"for a budget of RAM {BY_NEURON_REMEDY}; for a GPU: build it for a machine with one",
         )
     if device not in ("cpu", "stand-in"):
@@ -160,7 +160,7 @@ def _executor(
     taken = _placement(artifact, context, options.vram_budget) if device == "stand-in" else None
     if budget is None and taken is None and (budget := ram_budget_for(artifact.nbytes)) is not None:
         notice = "the model is larger than the free memory: neurons come from disk"
-        if whole:
+        if layout == MIXED:
             budget = None
             notice = f"the model is larger than the free memory, and slow; to run from disk {BY_NEURON_REMEDY}"
     if budget is not None:

@@ -31,13 +31,13 @@ LATEST = 4
 
 
 class PieceSize:
-    """Chooses how many tokens of a prompt run in a step beside answers: `PIECE`, doubled as often as it pays."""
+    """Chooses how many tokens of a prompt run in a step beside answers: `LEAST`, doubled as often as it pays."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._steps: defaultdict[int, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=LATEST))
         """Seconds and tokens of the latest steps of each size, by powers of two."""
-        self.tokens = min(PIECE, max_tokens)
+        self.tokens = min(LEAST, max_tokens)
         """The size of the next piece."""
 
     def count(self, seconds: float, tokens: int) -> None:
@@ -46,7 +46,7 @@ class PieceSize:
         # Never more than twice what is known: a line says little of what is far away.
         limit = min(self._max_tokens, 2 * max(size for steps in self._steps.values() for _, size in steps))
         wanted = min(limit, self._worthwhile())
-        self.tokens = min(PIECE, self._max_tokens)
+        self.tokens = min(LEAST, self._max_tokens)
         while 2 * self.tokens <= wanted:
             self.tokens *= 2
 
@@ -89,7 +89,10 @@ class PromptPace:
 
 
 PIECE = 32
-"""Tokens that several prompts share in a step, and the fewest that one gets, unless asked otherwise."""
+"""Tokens that several prompts share in a step, unless asked otherwise."""
+LEAST = 16
+"""The fewest that one gets beside answers. Where a token's own work is long, so few make the longest gaps three fifths
+of those of 32, and a prompt is read about as early: what answers are owed after a piece is less in proportion."""
 BY_TURNS = 4
 """One step with prompts in so many goes by turns. In the others the prompt with the least left comes first: then most
 prompts that come together have their first token early."""

@@ -1,4 +1,4 @@
-"""Reading rows of the next layer ahead: its predictor or router is asked before its turn, where tokens are faster so.
+"""Reading rows of the next FFN ahead: its predictor or router is asked before its turn, where tokens are faster so.
 
 A router that reads what enters its layer names the experts exactly, before attention.
 
@@ -29,7 +29,8 @@ class FasterWay:
     """Which of two ways is faster, by the seconds they took; the other one is tried again now and then."""
 
     TRIED, PERIOD = 4, 64
-    """Of each `PERIOD` tokens the first `TRIED` go the way that was slower."""
+    """Of each `PERIOD` tokens so many of the first ones go the way that was slower, each before one that goes the other
+    way: what a text needs changes, so that only neighbours are alike."""
 
     def __init__(self) -> None:
         self._seconds = [deque[float](maxlen=self.TRIED) for _ in range(2)]
@@ -38,10 +39,11 @@ class FasterWay:
     @property
     def second(self) -> bool:
         """Whether the next token goes the second way."""
-        if self._tokens < 3 * self.TRIED:
-            return self._tokens >= 2 * self.TRIED
+        is_other, pairs = self._tokens % 2 == 0, 2 * self.TRIED
+        if self._tokens < self.TRIED + pairs:
+            return is_other and self._tokens >= self.TRIED
         faster = sum(self._seconds[1]) < sum(self._seconds[0])
-        return faster != (self._tokens % self.PERIOD < self.TRIED)
+        return faster != (is_other and self._tokens % self.PERIOD < pairs)
 
     def count(self, seconds: float) -> None:
         """Count a token that went as `second` says; the first ones of all, which fill the caches, are pushed out."""
@@ -86,6 +88,7 @@ class ReadAhead:
         ]
         """Layers with rows to be read, and an FFN that reads a norm of the residual, or a router before it."""
         self.can_L.append(False)  # behind the last one
+        self._next_L = [min((n for n in d.ffn_layers if n > layer), default=d.n_layers) for layer in range(d.n_layers)]
         self.take(None)
 
     def learn(self, counts_LT2: Ints, seconds: float) -> None:
@@ -105,16 +108,16 @@ class ReadAhead:
             self._read(layer, self._tokens)
 
     def next(self, layer: int) -> None:
-        """Begin to read what the layer behind this one will probably need, where tokens are faster so."""
-        if self._tokens is not None and self._by_residual and self.can_L[layer + 1]:
-            self._read(layer + 1, self._tokens)
+        """Begin to read what the next FFN behind this one will probably need, where tokens are faster so."""
+        behind = self._next_L[layer]
+        if self._tokens is not None and self._by_residual and self.can_L[behind]:
+            self._read(behind, self._tokens)
 
     def _read(self, layer: int, tokens: FfnTokens) -> None:
         x_TD, _, select_T = tokens
         taken = self._taken(layer, x_TD)
         if self._rows.plan.by_expert_L[layer]:
-            expert_X = np.array([expert for expert, _, _ in taken][: self._rows.experts.room], np.int64)
-            self._rows.experts.read_ahead(layer, expert_X)
+            self._rows.experts.read_ahead(layer, self._ws.expert_TK[: len(x_TD)])
             return
         arrays = ROW_ARRAYS[:1] if self.two_phases.by_layer[layer] else ROW_ARRAYS
         row_I = self._named(layer, taken, select_T)

@@ -163,8 +163,8 @@ class RowSums:
 
     def begin_piece(self) -> None:
         """Begin to read the rows of all layers, one after the other."""
-        layers, experts = len(self.host.table_LX), self.host.cfg.experts
-        requests = (self._whole(*which) for which in product(range(layers), range(experts)))
+        layers, experts = self.host.manifest.decoder.ffn_layers, self.host.cfg.experts
+        requests = (self._whole(*which) for which in product(layers, range(experts)))
         self._layers = groupby(self._rows.ranges(requests, keep=False), lambda part: part.request.layer)
 
     def _whole(self, layer: int, expert: int) -> Request:

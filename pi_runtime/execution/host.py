@@ -84,7 +84,7 @@ class CpuModel:
     @property
     def neurons(self) -> int:
         """Neurons of all layers and experts."""
-        return self.cfg.d_ff * self.cfg.experts * len(self.table_LX)
+        return self.cfg.d_ff * self.cfg.experts * len(self.manifest.decoder.ffn_layers)
 
     def step_of(self, sequences: Sequence[SequenceStep]) -> Step:
         """The next tokens of some sequences, with memory for the states that are wanted."""

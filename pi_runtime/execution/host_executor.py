@@ -34,12 +34,13 @@ class HostExecutor:
         self.device_name = "cpu" if allocation is None else "stand-in"
         self.context, self.neurons = self.host.context, self.host.neurons
         self.block_tokens = rows.block_tokens
-        self.draft_tokens = BLOCK_TOKENS if not self.host.manifest.decoder.recurs else KEPT
+        d = self.host.manifest.decoder
+        self.draft_tokens = BLOCK_TOKENS if not d.recurs else KEPT
         self.guess_head = self.host.new_guess_head() if rows.disk is None else None
         self.ops = CpuOps(self.host, rows, _piece(self.host, self.block_tokens))
-        self._schedule = one_side_schedule(len(self.host.table_LX))
+        self._schedule = one_side_schedule(d.n_layers, d.mixer_only_layers)
         self.cut = None if allocation is None else StandIn(self.host, rows, allocation.plan)
-        self._cut_schedule = () if allocation is None else schedule_of(allocation.plan)
+        self._cut_schedule = () if allocation is None else schedule_of(allocation.plan, d.mixer_only_layers)
 
     @property
     def disk(self) -> DiskStats | None:

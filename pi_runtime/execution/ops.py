@@ -91,7 +91,8 @@ class CpuOps:
 
     def after_ffn(self, layer: int) -> None:
         h = self.host
-        after_ffn(h.cfg, h.table_LX[layer, 0], h.eps, self.residual_TD, self.x_TD)
+        for part, _ in self.blocks:
+            after_ffn(h.cfg, h.table_LX[layer, 0], h.eps, self.residual_TD[part], h.workspace, self.x_TD[part])
 
     def head(self, _layer: int) -> None:
         """The logits of the tokens for which they are wanted."""

@@ -11,15 +11,26 @@ import sys
 from collections.abc import Sequence
 
 from pi_runtime.artifact.buffers import cache_format
-from pi_runtime.artifact.layer_classes import layer_classes, layer_nbytes
+from pi_runtime.artifact.layer_classes import layer_nbytes
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.rows import EMBEDDING_ARRAYS, PROMPT_TOKENS, read_nbytes
+from pi_runtime.artifact.rows import EMBEDDING_ARRAYS, PROMPT_TOKENS, read_nbytes, unit_nbytes
 from pi_runtime.artifact.schema import Manifest, Plan
+from pi_runtime.artifact.sizes import WHOLE
 from pi_runtime.disk.arena import ResidentArrays
-from pi_runtime.disk.ram_plan import RamPlan, batch_rows, fixed_bytes, plan_for, resident_nbytes, sequence_kv_bytes
+from pi_runtime.disk.matrix_store import MatrixStore
+from pi_runtime.disk.ram_plan import (
+    RamPlan,
+    batch_rows,
+    fixed_bytes,
+    matrix_plan,
+    plan_for,
+    resident_nbytes,
+    sequence_kv_bytes,
+)
 from pi_runtime.disk.reader import Reader
 from pi_runtime.disk.row_store import RowStore
 from pi_runtime.errors import DoesNotFitError
+from pi_runtime.execution.disk_matrices import DiskMatrices
 from pi_runtime.execution.disk_rows import DiskRows
 from pi_runtime.execution.host import CpuModel
 from pi_runtime.execution.pages import Allowance
@@ -30,7 +41,7 @@ from pi_runtime.execution.plan_layout import CPU, placed_arrays
 def rows_within(
     artifact: Artifact, mode: str, context: int, threads: int, cache: str, budget: int, kv_budget: int | None,
     taken: Allocation | None = None, beside: int | None = None,
-) -> DiskRows:  # fmt: skip
+) -> DiskRows | DiskMatrices:  # fmt: skip
     """A host and its rows within `budget` bytes of RAM, of which `kv_budget` are for keys and values of all sequences.
 
     `kv_budget`: None is as many as one sequence takes. `taken`: what a GPU has by its plan. `beside`: bytes of RAM that
@@ -48,6 +59,8 @@ def rows_within(
     fixed = fixed_bytes(m, context, cache, kv) if taken is None else ram_fixed_bytes(m, taken, cache, kv)
     gpu = None if taken is None else taken.plan
     away = None if gpu is None or beside is None else _away(m, gpu)
+    if m.ffn_layout == WHOLE:
+        return matrices_within(artifact, mode, context, threads, cache, budget, fixed, kv)
     plan = plan_for(artifact, mode, budget, fixed + (beside or 0), gpu, away)
     reader = Reader(artifact.path, batch_rows(plan.staged), piece=read_nbytes(m.decoder))
     try:
@@ -74,10 +87,26 @@ def divided_rows(
     return DiskRows(host, arrays, store, kv)
 
 
+def matrices_within(
+    artifact: Artifact, mode: str, context: int, threads: int, cache: str, budget: int, fixed: int, kv_nbytes: int
+) -> DiskMatrices:
+    """A host and its whole matrices within a budget of which `fixed` bytes are taken."""
+    m, plan = artifact.manifest, matrix_plan(artifact, budget, fixed)
+    reader = Reader(artifact.path, unit_nbytes(m) // read_nbytes(m.decoder) + 8, piece=read_nbytes(m.decoder))
+    try:
+        arrays, store = ResidentArrays(artifact, plan, reader), MatrixStore(artifact, plan, reader)
+        kv = Allowance(kv_nbytes)
+        host = CpuModel(arrays, mode, context, threads, cache, kv, lambda _layer, name: store.places(name))
+        return DiskMatrices(host, arrays, store, kv)
+    except BaseException:
+        reader.close()
+        raise
+
+
 def own_kv_bytes(m: Manifest, taken: Allocation, cache: str) -> int:
     """Bytes of one sequence's keys and values for the whole context, in layers whose attention is the CPU's."""
     fmt = cache_format(m.formats["attention"], cache)
-    kv_L = layer_nbytes(layer_classes(m.decoder, fmt), taken.context, max(PROMPT_TOKENS))
+    kv_L = layer_nbytes(m.decoder, fmt, taken.context, max(PROMPT_TOKENS))
     return sum(nbytes for nbytes, side in zip(kv_L, taken.plan.attention, strict=True) if side == CPU)
 
 

@@ -2,8 +2,10 @@
 
     embed   { [move]  attention  ffn  after_ffn } for each layer   [move]  head
 
-A move stands where the residual has to change sides. Every executor that goes through layers one by one does it by
-such a list; what an operation does is up to its side. Whoever observes a run looks on between two operations.
+A layer without an FFN ends with its attention; one without attention begins with its FFN's input, which the same
+operation makes. A move stands where the residual has to change sides. Every executor that goes through layers one by
+one does it by such a list; what an operation does is up to its side. Whoever observes a run looks on between two
+operations.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,17 +54,17 @@ class Operation(NamedTuple):
 Schedule = tuple[Operation, ...]
 
 
-def schedule_of(plan: Plan) -> Schedule:
-    """The operations of a model whose parts are where a plan has them."""
-    return tuple(_operations(plan.embedding, plan.attention, plan.head))
+def schedule_of(plan: Plan, without_ffn: Sequence[int] = ()) -> Schedule:
+    """The operations of a model whose parts are where a plan has them; some layers have no FFN."""
+    return tuple(_operations(plan.embedding, plan.attention, plan.head, without_ffn))
 
 
-def one_side_schedule(layers: int) -> Schedule:
+def one_side_schedule(layers: int, without_ffn: Sequence[int] = ()) -> Schedule:
     """The operations of a model with so many layers, all of it on the CPU."""
-    return tuple(_operations(CPU, [CPU] * layers, CPU))
+    return tuple(_operations(CPU, [CPU] * layers, CPU, without_ffn))
 
 
-def _operations(embedding: str, attention: Sequence[str], head: str) -> Iterator[Operation]:
+def _operations(embedding: str, attention: Sequence[str], head: str, without_ffn: Sequence[int]) -> Iterator[Operation]:
     yield Operation("embed", embedding, -1)
     before = embedding
     for layer, side in enumerate([*attention, head]):
@@ -73,5 +75,6 @@ def _operations(embedding: str, attention: Sequence[str], head: str) -> Iterator
             yield Operation("head", side, layer)
         else:
             yield Operation("attention", side, layer)
-            yield Operation("ffn", side, layer)
-            yield Operation("after_ffn", side, layer)
+            if layer not in without_ffn:
+                yield Operation("ffn", side, layer)
+                yield Operation("after_ffn", side, layer)

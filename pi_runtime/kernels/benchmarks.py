@@ -97,23 +97,23 @@ class _TimedFfn:
     All numbers are positive: so every neuron fires, and the predictor names it unless its bias forbids that.
     """
 
-    def __init__(self, w: TimedMatrix, up: TimedMatrix, rank: int, neurons: int) -> None:
-        self.neurons = neurons
+    def __init__(self, w: TimedMatrix, up: TimedMatrix, rank: int, neurons: int, tokens: int = 1) -> None:
+        self.neurons, self.tokens = neurons, tokens
         self.all_F, self.none_F = np.zeros(neurons, np.float32), np.full(neurons, _NEVER, np.float32)
         self._matrices = w, up  # kept: the table holds their addresses
         first, rest = rows_from(w.view, 0), rows_from(w.view, neurons)
         decoder = _gated(w.columns, neurons)
         formats = dict.fromkeys(PARTS, w.fmt)
         cfg = weight_table.config_of(decoder, formats)
-        self._workspace = allocate_workspace(decoder, rank, tokens=1)
-        self._x_1D, self._w_1 = np.ones((1, w.columns), np.float32), np.zeros(1, weight_table.LAYER)
+        self._workspace = allocate_workspace(decoder, rank, tokens)
+        self._x_TD, self._w_1 = np.ones((tokens, w.columns), np.float32), np.zeros(1, weight_table.LAYER)
         for field, m in {"first": first, "rest": rest, "predictor_down": first, "predictor_up": up.view}.items():
             self._w_1[field], self._w_1[f"{field}_scales"] = m.values, m.scales
         for field, value in weight_table.formats_of(formats, 0).items():
             self._w_1[field] = value
         self._w_1["rank"] = rank
         self._ffn = ffn_of(cfg, self._workspace)
-        self._sum_1D, self._tally_13 = np.zeros((1, w.columns), np.float32), np.zeros((1, 3), np.int64)
+        self._sum_TD, self._tally_T3 = np.zeros((tokens, w.columns), np.float32), np.zeros((tokens, 3), np.int64)
 
     def only(self, named: Ints) -> Floats:
         """Biases with which the predictor names just these neurons."""
@@ -122,13 +122,13 @@ class _TimedFfn:
         return bias_F
 
     def run(self, rung: str, bias_F: Floats) -> tuple[int, int]:
-        """One token: rows of `first` read, and neurons kept."""
+        """All tokens: rows of `first` read for one, and neurons kept."""
         self._w_1["dense"] = RUNGS[rung].dense
         self._w_1["picks"] = RUNGS[rung].picks
         self._w_1["predictor_bias"] = bias_F.ctypes.data
-        batch = every_token(self._w_1, 0, 0, self.neurons, tokens=1)
-        add_neurons(self._ffn, batch, self._x_1D, self._tally_13, self._sum_1D)
-        return int(self._tally_13[0, READ]), int(self._tally_13[0, KEPT])
+        batch = every_token(self._w_1, 0, 0, self.neurons, self.tokens)
+        add_neurons(self._ffn, batch, self._x_TD, self._tally_T3, self._sum_TD)
+        return int(self._tally_T3[0, READ]), int(self._tally_T3[0, KEPT])
 
 
 def _gated(width: int, neurons: int) -> Decoder:
@@ -272,6 +272,13 @@ def product_flops(fmt: str, threads: int, tokens: int = 64, rows: int = 1024, re
     """Operations a second of a matrix times many vectors, as in prefill; a multiplication and an addition are two."""
     w = timed_matrix(fmt, rows * ArraySpec(fmt, (1, COLUMNS)).nbytes_with_scales)
     return 2 * tokens * rows * COLUMNS / _product(w, rows, tokens, threads, repeats)
+
+
+def neuron_flops(fmt: str, threads: int, tokens: int = 64, neurons: int = 4096, repeats: int = 3) -> float:
+    """Operations a second of an FFN by neuron, dense, for many vectors, as in prefill."""
+    w = timed_matrix(fmt, 1, COLUMNS // 4, 3 * neurons)
+    layer = _TimedFfn(w, w, 1, neurons, tokens)
+    return 2 * tokens * len(w) * w.columns / _best(partial(layer.run, "dense", layer.all_F), threads, repeats)
 
 
 def _product(w: TimedMatrix, rows: int, tokens: int, threads: int, repeats: int) -> float:

@@ -16,13 +16,13 @@ from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.codegen.threads import advanced
 from pi_runtime.kernels.data import weight_table
-from pi_runtime.kernels.data.matrix_view import F32, Floats, Ints, address_of, is_quantised, matrix
+from pi_runtime.kernels.data.matrix_view import F32, Floats, Ints, address_of, is_quantised, matrix, vector
 from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.data.weight_table import Ends, KernelConfig, LayerRecord, LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.ops.attention import LayerCache, attend, norm_heads, rotate, row_nbytes, store_kv
 from pi_runtime.kernels.ops.latent_attention import mix_latents
-from pi_runtime.kernels.ops.linear import add_vector, finish_logits, linear, norm, prepare_inputs, product
+from pi_runtime.kernels.ops.linear import activate, add_vector, finish_logits, linear, norm, prepare_inputs, product
 from pi_runtime.kernels.ops.recurrence import Made, States, mix_states
 
 _load_row, _route = by_address(load_row), by_address(moe.route)
@@ -112,7 +112,9 @@ def attention(
     if cfg.router_early != 0:
         _route(cfg, w, x_TD, ws)
     normed_TD = ws.normed_TD[:tokens]
-    if cfg.block in (weight_table.POST_NORM, weight_table.REORDERED):
+    if w.qkv == 0:
+        ws.attended_TD[:tokens] = np.float32(0)
+    elif cfg.block in (weight_table.POST_NORM, weight_table.REORDERED):
         _attend(cfg, w, eps, cos_SJ, sin_SJ, at, x_TD, ws)
     else:
         _norm(cfg.centred, eps, w.attention_norm, w.attention_norm_bias, x_TD, normed_TD)
@@ -120,7 +122,10 @@ def attention(
     if cfg.block == weight_table.PARALLEL and w.ffn_norm != 0:
         _norm(cfg.centred, eps, w.ffn_norm, w.ffn_norm_bias, x_TD, normed_TD)
     _enter_ffn(cfg, w, eps, x_TD, ws)
-    if cfg.experts > 1 and cfg.router_early == 0:
+    if w.router_norm != 0:
+        _norm(0, eps, w.router_norm, 0, ws.residual_TD[:tokens], ws.attended_TD[:tokens])
+        _route(cfg, w, ws.attended_TD[:tokens], ws)
+    elif cfg.experts > 1 and cfg.router_early == 0 and w.has_ffn != 0:
         _route(cfg, w, normed_TD, ws)
     if w.expert_bias != 0:
         moe.add_expert_biases(w, ws, x_TD)
@@ -138,7 +143,7 @@ def _enter_ffn(cfg: KernelConfig, w: LayerRecord, eps: np.float32, x_TD: Floats,
         _norm(cfg.centred, eps, w.attention_out_norm, w.attention_out_norm_bias, attended_TD, attended_TD)
     for t in range(tokens):
         _add(attended_TD[t], x_TD[t])
-    if cfg.block in (weight_table.SEQUENTIAL, weight_table.SANDWICH):
+    if cfg.block in (weight_table.SEQUENTIAL, weight_table.SANDWICH) and w.has_ffn != 0:
         _norm(cfg.centred, eps, w.ffn_norm, w.ffn_norm_bias, x_TD, normed_TD)
     elif cfg.block == weight_table.POST_NORM:
         _norm(cfg.centred, eps, *attention_norm, x_TD, x_TD)
@@ -166,28 +171,30 @@ def _attend(
     """ws.attended_TD ← attention(x)."""
     tokens = x_TD.shape[0]
     qkv_TQ, mixed_TQ = _of_width(ws.qkv_TQ, tokens, w.qkv_width), _of_width(ws.mixed_TQ, tokens, w.mixed_width)
-    gate_TQ = _of_width(ws.gate_TQ, tokens if w.gate != 0 else 0, w.mixed_width)
-    out = matrix(w.out_format, w.out, w.out_scales, w.mixed_width)
+    gate_TQ = _of_width(ws.gate_TQ, tokens if w.gate != 0 else 0, w.gate_width)
+    out, gates_TG = matrix(w.out_format, w.out, w.out_scales, w.mixed_width), ws.gates_TG[:tokens]
     if w.gate != 0:
         gate = matrix(w.gate_format, w.gate, w.gate_scales, cfg.d_model)
-        linear(gate, w.mixed_width, 0, x_TD, address_of(ws.inputs), gate_TQ)
-    if w.recurrent != 0:
-        gates_TG, gates = ws.gates_TG[:tokens], matrix(F32, w.gates, 0, cfg.d_model)
+        linear(gate, w.gate_width, 0, x_TD, address_of(ws.inputs), gate_TQ)
+    if w.gates != 0:
+        gates = matrix(F32, w.gates, 0, cfg.d_model)
         linear(gates, gates_TG.shape[1], 0, x_TD, address_of(ws.inputs), gates_TG)
     _project(cfg, w, x_TD, address_of(ws.inputs), qkv_TQ)
     pages = w.page_layer, w.kv_heads, w.cached_width, w.window, w.page_class, cfg.page_classes, w.sinks
     cache = LayerCache(at.cache_format, row_nbytes(at.cache_format, w.cached_width), *pages)
-    if w.recurrent != 0:
-        heads = cfg.state_heads, cfg.state_key_heads, cfg.state_heads_tiled
-        sizes = cfg.state_key_dim, cfg.state_value_dim, cfg.state_columns
-        place, weights = (w.page_layer, w.page_class, cfg.page_classes), (w.conv, w.decay, w.decay_bias, w.state_norm)
-        made = Made(qkv_TQ, gates_TG, gate_TQ)
-        _mix_states(States(*heads, *sizes, *place, *weights, eps), made, at.run_R4, ws.attention_CX, mixed_TQ)
+    if w.recurrence != 0:
+        heads = w.recurrence, cfg.state_heads, cfg.state_key_heads, cfg.state_heads_tiled
+        sizes = cfg.state_key_dim, cfg.state_value_dim, cfg.state_columns, cfg.state_gates
+        place = w.page_layer, w.page_class, cfg.page_classes
+        weights = w.conv, w.conv_bias, w.decay, w.decay_bias, w.skip, w.state_norm
+        eps, least = np.float32(cfg.state_norm_eps), np.float32(cfg.state_least_step)
+        states = States(*heads, *sizes, *place, *weights, eps, least)
+        _mix_states(states, Made(qkv_TQ, gates_TG, gate_TQ), at.run_R4, ws.attention_CX, mixed_TQ)
     elif cfg.latent_rank > 0:
         _mix_latents(cfg, w, cache, cos_SJ, sin_SJ, at.position_T, at.run_R4, ws)
     else:
         _mix(cfg, w, eps, cache, cos_SJ, sin_SJ, at, ws, qkv_TQ, mixed_TQ)
-    if w.recurrent == 0 and w.gate != 0:
+    if w.recurrence == 0 and w.gate != 0:
         for t in range(tokens):
             for j in range(w.mixed_width):
                 mixed_TQ[t, j] *= np.float32(1) / (np.float32(1) + np.exp(-gate_TQ[t, j]))
@@ -208,13 +215,16 @@ def _project(cfg: KernelConfig, w: LayerRecord, x_TD: Floats, inputs: int, qkv_T
     rows, width = w.kv_heads * w.head_dim, qkv_TQ.shape[1]
     fmt = w.qkv_format if is_quantised(w.qkv_format) or w.v == 0 else w.v_format
     prepare_inputs(fmt if is_quantised(fmt) or w.k == 0 else w.k_format, x_TD, inputs)
-    end = width - rows * ((w.k != 0) + (w.v != 0))
+    end = width - rows * ((w.k != 0) + (w.v != 0) + w.keys_as_values)
     product(matrix(w.qkv_format, w.qkv, w.qkv_scales, cfg.d_model), 0, end, w.qkv_bias, inputs, qkv_TQ)
     if w.k != 0:
         k = matrix(w.k_format, w.k, w.k_scales, cfg.d_model)
         product(k, width - 2 * rows, width - rows, w.qkv_bias, inputs, qkv_TQ)
     if w.v != 0:
         product(matrix(w.v_format, w.v, w.v_scales, cfg.d_model), width - rows, width, w.qkv_bias, inputs, qkv_TQ)
+    if w.keys_as_values != 0:
+        for t in range(qkv_TQ.shape[0]):
+            _copy(qkv_TQ[t, width - 2 * rows : width - rows], qkv_TQ[t, width - rows :])
 
 
 @device
@@ -229,12 +239,15 @@ def _mix(
         width, kv_width = cfg.heads * w.head_dim // heads, w.kv_heads * w.head_dim // kv_heads
         _norm_heads(eps, w.q_norm, 0, heads, width, qkv_TQ)
         _norm_heads(eps, w.k_norm, heads * width // kv_width, kv_heads, kv_width, qkv_TQ)
+    if w.v_norm != 0:
+        _norm_heads(eps, w.v_norm, cfg.heads + w.kv_heads, w.kv_heads, w.head_dim, qkv_TQ)
     if w.angles > 0:
         first, heads = cos_SJ.shape[0] // 2 * w.second_angles, cfg.heads + w.kv_heads
         rotate(cos_SJ[first:], sin_SJ[first:], w.angles, at.position_T, heads, w.head_dim, qkv_TQ)
-    if cfg.query_growth != 0:
+    if cfg.query_growth != 0 or cfg.score_scale != 1:
         for t in range(qkv_TQ.shape[0]):
-            factor = np.float32(1 + cfg.query_growth * log1p(at.position_T[t] // cfg.query_period))
+            turns = at.position_T[t] // max(1, cfg.query_period)
+            factor = np.float32(cfg.score_scale * (1 + cfg.query_growth * log1p(turns)))
             for i in range(cfg.heads * w.head_dim):
                 qkv_TQ[t, i] *= factor
     store_kv(cache, qkv_TQ, at.run_R4)
@@ -242,10 +255,15 @@ def _mix(
 
 
 @public
-def after_ffn(cfg: KernelConfig, w: LayerRecord, eps: np.float32, residual_TD: Floats, x_TD: Floats) -> None:
-    """x ← x + the FFN's bias, and normed where the block ends with a norm; see `residual_of` for the residual."""
+def after_ffn(
+    cfg: KernelConfig, w: LayerRecord, eps: np.float32, residual_TD: Floats, ws: Workspace, x_TD: Floats
+) -> None:
+    """x ← x + the FFN's bias and that beside it, normed where the block ends with a norm; see `residual_of` for the
+    residual. `ws` has room for as many tokens where an FFN is beside."""
     for t in range(x_TD.shape[0]):
         add_vector(w.down_bias, x_TD[t])
+    if w.beside_first != 0:
+        _add_beside(cfg, w, eps, residual_TD, ws, x_TD)
     if cfg.block in (weight_table.POST_NORM, weight_table.REORDERED):
         _norm(cfg.centred, eps, w.ffn_norm, w.ffn_norm_bias, x_TD, x_TD)
     elif cfg.block == weight_table.SANDWICH:
@@ -253,6 +271,33 @@ def after_ffn(cfg: KernelConfig, w: LayerRecord, eps: np.float32, residual_TD: F
     if cfg.block in (weight_table.REORDERED, weight_table.SANDWICH):
         for t in range(x_TD.shape[0]):
             _add(residual_TD[t], x_TD[t])
+    if w.block_scale != 0:
+        scale = vector(w.block_scale, 1)[0]
+        for t in range(x_TD.shape[0]):
+            for j in range(cfg.d_model):
+                x_TD[t, j] *= scale
+
+
+@device
+def _add_beside(
+    cfg: KernelConfig, w: LayerRecord, eps: np.float32, residual_TD: Floats, ws: Workspace, x_TD: Floats
+) -> None:
+    """x ← the norm of x, the experts' sum, + the norm of the FFN beside them."""
+    tokens, inputs, width = x_TD.shape[0], address_of(ws.inputs), ws.beside_TF.shape[1]
+    h_TF, up_TF, y_TD = ws.beside_TF[:tokens], ws.beside_TF[tokens : 2 * tokens], ws.attended_TD[:tokens]
+    _norm(0, eps, w.beside_norm, 0, residual_TD, y_TD)
+    linear(
+        matrix(w.beside_first_format, w.beside_first, w.beside_first_scales, cfg.d_model), width, 0, y_TD, inputs, h_TF
+    )
+    linear(matrix(w.beside_up_format, w.beside_up, w.beside_up_scales, cfg.d_model), width, 0, y_TD, inputs, up_TF)
+    for t in range(tokens):
+        for i in range(width):
+            h_TF[t, i] = activate(cfg.activation, np.float32(cfg.threshold), h_TF[t, i]) * up_TF[t, i]
+    linear(matrix(w.beside_down_format, w.beside_down, w.beside_down_scales, width), cfg.d_model, 0, h_TF, inputs, y_TD)
+    _norm(0, eps, w.beside_out_norm, 0, y_TD, y_TD)
+    _norm(0, eps, w.experts_out_norm, 0, x_TD, x_TD)
+    for t in range(tokens):
+        _add(y_TD[t], x_TD[t])
 
 
 @device
@@ -312,7 +357,7 @@ def forward(
             tokens, x_TD = wanted, ws.x_TD[:wanted]
         tally_T3 = ws.counts_LT3[layer, :tokens]
         _ffn(cfg, w_X, ws.normed_TD[:tokens], select_T, ws, tally_T3, x_TD)
-        after_ffn(cfg, w_X[0], eps, residual_of(cfg, ws)[:tokens], x_TD)
+        after_ffn(cfg, w_X[0], eps, residual_of(cfg, ws)[:tokens], ws, x_TD)
     if wanted_alone:
         for n in range(wanted - 1, -1, -1):
             ws.counts_LT3[layers - 1, wanted_N[n]] = ws.counts_LT3[layers - 1, n]

@@ -12,7 +12,7 @@ from pi_runtime.kernels.data.matrix_view import F32, Floats, Ints, address_of, m
 from pi_runtime.kernels.data.weight_table import KernelConfig, LayerRecord, LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.ffn.matrices import add_matrices
-from pi_runtime.kernels.ffn.memory import ffn_of, take_expert, whole_expert
+from pi_runtime.kernels.ffn.memory import Batch, Ffn, ffn_of, take_expert, weights_of, whole_expert
 from pi_runtime.kernels.ffn.network import add, prepare
 from pi_runtime.kernels.ops.linear import linear
 
@@ -46,6 +46,9 @@ def route(cfg: KernelConfig, w: LayerRecord, x_TD: Floats, ws: Workspace) -> Non
                 _choices(cfg, w.router_choice_bias, value_TX[t, :routed], choice_TX[t, :routed])
             _take_largest(choice_TX[t, :routed], expert_K)
             _weigh(cfg, w, value_TX[t, :routed], expert_K, route_weight_K)
+            if w.expert_scale != 0:
+                for k in range(w.experts_chosen):
+                    route_weight_K[k] *= vector(w.expert_scale, routed)[expert_K[k]]
             if cfg.shared_gate != 0:
                 ws.route_weight_TK[t, w.experts_chosen : w.experts_chosen + w.experts_shared] = _sigmoid(
                     value_TX[t, routed]
@@ -153,18 +156,18 @@ def _slot(expert_K: Ints, expert: int) -> int:
 def ffn_of_experts(
     cfg: KernelConfig, w_X: LayerRecords, x_TD: Floats, select_T: Ints, ws: Workspace, tally_T3: Ints, y_TD: Floats
 ) -> None:
-    """y ← y + the FFN of T tokens, by neuron or, where `down` is one, as matrices; see `network.add_neurons`.
+    """y ← y + the FFN of T tokens, by neuron or, where `down` is one, by matrices; see `network.add_neurons`.
 
     The results of a token's experts are added in the order of the experts, so that no other token changes it.
     """
     tokens, f = x_TD.shape[0], ffn_of(cfg, ws)
-    if w_X[0].down != 0:
-        _add_matrices(f, w_X, x_TD, ws.attended_TD[:tokens], tally_T3, y_TD)
+    if w_X[0].has_ffn == 0:
         return
     prepare(f, w_X[0], x_TD)
     tally_T3[:] = 0
     if cfg.experts == 1:
-        _add(f, whole_expert(f, w_X, 0, ws.token_T[:tokens], select_T, ws.one_T[:tokens]), tally_T3, y_TD)
+        every = whole_expert(f, w_X, 0, ws.token_T[:tokens], select_T, ws.one_T[:tokens])
+        _add_expert(f, every, ws, tally_T3, y_TD)
         return
     for expert in range(cfg.experts):
         taken = take_expert(ws.expert_TK[:tokens], ws.route_weight_TK, expert, ws.taken_T, ws.taken_weight_T)
@@ -173,4 +176,12 @@ def ffn_of_experts(
         token_N, select_N, weight_N = ws.taken_T[:taken], ws.taken_select_T[:taken], ws.taken_weight_T[:taken]
         for n in range(taken):
             select_N[n] = select_T[token_N[n]]
-        _add(f, whole_expert(f, w_X, expert, token_N, select_N, weight_N), tally_T3, y_TD)
+        _add_expert(f, whole_expert(f, w_X, expert, token_N, select_N, weight_N), ws, tally_T3, y_TD)
+
+
+@device
+def _add_expert(f: Ffn, e: Batch, ws: Workspace, tally_T3: Ints, y_TD: Floats) -> None:
+    if weights_of(e).down != 0:
+        _add_matrices(f, e, ws.attended_TD, tally_T3, y_TD)
+    else:
+        _add(f, e, tally_T3, y_TD)

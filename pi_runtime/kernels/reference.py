@@ -126,7 +126,17 @@ def embed(d: Decoder, ends: WeightSource, artifact: Artifact, ids_T: npt.NDArray
 
 def block(d: Decoder, w: WeightSource, layer: Layer, x_TD: F32) -> F32:
     """Run one block on the layer's rung; see `Decoder` for its forms."""
+    y_TD = _block(d, w, layer, x_TD)
+    return y_TD * w["ffn/block_scale"] if d.block_scale else y_TD
+
+
+def _block(d: Decoder, w: WeightSource, layer: Layer, x_TD: F32) -> F32:
     entered_TD = x_TD
+    if not d.has_ffn:
+        return x_TD + attention(d, w, norm(d, w, "attention/norm", x_TD))
+    if not d.has_mixer:
+        x_TD = norm(d, w, "ffn/norm", x_TD)
+        return entered_TD + ffn(d, w, x_TD, selected(w, layer, x_TD), layer.threshold)
     if d.block == "post-norm":
         x_TD = norm(d, w, "attention/norm", x_TD + attention(d, w, x_TD))
         y_TD = ffn(d, w, x_TD, selected(w, layer, x_TD), layer.threshold, entered_TD)
@@ -138,7 +148,10 @@ def block(d: Decoder, w: WeightSource, layer: Layer, x_TD: F32) -> F32:
         y_TD = attention(d, w, norm(d, w, "attention/norm", x_TD))
         x_TD = x_TD + norm(d, w, "attention/out_norm", y_TD)
         normed_TD = norm(d, w, "ffn/norm", x_TD)
+        entered_TD = rms(d, x_TD) * w["ffn/router_norm"] if "ffn/router_norm" in w else entered_TD
         y_TD = ffn(d, w, normed_TD, selected(w, layer, normed_TD), layer.threshold, entered_TD)
+        if d.beside_ff:
+            y_TD = rms(d, y_TD) * w["ffn/experts_out_norm"] + _beside(d, w, x_TD)
         return x_TD + norm(d, w, "ffn/out_norm", y_TD)
     normed_TD = norm(d, w, "attention/norm", x_TD)
     attended_TD = x_TD + attention(d, w, normed_TD)
@@ -153,6 +166,13 @@ def norm(decoder: Decoder, w: WeightSource, name: str, x_TD: F32) -> F32:
         x_TD = x_TD - x_TD.mean(-1, keepdims=True)
     y_TD = rms(decoder, x_TD) * w[f"{name}/weight"]
     return y_TD + w[f"{name}/bias"] if decoder.norm == "layer" else y_TD
+
+
+def _beside(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
+    """m₃(down (a(first n₃) · up n₃)), n₃ the norm of x: the FFN beside the experts."""
+    normed_TD = rms(d, x_TD) * w["ffn/beside_norm"]
+    h_TF = activate(d, w.product("ffn/beside_first", normed_TD)) * w.product("ffn/beside_up", normed_TD)
+    return rms(d, w.product("ffn/beside_down", h_TF)) * w["ffn/beside_out_norm"]
 
 
 def activate(decoder: Decoder, z: F32, threshold: float = 0.0) -> F32:
@@ -211,7 +231,9 @@ def routing(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
         largest_T1 = logit_TK.max(1, keepdims=True)
         route_weight_TK = np.exp(logit_TK - largest_T1)
         total_T1 = np.exp((logit_TK if d.router_normalised else logit_TX) - largest_T1).sum(1, keepdims=True)
-    np.put_along_axis(route_weight_TX, expert_TK, route_weight_TK / total_T1 * np.float32(d.router_scale), 1)
+    route_weight_TK = route_weight_TK / total_T1 * np.float32(d.router_scale)
+    route_weight_TK = route_weight_TK * w["ffn/expert_scale"][expert_TK] if d.expert_scale else route_weight_TK
+    np.put_along_axis(route_weight_TX, expert_TK, route_weight_TK, 1)
     return route_weight_TX
 
 
@@ -233,10 +255,10 @@ def ffn(
     d: Decoder, w: WeightSource, x_TD: F32, active_TF: Bools | None = None, threshold: float = 0.0,
     entered_TD: F32 | None = None,
 ) -> F32:  # fmt: skip
-    """y = Σ route_weight h_i rest_i over all neurons, or the active ones; see `Decoder` for h. Or down · h, where the
-    matrices are whole; then h is rounded as the input of any product.
+    """y = Σ route_weight h_i rest_i over all neurons, or the active ones; see `Decoder` for h. Where the matrices are
+    whole, Σ route_weight (down · h) over experts; then h is rounded as the input of any product.
 
-    `entered_TD` is what entered the block, which an early router reads.
+    `entered_TD` is what a router reads that does not read x: what entered the block, or a norm of its own.
     """
     whole = "ffn/down" in w
     z_TF = w.product("ffn/first", x_TD) + (w["ffn/first_bias"] if d.ffn_bias else np.float32(0))
@@ -249,11 +271,14 @@ def ffn(
         h_TF = np.where(active_TF, h_TF, np.float32(0))
     if d.inner_norms:
         h_TF = rms(d, h_TF) * w["ffn/inner_norm"]
-    read_TD = entered_TD if d.router_early and entered_TD is not None else x_TD
+    read_TD = entered_TD if d.router_apart and entered_TD is not None else x_TD
     route_weight_TX = routing(d, w, read_TD)
-    if d.n_experts > 1:
-        h_TF = h_TF * np.repeat(route_weight_TX, d.d_ff, axis=1)
-    y_TD = w.product("ffn/down", h_TF) if whole else h_TF @ w["ffn/rest"][:, -1]
+    if whole:
+        y_TXD = _by_head(w, "ffn/down", h_TF.reshape(len(h_TF), d.n_experts, d.d_ff))
+        y_TD = (y_TXD * route_weight_TX[..., None]).sum(1) if d.n_experts > 1 else y_TXD[:, 0]
+    else:
+        h_TF = h_TF * np.repeat(route_weight_TX, d.d_ff, axis=1) if d.n_experts > 1 else h_TF
+        y_TD = h_TF @ w["ffn/rest"][:, -1]
     if d.expert_bias:
         return y_TD + route_weight_TX @ w["ffn/expert_bias"]
     return y_TD + w["ffn/down_bias"] if d.ffn_bias else y_TD
@@ -298,9 +323,9 @@ class ArtifactWeights:
         return np.clip(x_SGE, -65504, 65504).astype(np.float16).astype(np.float32)
 
 
-def rms(decoder: Decoder, x: F32) -> F32:
-    """x / √(mean x² + eps) over the last axis."""
-    return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(decoder.norm_eps)), np.float32)
+def rms(decoder: Decoder, x: F32, eps: float = 0.0) -> F32:
+    """x / √(mean x² + eps) over the last axis; the model's eps unless there is another."""
+    return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(eps or decoder.norm_eps)), np.float32)
 
 
 def attention(decoder: Decoder, w: WeightSource, x_TD: F32) -> F32:
@@ -316,10 +341,13 @@ def attention(decoder: Decoder, w: WeightSource, x_TD: F32) -> F32:
     matrices = [name for name in ("attention/qkv", *APART) if name in w]
     qkv = np.concatenate([w.product(name, x_TD) for name in matrices], axis=1)
     qkv = qkv + (w["attention/qkv_bias"] if d.qkv_bias else np.float32(0))
+    qkv = np.concatenate([qkv, qkv[:, -d.qkv_parts[1] :]], axis=1) if d.keys_as_values else qkv
     heads = qkv.reshape(n_tokens, d.n_heads + 2 * d.n_kv_heads, d.head_dim)
     q_THE, k_SGE, v_SGE = np.split(heads, [d.n_heads, d.n_heads + d.n_kv_heads], axis=1)
     if d.qk_norm:
         q_THE, k_SGE = _norm_heads(d, w["attention/q_norm"], q_THE), _norm_heads(d, w["attention/k_norm"], k_SGE)
+    if d.v_norm:
+        v_SGE = rms(d, v_SGE) * w["attention/v_norm"]
     if d.positions == "rope":
         q_THE, k_SGE = rotate(d, q_THE), rotate(d, k_SGE)
     q_THE = q_THE * query_factors(d, n_tokens)[:, None, None]
@@ -374,29 +402,65 @@ def latent_attention(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
 
 
 def recurrence(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
-    """The gated delta rule from position 0 on, one token after the other; see `artifact.decoder`."""
+    """What stands in attention's place, from position 0 on, one token after the other; see `artifact.decoder`."""
     n_tokens, keys = len(x_TD), d.state_key_heads * d.state_key_dim
-    made_TC = w.product("attention/qkv", x_TD)
+    made_TC, z = w.product("attention/qkv", x_TD), w.product("attention/gate", x_TD)
+    if d.recurrence == "short_conv":
+        b, z = np.split(z, 2, axis=1)
+        made_TC = b * made_TC
     padded_TC = np.concatenate([np.zeros((d.state_columns - 1, d.qkv_width), np.float32), made_TC])
     taps = zip(range(d.state_columns), w["attention/conv"], strict=True)
-    q, k, v = np.split(_silu(sum(padded_TC[j : j + n_tokens] * tap_C for j, tap_C in taps)), [keys, 2 * keys], axis=1)
+    sums_TC = sum(padded_TC[j : j + n_tokens] * tap_C for j, tap_C in taps)
+    sums_TC = sums_TC + w["attention/conv_bias"] if "attention/conv_bias" in w else sums_TC
+    if d.recurrence == "short_conv":
+        return w.product("attention/out", z * sums_TC)
+    q, k, v = np.split(_silu(sums_TC), [keys, 2 * keys], axis=1)
+    q_TGK, k_TGK = (part.reshape(n_tokens, d.state_key_heads, -1) for part in (q, k))
+    v_THV, z_THV = (part.reshape(n_tokens, d.state_heads, -1) for part in (v, z))
+    gates_TG, step = x_TD @ w["attention/gates"].T, _RECURRENCES[d.recurrence]
+    mixed_TQ = step(d, w, q_TGK, k_TGK, v_THV, z_THV, gates_TG).reshape(n_tokens, -1)
+    return w.product("attention/out", mixed_TQ)
+
+
+def _shared(d: Decoder, x_TGK: F32) -> F32:
+    """Queries or keys as each head has them."""
     shared = d.state_heads // d.state_key_heads
-    units = (_unit(part.reshape(n_tokens, d.state_key_heads, -1)) for part in (q, k))
-    tiled = d.state_heads_tiled
-    q_THK, k_THK = (np.tile(u, (1, shared, 1)) if tiled else np.repeat(u, shared, axis=1) for u in units)
-    b_TH, a_TH = np.split(x_TD @ w["attention/gates"].T, 2, axis=1)
+    return np.tile(x_TGK, (1, shared, 1)) if d.state_heads_tiled else np.repeat(x_TGK, shared, axis=1)
+
+
+def _gated_delta(
+    d: Decoder, w: WeightSource, q_TGK: F32, k_TGK: F32, v_THV: F32, z_THV: F32, gates_TG: F32
+) -> F32:  # fmt: skip
+    q_THK, k_THK = (_shared(d, _unit(part)) for part in (q_TGK, k_TGK))
+    b_TH, a_TH = np.split(gates_TG, 2, axis=1)
     b_TH = sigmoid(b_TH)
     kept_TH = np.exp(-w["attention/decay"] * np.logaddexp(np.float32(0), a_TH + w["attention/decay_bias"]))
-    y_THV = v.reshape(n_tokens, d.state_heads, -1).copy()
+    y_THV = v_THV.copy()
     state_HKV = np.zeros((d.state_heads, d.state_key_dim, d.state_value_dim), np.float32)
     for q_HK, k_HK, y_HV, kept_H, b_H in zip(q_THK, k_THK, y_THV, kept_TH, b_TH, strict=True):
         state_HKV *= kept_H[:, None, None]
         wrong_HV = y_HV - np.einsum("hkv,hk->hv", state_HKV, k_HK)
         state_HKV += k_HK[:, :, None] * (b_H[:, None] * wrong_HV)[:, None]
         y_HV[:] = np.einsum("hkv,hk->hv", state_HKV, q_HK) / np.float32(np.sqrt(d.state_key_dim))
-    z_THV = w.product("attention/gate", x_TD).reshape(y_THV.shape)
-    mixed_THV = rms(d, y_THV) * w["attention/state_norm"] * _silu(z_THV)
-    return w.product("attention/out", mixed_THV.reshape(n_tokens, -1))
+    return rms(d, y_THV, d.state_norm_eps) * w["attention/state_norm"] * _silu(z_THV)
+
+
+def _mamba2(d: Decoder, w: WeightSource, q_TGK: F32, k_TGK: F32, v_THV: F32, z_THV: F32, a_TH: F32) -> F32:
+    step_TH = np.logaddexp(np.float32(0), a_TH + w["attention/decay_bias"])
+    step_TH = np.maximum(step_TH, np.float32(d.state_least_step))
+    sum_THV = v_THV * w["attention/skip"][:, None]
+    state_HKV = np.zeros((d.state_heads, d.state_key_dim, d.state_value_dim), np.float32)
+    steps = enumerate(zip(_shared(d, q_TGK), _shared(d, k_TGK), v_THV, step_TH, strict=True))
+    for t, (q_HK, k_HK, v_HV, step_H) in steps:
+        state_HKV *= np.exp(-w["attention/decay"] * step_H)[:, None, None]
+        state_HKV += k_HK[:, :, None] * (step_H[:, None] * v_HV)[:, None]
+        sum_THV[t] += np.einsum("hkv,hk->hv", state_HKV, q_HK)
+    y_TGN = (sum_THV * _silu(z_THV)).reshape(len(v_THV), d.state_key_heads, -1)
+    return rms(d, y_TGN, d.state_norm_eps).reshape(len(v_THV), -1) * w["attention/state_norm"]
+
+
+_RECURRENCES = {"gated_delta": _gated_delta, "mamba2": _mamba2}
+"""What each makes of queries, keys, values, z and gates: what attention's last matrix reads."""
 
 
 def _unit(x: F32) -> F32:
@@ -414,7 +478,7 @@ def latent_norm(weight: F32, x: F32) -> F32:
 
 
 def _by_head(w: WeightSource, name: str, x_THN: F32) -> F32:
-    """The products of each head's numbers with its own rows of a matrix."""
+    """The products of each head's, or expert's, numbers with its own rows of a matrix."""
     heads = range(x_THN.shape[1])
     return np.stack([np.split(w.product(name, x_THN[:, h]), len(heads), axis=1)[h] for h in heads], axis=1)
 

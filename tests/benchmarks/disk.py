@@ -2,7 +2,7 @@
 
 nox -s bench -- disk [--formats f16,q4] [--budgets 100,75,50,25,10,5] [--persistence 0.36,0.8] [--tokens N]
                      [--parts budgets,ablation,policies,phases,mixtures,residency] [--layers N] [--no-llama]
-                     [--machine FILE] [--json PATH] [--mixtures SmallThinker-4B,Qwen3-MoE]
+                     [--machine FILE] [--json PATH] [--mixtures SmallThinker-4B,Qwen3-MoE,small-SiLU]
                      [--mixture-budgets 50,25,12.5]
 
 A synthetic Llama (recipes/demo/sparse_model) decodes within `--ram-budget`s that leave room for so many percent of the

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pi_runtime import Model
+from pi_runtime import Model, load
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import read_nbytes, useful_budgets
-from pi_runtime.disk.ram_plan import batch_rows, plan_for, sequence_kv_bytes
+from pi_runtime.disk.ram_plan import batch_rows, fixed_bytes, plan_for, sequence_kv_bytes
 from pi_runtime.disk.reader import Reader
 from pi_runtime.execution.disk_rows import DiskRows
 from pi_runtime.execution.host_executor import HostExecutor
@@ -32,6 +32,18 @@ def from_disk(
     rows = Reader(path, batch_rows(plan.staged), **{"piece": read_nbytes(m.decoder), **(reader or {})})
     kv = 64 * sequence_kv_bytes(m, context, "auto")
     return Model(found, mode, HostExecutor(divided_rows(found, mode, context, threads, "auto", plan, rows, kv)))
+
+
+def within(path: Path, budget: str | None, threads: int = 1, context: int = 40) -> Model:
+    """A model of whole matrices in memory (None), or within the `least` budget, that for `half` of them, or for `all`;
+    with room for the keys and values of 16 sequences."""
+    if budget is None:
+        return load(path, device="cpu", context=context, threads=threads)
+    with Artifact.open(path) as found:
+        kv = 16 * sequence_kv_bytes(found.manifest, context, "auto")
+        least, most = useful_budgets(found.manifest, fixed_bytes(found.manifest, context, "auto", kv))
+    nbytes = {"least": least, "half": (least + most) // 2, "all": most}[budget]
+    return load(path, device="cpu", context=context, threads=threads, ram_budget=nbytes, kv_budget=kv)
 
 
 def rows_of(model: Model) -> DiskRows:

@@ -60,6 +60,23 @@ GEMMA3 = LLAMA | {
     "query_pre_attn_scalar": 17,
     "hidden_activation": "gelu_pytorch_tanh",
 }
+GEMMA4 = LLAMA | {
+    "hidden_size_per_layer_input": 0,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 7,
+    "global_head_dim": 20,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 2.0,
+}
+GEMMA4_MOE = GEMMA4 | {
+    "enable_moe_block": True,
+    "num_experts": 5,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 29,
+}
 GLM = LLAMA | {
     "head_dim": 12,
     "intermediate_size": 123,
@@ -111,6 +128,19 @@ DELTA_EXPERTS = DELTA | {
     "shared_expert_intermediate_size": 53,
     "num_experts": 5,
     "num_experts_per_tok": 2,
+}
+LFM2 = {k: v for k, v in OLMO2.items() if k != "hidden_act"} | {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "block_auto_adjust_ff_dim": False,
+    "tie_word_embeddings": True,
+}
+LFM2_MOE = {k: v for k, v in LFM2.items() if not k.startswith("block")} | {
+    "intermediate_size": 123,
+    "moe_intermediate_size": 53,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "num_dense_layers": 1,
 }
 FATRELU = {"hidden_act": "fatrelu", "hidden_act_param": 0.2}
 MIXTRAL = LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2}
@@ -275,6 +305,18 @@ CASES: dict[str, Case] = {
         GEMMA3 | {"layer_types": ["full_attention", "sliding_attention"], "final_logit_softcapping": 2.0},
         not_in_gguf="llama.cpp has a window in five layers of six",
     ),
+    "gemma4": Case("Gemma4Text", GEMMA4),
+    "gemma4-own-values": Case(
+        "Gemma4Text",
+        GEMMA4 | {"attention_k_eq_v": False, "attention_bias": True},
+        not_in_gguf="llama.cpp has no biases for Gemma 4",
+    ),
+    "gemma4-experts": Case("Gemma4Text", GEMMA4_MOE),
+    "gemma4-unified": Case(
+        "Gemma4UnifiedText",
+        {key: value for key, value in GEMMA4.items() if "per_layer" not in key},
+        not_in_gguf="llama.cpp's converter takes the class that reads pictures too, and writes Gemma 4",
+    ),
     "glm4-moe": Case("Glm4Moe", GLM),
     "glm4-moe-groups": Case(
         "Glm4Moe",
@@ -312,6 +354,19 @@ CASES: dict[str, Case] = {
     "qwen3.5-fatrelu": Case("Qwen3_5", DELTA, FATRELU, forced_threshold),
     "qwen3.5-moe": Case("Qwen3_5Moe", DELTA_EXPERTS),
     "qwen3.5-moe-fatrelu": Case("Qwen3_5Moe", DELTA_EXPERTS, FATRELU, forced_threshold),
+    "lfm2": Case("Lfm2", LFM2),
+    "lfm2-untied": Case(
+        "Lfm2",
+        {k: v for k, v in LFM2.items() if k not in ("layer_types", "block_auto_adjust_ff_dim")}
+        | {"block_ffn_dim_multiplier": 1.3, "block_multiple_of": 8}
+        | {"full_attn_idxs": [0, 2], "conv_L_cache": 4, "tie_word_embeddings": False},
+    ),
+    "lfm2-moe": Case("Lfm2Moe", LFM2_MOE),
+    "lfm2-moe-unbiased": Case(
+        "Lfm2Moe",
+        LFM2_MOE | {"use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.7},
+        not_in_gguf="llama.cpp has a bias for choosing in every such model",
+    ),
     "gpt-oss": Case("GptOss", GPT_OSS, {"layer_types": None}),
     "gpt-oss-listed": Case(
         "GptOss",
@@ -449,7 +504,8 @@ def random_checkpoint(
         return made
     of_text = "Text" if case.model.startswith("Qwen3_5") else ""
     config = getattr(tf, f"{case.model}{of_text}Config")(**case.fields)
-    names = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+    names = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM", "Gemma4Text": "Gemma4ForCausalLM"}
+    names["Gemma4UnifiedText"] = "Gemma4UnifiedForCausalLM"
     model_class = getattr(tf, names.get(case.model, f"{case.model}ForCausalLM"))
     model = randomised(model_class(config))
     # The quick implementation of experts asks for rows of a multiple of 16 bytes.

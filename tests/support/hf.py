@@ -66,6 +66,8 @@ def randomised(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.normal_(0.0, 0.2, generator=generator)
+            if name.endswith("layer_scalar"):
+                buffer.normal_(1.0, 0.2, generator=generator)
     return model.eval()
 
 

@@ -80,6 +80,11 @@ FACTS: dict[str, dict[str, Any]] = {
     "heads of two sizes": {
         "window": 9, "windowed_layers": (0,), "windowed_head_dim": 12, "windowed_kv_heads": 4, "qk_norm": True,
         "windowed_frequencies": (1.0, 0.5, 0.25, 0.125, 0.1), "rotary_frequencies": (1.0, 0.1, 0.0, 0.0),
+        "v_norm": True, "keys_as_values": True, "block_scale": True,
+    },
+    "an FFN beside experts, whose router has a norm and which have numbers": {
+        "block": "sandwich", "n_experts": 5, "experts_per_token": 2, "router_norm": True, "expert_scale": True,
+        "beside_ff": 37, "activation": "gelu_tanh",
     },
     "shared experts, dense layers, a bias for choosing in groups": {
         "n_experts": 5, "experts_per_token": 3, "experts_shared": 1, "dense_layers": (0,), "dense_ff": 130,
@@ -99,6 +104,16 @@ FACTS: dict[str, dict[str, Any]] = {
         "recurrence": "gated_delta", "recurrent_layers": (0,), "state_heads": 4, "state_key_heads": 2,
         "state_key_dim": 7, "state_value_dim": 9, "state_columns": 4, "state_heads_tiled": True, "output_gate": True,
         "qk_norm": True, "n_experts": 4, "experts_per_token": 3, "experts_shared": 1, "shared_gate": True,
+    },
+    "a mixer or an FFN alone, states of Mamba-2 without positions": {
+        "recurrence": "mamba2", "recurrent_layers": (0,), "state_heads": 4, "state_key_heads": 2,
+        "state_key_dim": 7, "state_value_dim": 9, "state_columns": 4, "state_least_step": 0.6, "state_norm_eps": 1e-3,
+        "mixer_only_layers": (0,), "ffn_only_layers": (2,), "n_layers": 3, "n_experts": 3, "experts_per_token": 2,
+        "activation": "relu2", "ffn": "plain", "positions": "none", "score_scale": 0.7,
+    },
+    "a short convolution": {
+        "recurrence": "short_conv", "recurrent_layers": (0,), "state_heads": 4, "state_value_dim": 9,
+        "state_columns": 3, "qk_norm": True,
     },
     "experts weighed among all": {"n_experts": 3, "experts_per_token": 2, "router_normalised": False},
 }  # fmt: skip

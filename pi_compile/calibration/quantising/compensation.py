@@ -177,7 +177,7 @@ def second_moments(
 
     `to` brings states to the device of the weights. A batch's product is in float32.
     """
-    sums = {name: torch.zeros(k, k, dtype=torch.float64) for name, k in sizes(d).items()}
+    sums = {name: torch.zeros(k, k, dtype=torch.float64) for name, k in sizes(d.of_layer(layer)).items()}
 
     def add(name: str, x: torch.Tensor) -> None:
         sums[name] += (x.T @ x).double().cpu()

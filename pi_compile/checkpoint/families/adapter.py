@@ -48,6 +48,8 @@ class SourceTensor:
     """The rows to take, where several arrays are stored in one tensor; None for all."""
     addend: float = 0.0
     """A number that is added to every value: 1 where the model multiplies by 1 + weight."""
+    factor: float = 1.0
+    """A number that every value is multiplied by, after all else."""
     function: str = ""
     """A function of `FUNCTIONS` whose results are wanted in place of its values; empty for none."""
     stacked: int = 0
@@ -71,12 +73,13 @@ class SourceTensor:
     @property
     def is_changed(self) -> bool:
         """Whether the array has other values than the tensor."""
-        return self.function != "" or self.addend != 0
+        return self.function != "" or self.addend != 0 or self.factor != 1
 
     def changed(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """The values that the array has."""
         values = FUNCTIONS[self.function](values) if self.function else values
-        return values + np.float32(self.addend) if self.addend else values
+        values = values + np.float32(self.addend) if self.addend else values
+        return values * np.float32(self.factor) if self.factor != 1 else values
 
 
 Table = Mapping[str, tuple[SourceTensor, ...]]

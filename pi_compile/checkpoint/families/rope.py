@@ -34,7 +34,7 @@ def rotary(config: Config, head_dim: int, *, theta: float = THETA, partial: floa
     for whole heads.
     """
     rope = _Rope(config, theta, partial)
-    width = int(head_dim * rope.rotated_fraction)
+    width = head_dim if rope.rope_type == "proportional" else int(head_dim * rope.rotated_fraction)
     if width % 2 or not 2 <= width <= min(head_dim, MOST_COLUMNS):
         expected = f"an even number of rotated columns of a head, {MOST_COLUMNS} at most: its two halves are rotated"
         raise config.error(
@@ -44,7 +44,8 @@ def rotary(config: Config, head_dim: int, *, theta: float = THETA, partial: floa
         frequencies_J, scale = TYPES[rope.rope_type](rope, width)
     if not (np.isfinite(frequencies_J).all() and frequencies_J.min() > 0 and 0 < scale < math.inf):
         raise rope.error("angles", f"rope_theta {rope.theta:g}", "angles that float32 can hold", None)
-    found = {"positions": "rope", "rotary_frequencies": tuple(frequencies_J.tolist()), "rotary_scale": scale}
+    angles = (*frequencies_J.tolist(), *[0.0] * (width // 2 - len(frequencies_J)))
+    found = {"positions": "rope", "rotary_frequencies": angles, "rotary_scale": scale}
     return found | ({"context_length": rope.cut_context()} if rope.rope_type in _LONG else {})
 
 
@@ -86,6 +87,7 @@ class _Rope:
             raise self.error("type", older, f"{self.rope_type}, which its rope_type is", None)
         self._check_keys()
         self.theta = self.number("rope_theta", config.fields.get("rope_theta", theta), name="rope_theta")
+        partial = 1.0 if partial is None and self.rope_type == "proportional" else partial
         # Null rotates whole heads, where a missing key has the family's fraction.
         beside = config.fields.get("partial_rotary_factor", partial)
         self.rotated_fraction = self.number(
@@ -163,6 +165,14 @@ def _powers(width: int, theta: float) -> F32:
 
 def _default(rope: _Rope, width: int) -> tuple[F32, float]:
     return frequencies(width, rope.theta), 1.0
+
+
+def _proportional(rope: _Rope, width: int) -> tuple[F32, float]:
+    """The angles of whole heads, of which a fraction is kept and the others are 0; divided by `factor`."""
+    kept = int(rope.rotated_fraction * width // 2)
+    if not kept:
+        raise rope.config.error("partial_rotary_factor", rope.rotated_fraction, expected=f"a pair of {width} columns")
+    return frequencies(width, rope.theta)[:kept] / np.float32(rope.number("factor", 1.0)), 1.0
 
 
 def _linear(rope: _Rope, width: int) -> tuple[F32, float]:
@@ -252,6 +262,7 @@ def _mscale(factor: float, weight: float) -> float:
 
 TYPES: Mapping[str, Callable[[_Rope, int], tuple[F32, float]]] = {
     "default": _default,
+    "proportional": _proportional,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
@@ -264,6 +275,7 @@ _EXTENDED = ("factor", "original_max_position_embeddings")
 _KEYS_OF: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(_LONG, (*_EXTENDED, "short_factor", "long_factor", "attention_factor")),
     "default": (),
+    "proportional": ("factor",),
     "linear": _EXTENDED,
     "llama3": (*_EXTENDED, "low_freq_factor", "high_freq_factor"),
     # `finetuned` has no effect: in the code that introduced it (jquesnelle/yarn) only the dynamic type reads it.

@@ -137,7 +137,7 @@ def gguf_adapter(file: GgufFile, activation: str) -> Adapter:
         global_tensors={
             "embedding": stored("token_embd.weight"),
             "positions": stored("position_embd.weight"),
-            **weight_and_bias("final_norm", "output_norm"),
+            **weight_and_bias("final_norm", found.of_family.final_norm if found.of_family else "output_norm"),
         },
         layer_tensors=lambda decoder: _layer(decoder, found, file),
         head="output",

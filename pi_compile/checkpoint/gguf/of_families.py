@@ -13,7 +13,19 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from pi_compile.checkpoint.config import Config
-from pi_compile.checkpoint.families import deepseek, gemma, glm, gpt_oss, mistral, olmo, phi, qwen3_next, smallthinker
+from pi_compile.checkpoint.families import (
+    deepseek,
+    gemma,
+    gemma4,
+    glm,
+    gpt_oss,
+    lfm2,
+    mistral,
+    olmo,
+    phi,
+    qwen3_next,
+    smallthinker,
+)
 from pi_compile.checkpoint.families.adapter import Adapter, FusedRows, SourceTensor, Table, cut_ffn, stored
 from pi_compile.checkpoint.families.rope import KINDS
 from pi_compile.checkpoint.gguf.file import GgufFile
@@ -44,6 +56,7 @@ class OfFamily:
     names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Usual config keys → the family's."""
     ffn_norm: str = "ffn_norm"
+    final_norm: str = "output_norm"
     attention: Callable[[Decoder, Collection[str]], Table] = field(default=lambda _d, _names: {})
     """Makes the arrays of a layer's attention and norms that differ, of the names of a file's tensors."""
     partly_rotated: bool = False
@@ -238,6 +251,61 @@ def _gemma3_attention(_d: Decoder, _names: Collection[str]) -> Table:
     }
 
 
+def _gemma4(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
+    """Numbers of keys' heads by layer; angles of layers without a window are whole, and divided by a tensor."""
+    marks, layers, groups = fields.pop("marks"), fields["num_hidden_layers"], fields["num_key_value_heads"]
+    groups = groups if isinstance(groups, list) else [groups] * layers
+    if not isinstance(marks, list) or not len(marks) == len(groups) == layers or marks[-1]:
+        raise _error(file, "attention.sliding_window_pattern", f"{layers} marks, the last of them false", marks)
+    width = fields.pop("windowed_width")
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if (found := keys.pop(key, width)) != width:
+            raise _error(file, key, str(width), found)
+    of_kind = {bool(mark): count for mark, count in zip(marks, groups, strict=True)}
+    if [of_kind[bool(mark)] for mark in marks] != groups:
+        raise _error(file, "attention.head_count_kv", "one number for layers with a window, and one for others", groups)
+    own = {"head_dim": fields["head_dim"], "num_key_value_heads": of_kind[False]}
+    base = {"rope_type": "default", "rope_theta": fields.pop("windowed_base")}
+    return {
+        "rope_parameters": dict(zip(KINDS, (fields.pop("rope_parameters"), base), strict=True)),
+        "layer_types": [KINDS[bool(mark)] for mark in marks],
+        "head_dim": width,
+        "num_key_value_heads": of_kind.get(True, of_kind[False]),
+        "per_layer_config": {str(n): own for n, mark in enumerate(marks) if not mark},
+        "attention_k_eq_v": f"blk.{layers - 1}.attn_v.weight" not in file.tensors
+        and f"blk.{layers - 1}.attn_qkv.weight" not in file.tensors,
+        "hidden_size_per_layer_input": keys.pop("embedding_length_per_layer_input", 0),
+        "num_kv_shared_layers": keys.pop("attention.shared_kv_layers", 0),
+        "final_logit_softcapping": keys.pop("final_logit_softcapping", 0.0) or None,
+        "enable_moe_block": "num_experts" in fields,
+        "moe_intermediate_size": fields["intermediate_size"],
+        "intermediate_size": file.metadata[f"{file.architecture}.feed_forward_length"],
+    }
+
+
+def _gemma4_arrays(d: Decoder, names: Collection[str]) -> Table:
+    layer, qkv = "blk.{n}.", "qk" if d.keys_as_values else "qkv"
+    has_scale = "blk.0.layer_output_scale.weight" in names
+    found: dict[str, tuple[SourceTensor, ...]] = {
+        **_gemma3_attention(d, names),
+        "attention/qkv": stored(*(f"{layer}attn_{part}.weight" for part in qkv)),
+        "attention/v_norm": (),
+        "ffn/block_scale": stored(f"{layer}layer_output_scale.weight") if has_scale else (),
+    }
+    if d.n_experts > 1:
+        scale = SourceTensor(f"{layer}ffn_gate_inp.scale", factor=d.d_model**-0.5)
+        arrays = {
+            "beside_norm": "ffn_norm",
+            "beside_out_norm": "post_ffw_norm_1",
+            "experts_out_norm": "post_ffw_norm_2",
+        }
+        arrays |= {"norm/weight": "pre_ffw_norm_2"}
+        arrays |= {"beside_first": "ffn_gate", "beside_up": "ffn_up", "beside_down": "ffn_down"}
+        found |= {f"ffn/{array}": stored(f"{layer}{name}.weight") for array, name in arrays.items()}
+        found |= {"ffn/router_norm": (scale,), "ffn/expert_scale": stored(f"{layer}ffn_down_exps.scale")}
+    return found
+
+
 def _phi3(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
     """The window is the family's, though llama.cpp passes it over. LongRoPE's divisors are tensors."""
     parameters, short = fields["rope_parameters"], LONG_FACTORS[0]
@@ -299,6 +367,35 @@ def _states_attention(d: Decoder, names: Collection[str]) -> Table:
         "attention/state_norm": stored(f"{layer}ssm_norm.weight"),
         "attention/out": stored(f"{layer}ssm_out.weight"),
     }
+
+
+def _lfm2(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
+    """Layers without heads of keys have a convolution; the width of the others' FFN is that of the tensors."""
+    layers, heads = fields["num_hidden_layers"], fields["num_key_value_heads"]
+    heads = heads if isinstance(heads, list) else layers * [heads]
+    if len(heads) != layers or len({*heads} - {0}) != 1:
+        raise _error(file, "attention.head_count_kv", f"0 or one number for each of {layers} layers", heads)
+    _take_gating(file, keys, (0, _SIGMOID))
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": [lfm2.KINDS[n > 0] for n in heads],
+        "block_auto_adjust_ff_dim": False,
+        "num_dense_layers": keys.pop("leading_dense_block_count", 0),
+    }
+
+
+def _lfm2_attention(d: Decoder, _names: Collection[str]) -> Table:
+    if not d.recurs:
+        return {}
+    block, conv = "blk.{n}.shortconv", FusedRows(1, d.qkv_width, 0, d.qkv_width, transposed=True)
+    return {
+        **lfm2.in_proj(f"{block}.in_proj.weight", d),
+        "attention/conv": (SourceTensor(f"{block}.conv.weight", rows=conv),),
+        "attention/out": stored(f"{block}.out_proj.weight"),
+    }
+
+
+_OF_LFM2: dict[str, Any] = {"fields": _lfm2, "attention": _lfm2_attention, "final_norm": "token_embd_norm"}
 
 
 def _tiled(adapter: Adapter) -> Adapter:
@@ -396,6 +493,30 @@ OF_FAMILIES = {
         attention=_deepseek_attention,
     ),
     "gemma3": OfFamily(adapter=gemma.ADAPTER, fields=_gemma3, attention=_gemma3_attention),
+    "gemma4": OfFamily(
+        adapter=gemma4.GEMMA4,
+        required={
+            "attention.sliding_window": "sliding_window",
+            "attention.sliding_window_pattern": "marks",
+            "attention.key_length_swa": "windowed_width",
+            "rope.freq_base_swa": "windowed_base",
+        },
+        names={"num_local_experts": "num_experts", "num_experts_per_tok": "top_k_experts"},
+        fields=_gemma4,
+        attention=_gemma4_arrays,
+    ),
+    "lfm2": OfFamily(
+        adapter=replace(lfm2.LFM2, read_keys=lfm2.LFM2.read_keys | {"num_dense_layers"}),
+        required={"shortconv.l_cache": "conv_L_cache"},
+        names=lfm2.NAMES,
+        **_OF_LFM2,
+    ),
+    "lfm2moe": OfFamily(
+        adapter=lfm2.LFM2_MOE,
+        required={"shortconv.l_cache": "conv_L_cache", "expert_feed_forward_length": "moe_intermediate_size"},
+        names=lfm2.NAMES,
+        **_OF_LFM2,
+    ),
     "mistral3": OfFamily(
         adapter=replace(mistral.MINISTRAL3, decoder=_mistral3_decoder), fields=_mistral3, permuted=True
     ),

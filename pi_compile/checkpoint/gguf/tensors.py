@@ -22,6 +22,7 @@ from pi_runtime.artifact.formats import FORMATS, ROW_FORMATS, Format
 _GRIDS = {kind: FORMATS[name] for name, kind in KEPT.items()}
 """Tensor type → the block format that has its integers and scales."""
 _EXPERTS = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))_exps(\.weight)")
+_FUSED_EXPERTS = re.compile(r"(blk\.\d+\.ffn_)gate_up_exps(\.weight)")
 _FUSED = re.compile(r"(blk\.\d+\.attn_)qkv(\.(?:weight|bias))")
 _HEADS = re.compile(r"(blk\.\d+\.attn_[kv]_b)(\.weight)")
 _GATED = re.compile(r"(blk\.\d+\.ffn_)up(\.weight)")
@@ -119,17 +120,21 @@ class GgufTensors:
     def _told_apart(self, name: str) -> Iterator[tuple[str, _StoredTensor]]:
         d = self._decoder
         experts, fused, shape = _EXPERTS.fullmatch(name), _FUSED.fullmatch(name), self._file.shape(name)
-        heads, gated = _HEADS.fullmatch(name), _GATED.fullmatch(name)
+        heads, gated, both = (pattern.fullmatch(name) for pattern in (_HEADS, _GATED, _FUSED_EXPERTS))
         parts, count = (experts, d.experts_routed) if experts else (heads, d.n_heads)
         if parts and len(shape) == 3 and shape[0] == count:
             ending = [f".{e}" for e in range(count)] if heads or d.n_experts > 1 else [""]
             yield from ((f"{parts[1]}{end}{parts[2]}", _StoredTensor(name, item=e)) for e, end in enumerate(ending))
-        elif gated and d.ffn == "gated" and shape[:1] == (2 * d.d_ff,):
+        elif both and shape[:2] == (d.experts_routed, 2 * d.d_ff):
+            for e in range(d.experts_routed):
+                yield f"{both[1]}gate.{e}{both[2]}", _StoredTensor(name, item=e, stop=d.d_ff)
+                yield f"{both[1]}up.{e}{both[2]}", _StoredTensor(name, item=e, start=d.d_ff)
+        elif gated and d.ffn == "gated" and not d.beside_ff and shape[:1] == (2 * d.d_ff,):
             yield f"{gated[1]}gate{gated[2]}", _StoredTensor(name, stop=d.d_ff)
             yield f"{gated[1]}up{gated[2]}", _StoredTensor(name, start=d.d_ff)
         elif fused and int(name.split(".")[1]) not in d.recurrent_layers:
-            keys = d.n_heads * d.head_dim
-            rows = ((0, keys), (keys, keys + d.n_kv_heads * d.head_dim), (keys + d.n_kv_heads * d.head_dim, None))
+            queries, keys, _ = d.of_layer(int(name.split(".")[1])).qkv_parts
+            rows = ((0, queries), (queries, queries + keys), (queries + keys, None))
             for part, (start, stop) in zip("qkv", rows, strict=True):
                 yield f"{fused[1]}{part}{fused[2]}", _StoredTensor(name, start=start, stop=stop)
         else:

@@ -32,13 +32,12 @@ import numpy.typing as npt
 from pi_compile.checkpoint.quantised.scheme import BITS, Scheme
 from pi_compile.checkpoint.tensors import BF16, Array, Index, Values, as_float32, type_name
 from pi_compile.checkpoint.tensors import FORMATS as STORED
-from pi_runtime.artifact.formats import BLOCK, FORMATS, Format
+from pi_runtime.artifact.formats import BLOCK, BYTE_SCALES, FORMATS, Format
 from pi_runtime.artifact.quantisation import meant
 
 WORD = 32
 _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """The place in its word of each of eight columns."""
-_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _UINT8 = np.dtype("<u1")
 _INT8, _INT32 = np.dtype("<i1"), np.dtype("<i4")
 _INTEGERS = (_INT32, np.dtype("<i2"), np.dtype("<i8"))
@@ -146,25 +145,22 @@ class MxMatrices:
         return self.shape[0]
 
     def _stored(self, index: Index) -> tuple[Array, Array]:
-        """Numbers of four bits (…, G, 16, 2), and exponents (…, G)."""
+        """Twice the numbers (…, K), as integers, and exponents (…, G)."""
         at = index if self.order_N is None else self.order_N[index]
         blocks = self.blocks[at]
-        return np.stack([blocks & 15, blocks >> 4], axis=-1), self.exponents[at]
+        numbers = np.stack([blocks & 15, blocks >> 4], axis=-1)
+        return meant(FORMATS["mxfp4"], numbers.reshape(*numbers.shape[:-3], -1)), self.exponents[at]
 
     def __getitem__(self, index: Index, /) -> Values:
-        numbers, exponents = self._stored(index)
-        values = _FP4[numbers]
+        q, exponents = self._stored(index)
         with np.errstate(over="ignore"):  # what is too large for a float32 becomes infinite, and is refused
-            np.ldexp(values, exponents.astype(np.int32)[..., None, None] - 127, out=values)
-        return values.reshape(*values.shape[:-3], -1)
+            values: Values = q * np.repeat(BYTE_SCALES["e8m0"][exponents], WORD, axis=-1)
+        return values
 
     def on_grid(self, fmt: Format, index: Index, /) -> tuple[Array, Array] | None:
         """Integers and exponents of a matrix. For other formats quantising finds these powers of two again (see
         `quantise`)."""
-        if fmt.name not in self.grids:
-            return None
-        numbers, exponents = self._stored(index)
-        return meant(fmt, numbers.reshape(len(numbers), -1)), exponents
+        return self._stored(index) if fmt.name in self.grids else None
 
 
 @dataclass(frozen=True, eq=False)

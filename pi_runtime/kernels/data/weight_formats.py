@@ -132,7 +132,7 @@ class BlockFormat(ABC):
 
     def factors(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
         """The same integers as `unpack`'s as registers that `v.dot_bytes` multiplies."""
-        return self.unpack(b, run, k, n)
+        return self.unpack(b, run, k, n) if self.unsigned else self.signed(b, run, k, n)
 
     def signed(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
         """The same integers as `unpack`'s as registers of signed bytes: the integers that multiply the scale."""
@@ -142,7 +142,7 @@ class BlockFormat(ABC):
     @property
     def most(self) -> int:
         """The largest magnitude of what `factors` gives."""
-        return (1 << self.bits) - 1 if self.unsigned else self.zero
+        return self.fmt.highest if self.unsigned else self.zero
 
     @property
     def group_nbytes(self) -> int:
@@ -264,14 +264,9 @@ class BlockFormat(ABC):
 class _Bytes(BlockFormat):
     unsigned, per_byte = ISA.dot, 1
 
-    def _stored(self, b: Any, run: Run, k: int, n: int) -> Any:
-        return v.load(b, run.row, b.add(run.at, v.offset(k)), v.vec(v.I8, n))
-
     def unpack(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
-        return [b.xor(self._stored(b, run, k, n), v.const(v.I8, n, -128))]
-
-    def factors(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
-        return self.unpack(b, run, k, n) if self.unsigned else [self._stored(b, run, k, n)]
+        stored = v.load(b, run.row, b.add(run.at, v.offset(k)), v.vec(v.I8, n))
+        return [b.xor(stored, v.const(v.I8, n, -128))]
 
     def pairs(self, b: Any, words: Sequence[Any], half: int) -> list[Any]:
         n = words[0].type.count
@@ -357,25 +352,14 @@ class _Table(_HalfBytes):
 
     def __init__(self, fmt: Format) -> None:
         super().__init__(fmt)
-        self.unsigned = ISA.dot or max(fmt.table) + self.zero < 128
+        self.unsigned = ISA.dot or fmt.highest < 128
 
-    def _looked_up(self, b: Any, run: Run, k: int, n: int, above: int) -> list[Any]:
-        """The integers of each part, so far above what they mean, as bytes."""
-        table = [(entry + above + 128) % 256 - 128 for entry in self.fmt.table]
+    def unpack(self, b: Any, run: Run, k: int, n: int, below: int = 0) -> list[Any]:
+        table = [(entry + self.zero - below + 128) % 256 - 128 for entry in self.fmt.table]
         return [v.look_up(b, table, part) for part in super().unpack(b, run, k, n)]
 
-    def unpack(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
-        return self._looked_up(b, run, k, n, self.zero)
-
     def signed(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
-        return self._looked_up(b, run, k, n, 0)
-
-    def factors(self, b: Any, run: Run, k: int, n: int) -> list[Any]:
-        return self._looked_up(b, run, k, n, self.zero if self.unsigned else 0)
-
-    @property
-    def most(self) -> int:
-        return max(self.fmt.table) + self.zero if self.unsigned else int(self.fmt.reach)
+        return self.unpack(b, run, k, n, self.zero)
 
     def integer(self, b: Any, row: Any, at: Any, inside: Any, count: Any) -> Any:
         table = ir.Constant(v.vec(v.I32, 16), [entry + self.zero for entry in self.fmt.table])

@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple, Protocol, get_origin
 import numpy as np
 import numpy.typing as npt
 
-from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, Decoder
+from pi_runtime.artifact.decoder import ACTIVATIONS, BLOCKS, RECURRENCES, Decoder
 from pi_runtime.artifact.features import refuse_lacking
 from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.layer_classes import layer_classes
@@ -47,12 +47,15 @@ class LayerRecord:
     gate: Annotated[int, "attention/gate"]
     gate_scales: Annotated[int, "attention/gate_scales"]
     conv: Annotated[int, "attention/conv"]
+    conv_bias: Annotated[int, "attention/conv_bias"]
     gates: Annotated[int, "attention/gates"]
     decay: Annotated[int, "attention/decay"]
     decay_bias: Annotated[int, "attention/decay_bias"]
+    skip: Annotated[int, "attention/skip"]
     state_norm: Annotated[int, "attention/state_norm"]
     q_norm: Annotated[int, "attention/q_norm"]
     k_norm: Annotated[int, "attention/k_norm"]
+    v_norm: Annotated[int, "attention/v_norm"]
     q_up: Annotated[int, "attention/q_up"]
     q_up_scales: Annotated[int, "attention/q_up_scales"]
     k_up: Annotated[int, "attention/k_up"]
@@ -67,6 +70,18 @@ class LayerRecord:
     router: Annotated[int, "ffn/router"]
     router_bias: Annotated[int, "ffn/router_bias"]
     router_choice_bias: Annotated[int, "ffn/router_choice_bias"]
+    router_norm: Annotated[int, "ffn/router_norm"]
+    expert_scale: Annotated[int, "ffn/expert_scale"]
+    beside_first: Annotated[int, "ffn/beside_first"]
+    beside_first_scales: Annotated[int, "ffn/beside_first_scales"]
+    beside_up: Annotated[int, "ffn/beside_up"]
+    beside_up_scales: Annotated[int, "ffn/beside_up_scales"]
+    beside_down: Annotated[int, "ffn/beside_down"]
+    beside_down_scales: Annotated[int, "ffn/beside_down_scales"]
+    beside_norm: Annotated[int, "ffn/beside_norm"]
+    beside_out_norm: Annotated[int, "ffn/beside_out_norm"]
+    experts_out_norm: Annotated[int, "ffn/experts_out_norm"]
+    block_scale: Annotated[int, "ffn/block_scale"]
     first: Annotated[int, "ffn/first"]
     first_scales: Annotated[int, "ffn/first_scales"]
     first_bias: Annotated[int, "ffn/first_bias"]
@@ -90,6 +105,9 @@ class LayerRecord:
     k_format: int
     v_format: int
     out_format: int
+    beside_first_format: int
+    beside_up_format: int
+    beside_down_format: int
     first_format: int
     rest_format: int
     up_format: int
@@ -107,11 +125,14 @@ class LayerRecord:
     first_slots: int
     """Address of the slots of the rows of `first` (see `MatrixView.slots`), or 0."""
     rest_slots: int
-    recurrent: int
-    """1: a recurrence stands in attention's place."""
+    recurrence: int
+    """The code of what stands in attention's place; 0: nothing does."""
+    has_ffn: int
     qkv_width: int
     mixed_width: int
+    gate_width: int
     kv_heads: int
+    keys_as_values: int
     head_dim: int
     cached_width: int
     angles: int
@@ -134,10 +155,14 @@ ARRAYS = {field: kind.__metadata__[0] for field, kind in LayerRecord.__annotatio
 """The name of the array that a field has the address of."""
 LAYER = record_dtype(LayerRecord)
 LayerRecords = Annotated[npt.NDArray[np.void], LayerRecord]
-EXPERT_ARRAYS = ("ffn/first", "ffn/rest", "ffn/up_bias", "predictor/")
-"""Arrays of which each expert has its own rows."""
+EXPERT_ARRAYS = ("ffn/first", "ffn/rest", "ffn/up", "ffn/down", "predictor/")
+"""Arrays of which each expert has its own rows: those whose names begin so, but for the bias of all experts."""
 SEQUENTIAL, PARALLEL, POST_NORM, REORDERED, SANDWICH = range(len(BLOCKS))
 RELU, RELU2, DRELU, SILU, GELU, GELU_TANH, CLAMPED_SWIGLU = range(len(ACTIVATIONS))
+
+
+CODES = {name: code for code, name in enumerate(("none", *RECURRENCES))}
+"""Codes of recurrences."""
 
 
 class KernelConfig(NamedTuple):
@@ -158,6 +183,9 @@ class KernelConfig(NamedTuple):
     state_key_dim: int
     state_value_dim: int
     state_columns: int
+    state_gates: int
+    state_least_step: float
+    state_norm_eps: float
     score_scale: float
     attention_format: int
     """The format of matrices that have none of their own."""
@@ -179,7 +207,6 @@ class KernelConfig(NamedTuple):
     """1: layer norm, 0: rms norm."""
     joint_qk_norm: int
     query_growth: float
-    """0: queries have no factor."""
     query_period: int
     block: int
     position_offset: int
@@ -245,6 +272,7 @@ def config_of(d: Decoder, formats: Mapping[str, str]) -> KernelConfig:
         "predictor_format": code["predictor"],
         "embedding_format": code["embedding"],
         "head_format": code["embedding" if d.tied_head else "head"],
+        "state_norm_eps": d.state_norm_eps or d.norm_eps,
         "page_classes": len(layer_classes(d, "f32")),
     }
     return KernelConfig(**same | differing)
@@ -314,12 +342,16 @@ def _point_to_rows(w_X: LayerRecords, rows_at: Callable[[str], Sequence[tuple[in
 def _facts_of(d: Decoder, layer: int) -> dict[str, int]:
     """The facts of a decoder in which its layers differ."""
     own = d.of_layer(layer)
-    kind, of = next((kind, of) for kind, of in enumerate(layer_classes(d, "f32")) if layer in of.layers)
+    places = ((kind, of.layers.index(layer)) for kind, of in enumerate(layer_classes(d, "f32")) if layer in of.layers)
+    kind, place = next(places, (0, 0))
     return {
-        "recurrent": int(own.recurs),
+        "recurrence": CODES[own.recurrence],
+        "has_ffn": int(own.has_ffn),
         "qkv_width": own.qkv_width,
         "mixed_width": own.mixed_width,
+        "gate_width": own.gate_width,
         "kv_heads": own.n_kv_heads,
+        "keys_as_values": int(own.keys_as_values),
         "head_dim": own.head_dim,
         "cached_width": own.cached_width,
         "angles": own.rotary_dim // 2,
@@ -328,7 +360,7 @@ def _facts_of(d: Decoder, layer: int) -> dict[str, int]:
         "experts_shared": own.experts_shared,
         "experts_chosen": own.experts_per_token - own.experts_shared,
         "page_class": kind,
-        "page_layer": of.layers.index(layer),
+        "page_layer": place,
     }
 
 
@@ -364,5 +396,5 @@ def _address(artifact: StoredArrays, start: str, name: str, expert: int = 0) -> 
     """Address of an array, or of one expert's rows of it; 0 where there is none. Its name begins with `start`."""
     if start + name not in artifact.manifest.arrays:
         return 0
-    stored, own = artifact.array(start + name), name.startswith(EXPERT_ARRAYS)
+    stored, own = artifact.array(start + name), name.startswith(EXPERT_ARRAYS) and name != "ffn/down_bias"
     return int(stored.ctypes.data) + (expert * stored.nbytes // artifact.manifest.decoder.n_experts if own else 0)

@@ -27,6 +27,8 @@ class Workspace(NamedTuple):
     attended_TD: Floats
     residual_TD: Floats
     """The residual beside the FFN, where its sum is normed alone and its input is another."""
+    beside_TF: Floats
+    """Factors of the FFN beside the experts, and behind them its products with `up`."""
     embedding_TW: Floats
     """States as wide as the embedding, where the model has another width."""
     qkv_TQ: Floats

@@ -1,10 +1,11 @@
-"""The feed-forward network as whole matrices, of which every neuron is computed: for models that skip nothing.
+"""The feed-forward network of one expert as whole matrices, of which every neuron is computed: for models that skip
+nothing.
 
-    h_t = a(first · x_t) [up · x_t]        y_t ← y_t + down · h_t
+    h_t = a(first · x_t) [up · x_t]        y_t ← y_t + route_weight_t (down · h_t)
 
 `down` has a row for each column of y, as checkpoints have it, where `network` has one for each neuron.
 
-Shape letters: T tokens, D model width, F neurons.
+Shape letters: T tokens, N of them that take the expert, D model width, F neurons.
 """
 
 import numpy as np
@@ -18,15 +19,13 @@ from pi_runtime.kernels.data.matrix_view import (
     RowList,
     Vectors,
     address_of,
-    is_quantised,
     matrix,
     pointer_of,
     vector,
 )
-from pi_runtime.kernels.data.weight_table import LayerRecords
 from pi_runtime.kernels.ffn.blocks import factor
-from pi_runtime.kernels.ffn.memory import FIRES, KEPT, READ, Ffn
-from pi_runtime.kernels.ops.linear import activate, linear, prepare_inputs
+from pi_runtime.kernels.ffn.memory import KEPT, READ, Batch, Ffn, weights_of
+from pi_runtime.kernels.ops.linear import activate, linear
 from pi_runtime.kernels.ops.row_products import row_products
 
 NEURONS_AT_ONCE = 32
@@ -34,22 +33,21 @@ NEURONS_AT_ONCE = 32
 
 
 @public
-def add_matrices(f: Ffn, w_X: LayerRecords, x_TD: Floats, sum_TD: Floats, tally_T3: Ints, y_TD: Floats) -> None:
-    """y ← y + the FFN of T tokens; `sum_TD` holds its result meanwhile. See `network.add_neurons` for what is counted.
+def add_matrices(f: Ffn, e: Batch, sum_TD: Floats, tally_T3: Ints, y_TD: Floats) -> None:
+    """y ← y + an expert's FFN for its tokens, whose inputs are prepared; `sum_TD` holds the results meanwhile.
 
-    `f.inputs` has room for T inputs of F columns.
+    `tally_T3` ← tally + what `network.add_neurons` counts. `f.low_rank_inputs` has room for N inputs of F columns.
     """
-    w, tokens = w_X[0], x_TD.shape[0]
-    h_TF = carray(pointer_of(f.h_CTK), (tokens, f.d_ff), np.float32)
-    prepare_inputs(w.first_format if is_quantised(w.first_format) else w.up_format, x_TD, f.inputs)
-    _factors(f, w_X, h_TF)
-    for t in range(tokens):
-        tally_T3[t, FIRES], tally_T3[t, READ] = 0, f.d_ff
-        tally_T3[t, KEPT] = _count(h_TF[t]) if w.dense == 0 else f.d_ff
-    linear(matrix(w.down_format, w.down, w.down_scales, f.d_ff), f.d_model, 0, h_TF, f.inputs, sum_TD)
-    for t in range(tokens):
+    w, tokens = weights_of(e), e.token_N.shape[0]
+    h_NF, sum_ND = carray(pointer_of(f.h_CTK), (tokens, f.d_ff), np.float32), sum_TD[:tokens]
+    _factors(f, e, h_NF)
+    linear(matrix(w.down_format, w.down, w.down_scales, f.d_ff), f.d_model, 0, h_NF, f.low_rank_inputs, sum_ND)
+    for n in range(tokens):
+        t, weight = e.token_N[n], e.route_weight_N[n]
+        tally_T3[t, READ] += f.d_ff
+        tally_T3[t, KEPT] += _count(h_NF[n]) if w.dense == 0 else f.d_ff
         for j in range(f.d_model):
-            y_TD[t, j] += sum_TD[t, j]
+            y_TD[t, j] += weight * sum_ND[n, j]
 
 
 @device
@@ -62,27 +60,28 @@ def _count(h_F: Floats) -> int:
 
 
 @loop_body
-def _some_factors(f: Ffn, w_X: LayerRecords, begin: int, end: int, h_TF: Floats) -> None:
+def _some_factors(f: Ffn, e: Batch, begin: int, end: int, h_NF: Floats) -> None:
     """h ← the factors of the neurons [begin, end)."""
-    w, tokens, columns = w_X[0], h_TF.shape[0], f.d_model
-    up_TF = carray(pointer_of(f.up_CTK), h_TF.shape, np.float32)
-    x, rows = Vectors(f.inputs, input_nbytes(columns), 0, tokens), RowList(begin, 0, end - begin, f.d_ff - begin)
+    w, tokens, columns = weights_of(e), h_NF.shape[0], f.d_model
+    up_NF = carray(pointer_of(f.up_CTK), h_NF.shape, np.float32)
+    x = Vectors(f.inputs, input_nbytes(columns), address_of(e.token_N), tokens)
+    rows = RowList(begin, 0, end - begin, f.d_ff - begin)
     first = matrix(w.first_format, w.first, w.first_scales, columns)
-    row_products(first, rows, x, address_of(h_TF) + 4 * begin, 4 * f.d_ff)
+    row_products(first, rows, x, address_of(h_NF) + 4 * begin, 4 * f.d_ff)
     if f.gated:
         up = matrix(w.up_format, w.up, w.up_scales, columns)
-        row_products(up, rows, x, address_of(up_TF) + 4 * begin, 4 * f.d_ff)
+        row_products(up, rows, x, address_of(up_NF) + 4 * begin, 4 * f.d_ff)
     first_bias_F = vector(w.first_bias, f.d_ff if w.first_bias != 0 else 0)
     up_bias_F = vector(w.up_bias, f.d_ff if w.up_bias != 0 else 0)
-    for t in range(tokens):
+    for n in range(tokens):
         for i in range(begin, end):
-            z = h_TF[t, i] + first_bias_F[i] if w.first_bias != 0 else h_TF[t, i]
-            u = up_TF[t, i] + up_bias_F[i] if w.up_bias != 0 else up_TF[t, i]
-            h_TF[t, i] = factor(f, activate(f.activation, np.float32(f.threshold), z), u)
+            z = h_NF[n, i] + first_bias_F[i] if w.first_bias != 0 else h_NF[n, i]
+            u = up_NF[n, i] + up_bias_F[i] if w.up_bias != 0 else up_NF[n, i]
+            h_NF[n, i] = factor(f, activate(f.activation, np.float32(f.threshold), z), u)
 
 
 @parallel(_some_factors)
-def _factors(f: Ffn, w_X: LayerRecords, h_TF: Floats) -> None:
+def _factors(f: Ffn, e: Batch, h_NF: Floats) -> None:
     for part in prange((f.d_ff + NEURONS_AT_ONCE - 1) // NEURONS_AT_ONCE):
         begin = part * NEURONS_AT_ONCE
-        _some_factors(f, w_X, begin, min(f.d_ff, begin + NEURONS_AT_ONCE), h_TF)
+        _some_factors(f, e, begin, min(f.d_ff, begin + NEURONS_AT_ONCE), h_NF)

@@ -68,7 +68,7 @@ class Ffn(NamedTuple):
     low_rank: int
     """down x of the predictor."""
     low_rank_inputs: int
-    """The same as inputs of products."""
+    """The same as inputs of products; or the factors, where `down` is a matrix."""
     scores: int
     scored_T: int
     asking_T: int

@@ -69,7 +69,8 @@ STRIP_TOKENS = 16
 @public
 def prepare(f: Ffn, w: LayerRecord, x_TD: Floats) -> None:
     """Prepare the inputs of a layer's FFN for all its experts; what is prepared for a block format serves all."""
-    rows = w.first_format if is_quantised(w.first_format) else w.rest_format
+    others = w.rest_format if w.down == 0 else w.up_format
+    rows = w.first_format if is_quantised(w.first_format) else others
     prepare_inputs(rows if is_quantised(rows) else selector_format(f, w), x_TD, f.inputs)
 
 

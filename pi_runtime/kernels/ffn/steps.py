@@ -10,10 +10,10 @@ Shape letters: as in `network`.
 from pi_runtime.artifact.footprint import CHUNKS, FEW_TOKENS
 from pi_runtime.kernels.codegen.jit import public
 from pi_runtime.kernels.data.matrix_view import Floats, Ints
-from pi_runtime.kernels.ffn import network, selection
+from pi_runtime.kernels.ffn import matrices, network, selection
 from pi_runtime.kernels.ffn.memory import Batch, Ffn, lists_of
 
-prepare, add_counts = network.prepare, network.add_counts
+prepare, add_counts, add_matrices = network.prepare, network.add_counts, matrices.add_matrices
 
 
 @public

@@ -45,6 +45,8 @@ LARGEST_HALF = np.float32(65504)
 Q8 = FORMATS["q8"].code
 FIRST, COUNT, START, TABLE = range(4)
 """Columns of runs (see `forward.Positions`)."""
+STORED_ALONE = 4096
+"""Numbers that one thread stores in a few microseconds: others take longer to wake."""
 
 
 class LayerCache(NamedTuple):
@@ -126,7 +128,11 @@ def row_nbytes(fmt: int, width: int) -> int:
 @public
 def store_kv(cache: LayerCache, qkv_TQ: Floats, run_R4: Ints) -> None:
     """Write the tokens' keys and values into their pages, limited to what float16 can hold."""
-    _store_kv(cache, qkv_TQ, run_R4)
+    if 2 * qkv_TQ.shape[0] * cache.groups * cache.width > STORED_ALONE:
+        _store_kv(cache, qkv_TQ, run_R4)
+        return
+    for task in range(run_R4.shape[0] * cache.groups):
+        _store_task(cache, qkv_TQ, run_R4[task // cache.groups], task % cache.groups)
 
 
 @loop_body

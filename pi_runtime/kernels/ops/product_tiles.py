@@ -266,11 +266,12 @@ class BlockTile:
         """What a block has for each of its fours, from what it has in one lane a row: the first four of eight belong to
         its first half."""
         b, rows = self.b, range(self.rows.a_register)
-        each = [v.shuffle(b, one, one, [row for row in rows for _ in range(LANES)]) for one in found[:2]]
+        scales, offsets = (v.shuffle(b, one, one, [row for row in rows for _ in range(LANES)]) for one in found[:2])
         if not found.halves:
-            return Beside(*each)
+            return Beside(scales, offsets)
+        first, second = found.halves
         lanes = [row + half * len(rows) for row in rows for half in range(2) for _ in range(LANES // 2)]
-        return Beside(*each, [v.shuffle(b, *found.halves, lanes)])
+        return Beside(scales, offsets, [v.shuffle(b, first, second, lanes)])
 
     def _fours(self, x: _Input, at: Any) -> Any:
         """The negative sums of the fours of one block's integers."""

@@ -1,6 +1,8 @@
-"""The gated delta rule: a head's state goes from token to token, for single tokens as for pieces of prompts.
+"""Recurrences: a head's state goes from token to token, for single tokens as for pieces of prompts.
 
-    S ← eᵍ S,   S ← S + k (b (v − Sᵀk))ᵀ,   y = Sᵀq / √K            (see `artifact.decoder`)
+    gated_delta   S ← eᵍ S,   S ← S + k (b (v − Sᵀk))ᵀ,   y = Sᵀq / √K
+    mamba2        S ← e^(−decay · t) S + k (t v)ᵀ,   y = Sᵀq + skip · v
+    short_conv    y = c · the convolution of b · v                                 (see `artifact.decoder`)
 
 One thread takes a head of a sequence through all tokens of a step, in order, so its state stays in the second-level
 cache, and no token's bits depend on how a prompt was cut, on threads or on company.
@@ -19,7 +21,7 @@ import numpy as np
 from numba import carray, prange, types
 from numba.core import cgutils
 
-from pi_runtime.artifact.decoder import LENGTH_EPS
+from pi_runtime.artifact.decoder import LENGTH_EPS, RECURRENCES
 from pi_runtime.artifact.footprint import CHUNKS, KEPT, STATE_HEADER
 from pi_runtime.kernels.codegen import simd as v
 from pi_runtime.kernels.codegen.intrinsics import emits
@@ -28,6 +30,8 @@ from pi_runtime.kernels.data.matrix_view import F32, Floats, Ints, address_of, i
 from pi_runtime.kernels.ops.attention import COUNT, FIRST, START, TABLE
 from pi_runtime.kernels.ops.reductions import exp_of_negative, squares
 
+GATED_DELTA, MAMBA2, SHORT_CONV = range(1, 1 + len(RECURRENCES))
+"""Codes of recurrences (see `weight_table.CODES`)."""
 STRIP = 32
 """Columns of a state that are summed at once."""
 
@@ -35,6 +39,8 @@ STRIP = 32
 class States(NamedTuple):
     """A layer's heads, its weights, and where pages hold its states."""
 
+    recurrence: int
+    """Its code."""
     heads: int
     key_heads: int
     tiled: int
@@ -43,16 +49,22 @@ class States(NamedTuple):
     value_dim: int
     columns: int
     """Positions of the convolution."""
+    gates: int
+    """Numbers of a token beside the convolution's, of all heads."""
     layer: int
     """Number of the layer among those of its class."""
     kind: int
     classes: int
     conv: int
-    """Addresses of weights: of the convolution, each head's decay and bias, and the norm of the sums."""
+    """Addresses of weights: of the convolution, each head's decay, bias and skip, and the norm of the sums; 0 for none.
+    """
+    conv_bias: int
     decay: int
     decay_bias: int
+    skip: int
     norm: int
     eps: np.float32
+    least_step: np.float32
 
 
 class Made(NamedTuple):
@@ -148,7 +160,7 @@ def _channels(s: States) -> int:
 @device
 def _row_floats(s: States) -> int:
     """Numbers of a position's inputs: of the convolution, and gates."""
-    return _channels(s) + 2 * s.heads
+    return _channels(s) + s.gates
 
 
 @device
@@ -172,19 +184,23 @@ def _gates(s: States, made: Made, run_4: Ints, place: int, position: int) -> int
     """Where the gates of a position are."""
     if position < run_4[START]:
         return _inputs(s, made, run_4, place, position) + 4 * _channels(s)
-    return address_of(made.gates_TG) + 4 * (run_4[FIRST] + position - run_4[START]) * 2 * s.heads
+    return address_of(made.gates_TG) + 4 * (run_4[FIRST] + position - run_4[START]) * s.gates
 
 
 @device
 def _convolve(s: States, made: Made, run_4: Ints, place: int, position: int, first: int, out_N: Floats) -> None:
-    """out ← SiLU of the convolution at a position, of some channels from `first` on."""
+    """out ← the convolution at a position, of some channels from `first` on; but for `short_conv` SiLU of it."""
     count = out_N.shape[0]
+    out_N[:] = np.float32(0)
+    if s.conv_bias != 0:
+        out_N[:] = vector(s.conv_bias + 4 * first, count)
     for j in range(s.columns):
         x_N = vector(_inputs(s, made, run_4, place, position - s.columns + 1 + j) + 4 * first, count)
         w_N = vector(s.conv + j * row_stride(F32, _channels(s)) + 4 * first, count)
         for n in range(count):
-            out_N[n] = w_N[n] * x_N[n] if j == 0 else out_N[n] + w_N[n] * x_N[n]
-    _silu(address_of(out_N), count)
+            out_N[n] += w_N[n] * x_N[n]
+    if s.recurrence != SHORT_CONV:
+        _silu(address_of(out_N), count)
 
 
 @device
@@ -200,55 +216,105 @@ def _move(
     s: States, made: Made, run_4: Ints, place: int, head: int, position: int, state: int, scratch_X: Floats, y_V: Floats
 ) -> None:
     """Take a head's state over a token; y ← what it gives."""
+    if s.recurrence == SHORT_CONV:
+        _convolve(s, made, run_4, place, position, head * s.value_dim, y_V)
+        return
     size, width, keys = s.key_dim, s.value_dim, s.key_heads * s.key_dim
     q_K, k_K = scratch_X[:size], scratch_X[size : 2 * size]
-    v_V, wrong_V = scratch_X[2 * size : 2 * size + width], scratch_X[2 * size + width : 2 * (size + width)]
+    v_V, change_V = scratch_X[2 * size : 2 * size + width], scratch_X[2 * size + width : 2 * (size + width)]
     shared = (head % s.key_heads if s.tiled != 0 else head // (s.heads // s.key_heads)) * size
     _convolve(s, made, run_4, place, position, shared, q_K)
     _convolve(s, made, run_4, place, position, keys + shared, k_K)
     _convolve(s, made, run_4, place, position, 2 * keys + head * width, v_V)
-    _unit(q_K, np.float32(1 / np.sqrt(size)))
-    _unit(k_K, np.float32(1))
-    gates_G = vector(_gates(s, made, run_4, place, position), 2 * s.heads)
-    z = gates_G[s.heads + head] + vector(s.decay_bias, s.heads)[head]
+    gates_G = vector(_gates(s, made, run_4, place, position), s.gates)
+    z = gates_G[s.gates - s.heads + head] + vector(s.decay_bias, s.heads)[head]
     grown = max(z, np.float32(0)) + np.log1p(np.exp(-abs(z)))
+    if s.recurrence == MAMBA2:
+        grown = max(grown, s.least_step)
     kept = np.exp(-vector(s.decay, s.heads)[head] * grown)
-    share = np.float32(1) / (np.float32(1) + np.exp(-gates_G[head]))
-    _recall(state, address_of(k_K), size, width, address_of(wrong_V))
-    for j in range(width):
-        wrong_V[j] = share * (v_V[j] - kept * wrong_V[j])
-    _go_on(state, kept, address_of(k_K), address_of(wrong_V), address_of(q_K), size, width, address_of(y_V))
+    if s.recurrence == GATED_DELTA:
+        _unit(q_K, np.float32(1 / np.sqrt(size)))
+        _unit(k_K, np.float32(1))
+        share = np.float32(1) / (np.float32(1) + np.exp(-gates_G[head]))
+        _recall(state, address_of(k_K), size, width, address_of(change_V))
+        for j in range(width):
+            change_V[j] = share * (v_V[j] - kept * change_V[j])
+    else:
+        for j in range(width):
+            change_V[j] = grown * v_V[j]
+    _go_on(state, kept, address_of(k_K), address_of(change_V), address_of(q_K), size, width, address_of(y_V))
+    if s.skip != 0:
+        for j in range(width):
+            y_V[j] += vector(s.skip, s.heads)[head] * v_V[j]
+
+
+@device
+def _factor(s: States, y_N: Floats) -> np.float32:
+    """1 / √(mean y² + eps)."""
+    return np.float32(1) / np.sqrt(squares(y_N, np.float32(0)) / np.float32(y_N.shape[0]) + s.eps)
+
+
+@device
+def _finish(s: States, z_V: Floats, y_V: Floats) -> None:
+    """y ← the sums of a head, those of the delta rule normed, times SiLU(z), which is overwritten; or times z."""
+    if s.recurrence != SHORT_CONV:
+        _silu(address_of(z_V), s.value_dim)
+    if s.recurrence == GATED_DELTA:
+        scale, norm_V = _factor(s, y_V), vector(s.norm, s.value_dim)
+        for j in range(s.value_dim):
+            y_V[j] *= scale * norm_V[j] * z_V[j]
+    else:
+        for j in range(s.value_dim):
+            y_V[j] *= z_V[j]
 
 
 @loop_body
 def _run_part(s: States, made: Made, run_R4: Ints, part: int, scratch_X: Floats, mixed_TQ: Floats) -> None:
     """One of `CHUNKS` parts of the heads of all runs."""
     tasks, floats, width = run_R4.shape[0] * s.heads, s.key_dim * s.value_dim, s.value_dim
-    norm_V = vector(s.norm, width)
+    first_z = s.heads * width if s.recurrence == SHORT_CONV else 0  # behind the factors of the convolution's inputs
     for task in range(part * tasks // CHUNKS, (part + 1) * tasks // CHUNKS):
         run_4, head = run_R4[task // s.heads], task % s.heads
         place = _place(s, run_4)
         at, is_held = integers(place, 2)
         state = place + 4 * (STATE_HEADER + (s.columns - 1 + KEPT) * _row_floats(s) + head * floats)
         y_TV = mixed_TQ[:, head * width : (head + 1) * width]
+        if s.recurrence == SHORT_CONV:
+            for n in range(run_4[FIRST], run_4[FIRST] + run_4[COUNT]):
+                for j in range(head * width, (head + 1) * width):
+                    made.channels_TC[n, j] *= made.z_TQ[n, j]
         for position in range(at, run_4[START]):
             _move(s, made, run_4, place, head, position, state, scratch_X[floats:], y_TV[run_4[FIRST]])
         if is_held != 0:
             scratch_X[:floats] = vector(state, floats)
             state = address_of(scratch_X)
         for n in range(run_4[FIRST], run_4[FIRST] + run_4[COUNT]):
-            y_V, z_V = y_TV[n], made.z_TQ[n, head * width : (head + 1) * width]
+            y_V, z_V = y_TV[n], made.z_TQ[n, first_z + head * width : first_z + (head + 1) * width]
             _move(s, made, run_4, place, head, run_4[START] + n - run_4[FIRST], state, scratch_X[floats:], y_V)
-            scale = np.float32(1) / np.sqrt(squares(y_V, np.float32(0)) / np.float32(width) + s.eps)
-            _silu(address_of(z_V), width)
-            for j in range(width):
-                y_V[j] *= scale * norm_V[j] * z_V[j]
+            _finish(s, z_V, y_V)
 
 
 @parallel(_run_part)
 def _run(s: States, made: Made, run_R4: Ints, scratch_CX: Floats, mixed_TQ: Floats) -> None:
     for part in prange(CHUNKS):
         _run_part(s, made, run_R4, part, scratch_CX[part], mixed_TQ)
+
+
+@loop_body
+def _norm_group(s: States, task: int, mixed_TQ: Floats) -> None:
+    """Norm the sums of the heads that share a query, of one token."""
+    width = s.heads // s.key_heads * s.value_dim
+    first = task % s.key_heads * width
+    y_N, weight_N = mixed_TQ[task // s.key_heads, first : first + width], vector(s.norm + 4 * first, width)
+    scale = _factor(s, y_N)
+    for j in range(width):
+        y_N[j] *= scale * weight_N[j]
+
+
+@parallel(_norm_group)
+def _norm_groups(s: States, mixed_TQ: Floats) -> None:
+    for task in prange(mixed_TQ.shape[0] * s.key_heads):
+        _norm_group(s, task, mixed_TQ)
 
 
 @loop_body
@@ -263,7 +329,7 @@ def _keep_inputs(s: States, made: Made, run_4: Ints) -> None:
         kept_C = vector(place + 4 * (STATE_HEADER + row * _row_floats(s)), _row_floats(s))
         kept_C[:channels] = vector(_inputs(s, made, run_4, place, position), channels)
         if position >= run_4[START]:
-            kept_C[channels:] = vector(_gates(s, made, run_4, place, position), 2 * s.heads)
+            kept_C[channels:] = vector(_gates(s, made, run_4, place, position), s.gates)
     integers(place, 1)[0] = now
 
 
@@ -275,9 +341,11 @@ def _keep(s: States, made: Made, run_R4: Ints) -> None:
 
 @public
 def mix_states(s: States, made: Made, run_R4: Ints, scratch_CX: Floats, mixed_TQ: Floats) -> None:
-    """mixed ← what the states of all heads give for the tokens of a step, normed, times SiLU(z); moves them on.
+    """mixed ← what the states of all heads give for the tokens of a step, normed, and times SiLU(z); moves them on.
 
     `scratch_CX`: `footprint.attention_floats` numbers for each part of the work. z is overwritten.
     """
     _run(s, made, run_R4, scratch_CX, mixed_TQ)
+    if s.recurrence == MAMBA2:
+        _norm_groups(s, mixed_TQ)
     _keep(s, made, run_R4)

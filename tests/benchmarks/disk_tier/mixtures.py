@@ -1,6 +1,6 @@
 """Mixtures of experts from disk: ours within a budget, ours mapped and llama.cpp mapped, in one memory cgroup.
 
-nox -s bench -- disk --parts mixtures [--mixtures SmallThinker-4B,Qwen3-MoE] [--mixture-budgets 50,25,12.5]
+nox -s bench -- disk --parts mixtures [--mixtures SmallThinker-4B,Qwen3-MoE,small-SiLU] [--mixture-budgets 50,25,12.5]
 
 Published shapes with fewer layers and a small vocabulary, random weights, and experts that are read whole. Routing is
 synthetic (`disk_tier.routing`); its figures are printed beside published ones. llama.cpp runs both as a Qwen3-MoE, with
@@ -39,11 +39,14 @@ _QWEN3 = {
     "d_model": 2048, "d_ff": 768, "n_heads": 32, "n_kv_heads": 4, "n_experts": 128,
     "experts_per_token": 8, "activation": "silu", "qk_norm": True,
 }  # fmt: skip
+_SMALL_SILU = _QWEN3 | {"d_model": 1536, "n_heads": 12, "n_kv_heads": 2, "n_experts": 32, "experts_per_token": 4}
 MIXTURES: dict[str, tuple[dict[str, Any], dict[str, float], dict[str, int]]] = {
     "SmallThinker-4B": (_SMALL_THINKER, {"common": 0.3, "subject": 0.1, "likeness": 0.3}, {"f16": 10, "q4": 32}),
     "Qwen3-MoE": (_QWEN3, {"common": 0.38, "subject": 0.1, "likeness": 0.35}, {"f16": 2, "q4": 6}),
+    "small-SiLU": (_SMALL_SILU, {"common": 0.0, "subject": 0.0, "likeness": 0.3}, {"f16": 16, "q4": 40}),
 }
-"""Of each its shape, its routing, and its layers in each format, which make 2 to 3 GB."""
+"""Of each its shape, its routing, and its layers in each format, which make 2 to 4 GB. The last one's routing
+follows the token alone: there is no hot list, which is the hardest case for any cache."""
 PUBLISHED = "published 0.38, 0.38 and 0.89 (Qwen3)"
 _TILE = 4096
 

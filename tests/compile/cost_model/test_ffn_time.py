@@ -55,6 +55,19 @@ def test_each_rung_pays_for_what_it_reads() -> None:
     assert found == pytest.approx(launches + 1000 * first / 20e9 * 1e12 + 200 * rest / 7e9 * 1e12)
 
 
+def test_prompts_take_longer_by_neuron_than_by_matrix() -> None:
+    """By the rates of the profile, where both are there and there is no GPU: a multiplication is two operations."""
+    d = small_decoder(d_model=128, d_ff=1000, ffn="gated")
+    neuron, rates = FfnBytes(d, "q4", "q8"), {"format_gflop_per_s": {"q4": 400.0}, "neurons_gflop_per_s": {"q4": 250.0}}
+    processor = processors_of(MACHINE.model_copy(update={"cpu": MACHINE.cpu.model_copy(update=rates)}))[CPU]
+    late = 2 * 3 * 128 * 1000 * (1 / 250e9 - 1 / 400e9) * 1e12
+    assert processor.prompt_ps(Layer(rung="threshold"), neuron) == pytest.approx(late)
+    assert processor.prompt_ps(Layer(rung="dense"), neuron) == 0
+    assert PROCESSOR.prompt_ps(Layer(rung="threshold"), neuron) == 0
+    experts = FfnBytes(small_decoder(d_model=64, d_ff=100, n_experts=4, experts_per_token=2), "q4", "q8")
+    assert processor.prompt_ps(Layer(rung="gate"), experts) == 0
+
+
 def test_of_experts_a_token_reads_those_it_goes_to() -> None:
     d = small_decoder(d_model=64, d_ff=100, n_experts=4, experts_per_token=2)
     neuron = FfnBytes(d, "f16", "f16")

@@ -44,6 +44,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         probe = partial(lambda share, fmt, threads: rates[fmt] * threads * share, share)
         monkeypatch.setattr(measurement, f"{name}_bandwidth", probe)
     monkeypatch.setattr(measurement, "product_flops", lambda _fmt, threads: threads * 10e9)
+    monkeypatch.setattr(measurement, "neuron_flops", lambda _fmt, threads: threads * 7e9)
     monkeypatch.setattr(measurement, "attention_bandwidth", lambda threads: threads * 6e9)
     monkeypatch.setattr(measurement, "launch_seconds", lambda fmt, threads: threads * (1e-6 if fmt != "f32" else 1))
     monkeypatch.setattr(measurement, "_gpu", lambda: (None, None, ""))
@@ -55,6 +56,8 @@ def test_everything_is_measured_at_the_best_number_of_threads() -> None:
     found = measurement.measure_machine(Path())
     assert (found.cpu.cores, found.cpu.bandwidth_gb_per_s, found.cpu.launch_us) == (12, 20.0, 4.0)
     assert found.cpu.products_gflop_per_s == 40.0
+    assert set(found.cpu.format_gflop_per_s.values()) == {40.0}
+    assert set(found.cpu.neurons_gflop_per_s.values()) == {28.0}
     assert found.cpu.format_gb_per_s == {
         "f32": 32.0,
         "f16": 28.0,

@@ -46,6 +46,15 @@ def test_a_forecast_has_both(kind: str, tmp_path: Path) -> None:
     own, whole = (float(word) for word in re.findall(r"([\d.e-]+) ms", found))
     assert own > 2 * whole
     assert found.endswith("with whole matrices alone")
+    operations = {"format_gflop_per_s": {"f16": 4.0}, "neurons_gflop_per_s": {"f16": 2.0}}
+    slow = Machine(name="m", source="t", cpu=alone.model_copy(update=operations))
+    late = float(
+        re.findall(
+            r"one of a prompt takes ([\d.e-]+) ms longer than there$", summary.forecast_line(path, of_layer, 16, slow)
+        )[0]
+    )
+    weights = 3 * profile().decoder.d_ff * profile().decoder.d_model
+    assert late == pytest.approx(2 * weights * (1 / 2e9 - 1 / 4e9) * 1000, rel=0.01)
     of_layer = replace(of_layer, layers=(LayerWork(rung="dense"),))
     own, whole = re.findall(r"([\d.e-]+) ms", summary.forecast_line(path, of_layer, 16, machine(gpu=None, link=None)))
     assert own == whole

@@ -343,6 +343,8 @@ def test_time_and_not_bytes_decides(run: Callable[..., PredictorSet]) -> None:
     )
     assert predicted("a", BYTES) > predicted("b", slow_to_pick)
     assert predicted("c", slow_to_start) == 0
+    slow_prompts = Processor("d", 0, {"": 10**9}, {}, None, late_ps={"f16": 1e6}, matrices=True)
+    assert {row.rung for row in run("d", processor=slow_prompts).rows} == {"dense"}
     trained = run("c", processor=slow_to_start)
     assert trained.rows[0].ffn_us == pytest.approx(2e6 + trained.rows[0].ffn_bytes / 1e3)
 

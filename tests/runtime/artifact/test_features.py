@@ -45,7 +45,7 @@ def test_a_file_lists_what_it_uses(featured: Path) -> None:
     assert b'"manifest":"manifest.json","version":1}' in data
 
 
-VALUES = {"reordered": "block", "sandwich": "block", "clamped_swiglu": "activation"}
+VALUES = {"reordered": "block", "sandwich": "block", "clamped_swiglu": "activation", "none": "positions"}
 """Values that came later than their facts, and are features of their own."""
 
 

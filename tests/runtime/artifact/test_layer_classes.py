@@ -30,11 +30,12 @@ def test_what_windows_save_in_a_whole_context(case: str) -> None:
 
 def test_layers_that_are_alike_are_one_class() -> None:
     for fields in ({}, {"window": 9, "windowed_layers": (0, 1, 2)}):
-        (one,) = layer_classes(small_decoder(n_layers=3, **fields), "q8")
+        decoder = small_decoder(n_layers=3, **fields)
+        (one,) = layer_classes(decoder, "q8")
         assert (one.layers, one.window) == ((0, 1, 2), fields.get("window", 0))
         assert one.page == kv_page(small_decoder(n_layers=3), "q8", 3)
     assert one.pages(100) == range(2, 4)
-    assert layer_nbytes([one], 1000, 64) == (5 * one.page.nbytes // 3,) * 3
+    assert layer_nbytes(decoder, "q8", 1000, 64) == (5 * one.page.nbytes // 3,) * 3
 
 
 @pytest.mark.parametrize("window", [1, 2, 31, 32, 33, 100])

@@ -86,7 +86,7 @@ def packed(name: str, q: Sequence[int], columns: int) -> bytes:
         runs = [codes[n : n + 256] for n in range(0, grouped, 256)]
         runs += [left[n : n + 64] for n in range(0, len(left), 64)]
         row = b"".join(packed_run(run, int(name[1:]) - 4) for run in runs)
-    return row + bytes(-len(row) % 64)
+    return row + bytes(-len(row) % (64 if name == "q8" else 32))
 
 
 def packed_run(run: Sequence[int], upper: int) -> bytes:

@@ -118,9 +118,9 @@ def test_positions_are_quantised_like_the_embedding() -> None:
         ("q8", 64, 64, 8),
         ("q8", 65, 128, 8),
         ("q8", 129, 192, 16),
-        ("q4", 1, 64, 8),
+        ("q4", 1, 32, 8),
         ("q4", 128, 64, 8),
-        ("q4", 129, 128, 16),
+        ("q4", 129, 96, 16),
         ("q4", 4096, 2048, 256),
     ],
 )
@@ -131,11 +131,11 @@ def test_bytes_of_a_quantised_row(fmt: str, columns: int, row: int, scales: int)
 
 
 def test_bytes_of_an_ffn_count_scales() -> None:
-    """d_model 72: a row of q8 is 128 bytes and 8 of scales, of q4 64 and 8; rank 3: 64 and 8."""
+    """d_model 72: a row of q8 is 128 bytes and 8 of scales, of q4 64 and 8; rank 3: 32 and 8."""
     neuron = FfnBytes.of(small_decoder(d_model=72), {**F16, "ffn": "q8", "predictor": "q4"})
     assert (neuron.first, neuron.rest) == (136, 272)
-    assert neuron.predictor_row(3) == 64 + 8 + 4
-    assert neuron.predictor(3) == 3 * (64 + 8) + 40 * (64 + 8 + 4)
+    assert neuron.predictor_row(3) == 32 + 8 + 4
+    assert neuron.predictor(3) == 3 * (64 + 8) + 40 * (32 + 8 + 4)
 
 
 def test_nbytes_counts_padded_rows() -> None:

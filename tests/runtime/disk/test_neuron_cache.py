@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pi_runtime.artifact.footprint import CHUNKS
 from pi_runtime.disk.kernels import neuron_cache
 from pi_runtime.disk.kernels.neuron_cache import HITS, MISSES, LayerRows
-from pi_runtime.disk.whole_experts import Heat
+from pi_runtime.disk.whole_experts import EarlyNames, Heat
 
 NEURONS, PINNED, STAGED = 200, 20, 200
 
@@ -126,3 +126,22 @@ def test_heat_is_uses_of_late_and_in_the_long_run() -> None:
         heat.age()
     assert (heat.value_U < value_U).all()
     assert heat.value_U[1] > heat.value_U[2]  # what was used for long outlives what was used for a while
+
+
+def test_experts_are_read_ahead_at_places_that_are_mostly_right() -> None:
+    """Of three places the first is always taken, the second in two of three turns, the last in one of three; an expert
+    that was there teaches nothing, and one place recovers as soon as it is mostly right."""
+    early = EarlyNames(3)
+    for turn in range(60):
+        expert_TK, nowhere = np.array([[turn, 100 + turn, 200 + turn]]), np.zeros((1, 3), np.bool_)
+        early.worth_reading(expert_TK, nowhere)
+        early.learn(np.array([turn, *([100 + turn] if turn % 3 else []), *([] if turn % 3 else [200 + turn])]))
+    assert early.worth_reading(expert_TK, nowhere).tolist() == [[True, True, False]]
+    for _ in range(100):
+        early.worth_reading(expert_TK, np.array([[True, True, True]]))
+        early.learn(expert_TK[0])
+    assert early.worth_reading(expert_TK, nowhere).tolist() == [[True, True, False]]
+    for _ in range(100):
+        early.learn(expert_TK[0])
+        early.worth_reading(expert_TK, nowhere)
+    assert early.worth_reading(expert_TK, nowhere).all()

@@ -207,11 +207,20 @@ def test_the_faster_way_is_taken_and_the_other_tried_again() -> None:
         taken.append(way.second)
         fast = taken[-1] if token < 100 else not taken[-1]
         way.count(9.0 if token < 4 else 0.1 if fast else 0.2)
-    assert taken[:12] == [False] * 8 + [True] * 4
+    assert taken[:12] == [False] * 4 + [True, False] * 4
     assert all(taken[12:64])
-    assert not any(taken[64:68])
-    assert all(taken[68:100])
+    assert taken[64:72] == [False, True] * 4
+    assert all(taken[72:100])
     assert sum(taken[140:]) <= 8
+
+
+def test_a_text_that_grows_easier_favours_neither_way() -> None:
+    """Both ways take equally long, and every token less than the one before: few tokens go the second way."""
+    way, taken = disk_ahead.FasterWay(), []
+    for token in range(64):
+        taken.append(way.second)
+        way.count(1.0 - token // 2 / 100)
+    assert not any(taken[12:])
 
 
 def test_a_closed_model_refuses(path: Path) -> None:

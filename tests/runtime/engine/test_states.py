@@ -21,27 +21,50 @@ from pi_runtime.kernels import reference
 from pi_runtime.sequence.sequence import snapshot_places
 
 CONTEXT = 256
-FACTS: dict[str, Any] = {
-    "recurrence": "gated_delta",
+_STATES: dict[str, Any] = {
     "recurrent_layers": (0, 1, 3),
     "state_heads": 6,
     "state_key_heads": 3,
     "state_key_dim": 5,
     "state_value_dim": 37,
     "state_columns": 4,
-    "output_gate": True,
-    "qk_norm": True,
 }
+FACTS: dict[str, dict[str, Any]] = {
+    "gated_delta": {**_STATES, "n_layers": 4, "output_gate": True, "qk_norm": True},
+    "mamba2": {
+        **_STATES,
+        "n_layers": 6,
+        "state_least_step": 0.3,
+        "mixer_only_layers": (1, 2),
+        "ffn_only_layers": (4, 5),
+        "positions": "none",
+        "ffn": "plain",
+        "activation": "relu2",
+        "n_experts": 3,
+        "experts_per_token": 2,
+    },
+    "short_conv": {
+        "recurrent_layers": (0, 1, 3),
+        "n_layers": 4,
+        "state_heads": 6,
+        "state_value_dim": 37,
+        "state_columns": 3,
+        "qk_norm": True,
+    },
+}
+every_recurrence = pytest.mark.parametrize("kind", FACTS)
 
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-def artifact(path: Path, *, rung: str = "predicted", context: int = CONTEXT, **fields: Any) -> Path:
-    decoder = small_decoder(n_layers=4, context_length=context, **FACTS)
-    rungs = (Layer(rung=rung, rank=4), *[Layer(rung="gate")] * 3)
+def artifact(
+    path: Path, kind: str = "gated_delta", *, rung: str = "predicted", context: int = CONTEXT, **fields: Any
+) -> Path:
+    decoder = small_decoder(recurrence=kind, context_length=context, **FACTS[kind])
+    ranks = [4, *[None] * (decoder.n_layers - 1)]
+    rungs = (Layer(rung=rung, rank=4), *[Layer(rung="gate")] * (decoder.n_layers - 1))
     text = Text(prefix_ids=(), end_ids=(3, 77))
-    ranks = [4, *[None] * 3]
     usual: dict[str, Any] = {"ranks": ranks, "layers": rungs, "text": text, "scale": 2.0, "format": "f16"}
     return random_artifact(path, decoder, **usual | fields)
 
@@ -50,17 +73,18 @@ def opened(path: Path, device: str = "cpu", **options: Any) -> Model:
     return from_disk(path, 0.2, block_tokens=128) if device == "disk" else load(path, device=device, **options)
 
 
-def test_logits_are_those_of_the_definition(tmp_path: Path) -> None:
-    path, ids = artifact(tmp_path / "a.pi", format="f32"), np.random.default_rng(0).integers(0, 256, 90)
+@every_recurrence
+def test_logits_are_those_of_the_definition(kind: str, tmp_path: Path) -> None:
+    path, ids = artifact(tmp_path / "a.pi", kind, format="f32"), np.random.default_rng(0).integers(0, 256, 90)
     with Artifact.open(path) as stored, load(path, mode="dense") as model:
         wanted = reference.forward(stored, ids)
         assert np.abs(model.logits(ids) - wanted).max() <= 5e-5 * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("fmt", ["f32", "q8"])
-def test_any_cut_gives_the_same_bits(tmp_path: Path, fmt: str, threads: int, long: bool) -> None:
-    path, rng = artifact(tmp_path / "a.pi", format=fmt), np.random.default_rng(0)
+@every_recurrence
+@pytest.mark.parametrize(("fmt", "threads"), [("f32", 1), ("q8", 2)])
+def test_any_cut_gives_the_same_bits(kind: str, tmp_path: Path, fmt: str, threads: int, long: bool) -> None:
+    path, rng = artifact(tmp_path / "a.pi", kind, format=fmt), np.random.default_rng(0)
     ids = rng.integers(0, 256, CONTEXT)
     with load(path, threads=threads) as model:
         wanted = model.logits(ids)
@@ -74,9 +98,10 @@ def test_any_cut_gives_the_same_bits(tmp_path: Path, fmt: str, threads: int, lon
             cache.close()
 
 
-def test_tokens_that_are_taken_back_leave_no_trace(tmp_path: Path, long: bool) -> None:
+@every_recurrence
+def test_tokens_that_are_taken_back_leave_no_trace(kind: str, tmp_path: Path, long: bool) -> None:
     """Any tokens may be tried, and any number of them may stay."""
-    path, rng = artifact(tmp_path / "a.pi"), np.random.default_rng(1)
+    path, rng = artifact(tmp_path / "a.pi", kind), np.random.default_rng(1)
     ids = rng.integers(0, 256, CONTEXT)
     with load(path) as model:
         wanted = model.logits(ids)
@@ -104,20 +129,25 @@ def test_tokens_that_are_taken_back_leave_no_trace(tmp_path: Path, long: bool) -
 
 
 @pytest.mark.parametrize(
-    ("device", "options"),
+    ("kind", "device", "options"),
     [
-        ("cpu", {"mode": "predicted"}),
-        ("cpu", {"mode": "gate", "cache_format": "q8"}),
-        ("stand-in", {}),
-        ("disk", {}),
+        ("gated_delta", "cpu", {"mode": "predicted"}),
+        ("mamba2", "cpu", {"mode": "gate", "cache_format": "q8"}),
+        ("gated_delta", "stand-in", {}),
+        ("mamba2", "stand-in", {}),
+        ("gated_delta", "disk", {}),
+        ("mamba2", "disk", {}),
+        ("short_conv", "cpu", {}),
+        ("short_conv", "disk", {}),
     ],
-    ids=["cpu", "cache in q8", "stand-in", "disk"],
 )
 def test_engines_give_the_text_that_a_sequence_has_alone(
-    device: str, options: dict[str, Any], tmp_path: Path, long: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, device: str, options: dict[str, Any], tmp_path: Path, long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = stored_plan((16, 8, 8, 8), 1 << 20, 20000, context=CONTEXT)
-    path = artifact(tmp_path / "a.pi", plans=(plan,) if device == "stand-in" else ())
+    layers, experts = FACTS[kind]["n_layers"], FACTS[kind].get("n_experts", 1)
+    cuts = tuple(16 if n < experts else 8 for n in range(layers * experts))
+    plan = stored_plan(cuts, 1 << 20, 20000, attention=("cpu",) * layers, context=CONTEXT)
+    path = artifact(tmp_path / "a.pi", kind, plans=(plan,) if device == "stand-in" else ())
     preempted = cached = drafted = 0
     for n in range(8 if long else 2):
         rng = random.Random(f"{device} {n}")
@@ -201,7 +231,7 @@ def test_places_of_snapshots(length: int) -> None:
 
 
 def test_states_are_counted_and_are_a_class_of_their_own() -> None:
-    decoder = small_decoder(n_layers=4, **FACTS)
+    decoder = small_decoder(recurrence="gated_delta", **FACTS["gated_delta"])
     keys, states = layer_classes(decoder, "f16")
     assert (keys.layers, states.layers, states.is_state, states.page.dtype) == ((2,), (0, 1, 3), True, "float32")
     short, long = (sequence_nbytes((keys, states), positions, 64) for positions in (32, 3200))

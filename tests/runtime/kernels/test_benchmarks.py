@@ -34,6 +34,7 @@ def test_every_format_gives_its_rates(fmt: str) -> None:
     for probe in probes:
         assert probe(w, threads=1, repeats=1) > 1e3
     assert benchmarks.product_flops(fmt, threads=1, tokens=2, rows=8, repeats=1) > 1e6
+    assert benchmarks.neuron_flops(fmt, threads=1, tokens=20, neurons=64, repeats=1) > 1e6
 
 
 @pytest.mark.parametrize("fmt", ROW_FORMATS)

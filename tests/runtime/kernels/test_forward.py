@@ -16,7 +16,7 @@ import pytest
 from support.long_form import marked_long
 from support.rounding import blocks_of
 from support.steps import step
-from support.synthetic import random_artifact, small_decoder
+from support.synthetic import FACTS, random_artifact, small_decoder
 
 from pi_runtime import load
 from pi_runtime.artifact.reader import Artifact
@@ -68,6 +68,12 @@ DECODERS: dict[str, dict[str, Any]] = {
     "positions-scaled-and-normed": {"family": "opt", "embedding_scale": 2.5, "embedding_norm": True},
     "logits-scaled-and-capped": {"logit_scale": 0.4, "logit_softcap": 1.5, "head_bias": True},
     "turned-back-without-rotation": {"rotary_frequencies": (-1.0, -0.03), "unrotated_layers": (1,)},
+    "mamba2-parts-alone": {
+        **FACTS["a mixer or an FFN alone, states of Mamba-2 without positions"],
+        **ODD,
+        "n_kv_heads": 1,
+    },
+    "short-conv": {**FACTS["a short convolution"], **ODD, "n_kv_heads": 1},
     "relu2-plain": {"activation": "relu2", "ffn": "plain", "norm": "layer", "rotary_frequencies": (1.0,)},
     "inner-norms": {**ODD, "activation": "relu2", "inner_norms": True},
     "drelu": {**ODD, "activation": "drelu", "ffn_bias": True},

@@ -67,7 +67,7 @@ def test_the_head_is_its_definition(fmt: str, fields: dict[str, Any], tmp_path: 
 @pytest.mark.parametrize("kind", FACTS)
 def test_the_head_is_its_definition_beside_every_kind_of_model(kind: str, tmp_path: Path) -> None:
     """What its model has (latents, windows, layers without rotation) is not the head's, and nor is its cache's page."""
-    decoder = small_decoder(context_length=CONTEXT, n_layers=3, **FACTS[kind])
+    decoder = small_decoder(**{"context_length": CONTEXT, "n_layers": 3} | FACTS[kind])
     fields = {"n_heads": 6, "n_kv_heads": 3, "head_dim": 40, "rotary_frequencies": frequencies(40)}
     path = random_artifact(
         tmp_path / "a.pi", decoder, format="f32", guess=small_guess_head(decoder, **fields), scale=2.0

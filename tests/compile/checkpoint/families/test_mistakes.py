@@ -60,7 +60,7 @@ def test_a_config_that_lies_about_layers(copy: Copy, family: str) -> None:
     folder, key = copy(family), "n_layer" if family == "gpt2" else "num_hidden_layers"
     edit_json(folder / "config.json", **{key: 3})
     message = refusal(folder)
-    if "linear_attention" in (config_of(folder).get("layer_types") or ()):  # says what each layer is
+    if {"linear_attention", "conv"} & {*(config_of(folder).get("layer_types") or ())}:  # says what each layer is
         assert "layer_types" in message
         return
     assert "tensors that config.json calls for are missing" in message
@@ -192,6 +192,12 @@ CHANGING: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"num_experts_per_tok": 6}, "num_experts_per_tok"),
     ("mixtral", {"num_local_experts": 0}, "num_local_experts"),
     ("nanochat", {"final_logit_softcapping": -15.0}, "final_logit_softcapping"),
+    *((family, {"hidden_act": "relu"}, "hidden_act") for family in ("lfm2", "lfm2_moe")),
+    *(("lfm2", {"layer_types": kinds}, "layer_types") for kinds in (["conv"] * 4, ["conv", "linear"] * 2, ["conv"])),
+    ("lfm2", {"conv_bias": True}, "conv_bias"),
+    ("lfm2", {"conv_L_cache": 0}, "conv_L_cache"),
+    ("lfm2_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+    ("lfm2_moe", {"intermediate_size": 999}, "intermediate_size"),
     ("nanochat", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters"),
     ("nemotron", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor"),
     ("nemotron", {"hidden_act": "laplace"}, "hidden_act"),

@@ -22,7 +22,19 @@ import torch
 from compile.checkpoint.gguf import test_llama_cpp as theirs
 from support.changed_configs import logits
 from support.families import CASES as FAMILIES
-from support.families import GEMMA3, GLM_LITE, GPT_OSS, LLAMA, MIXTRAL, MLA, MLA_YARN, PHI3, Case, random_checkpoint
+from support.families import (
+    GEMMA3,
+    GEMMA4,
+    GLM_LITE,
+    GPT_OSS,
+    LLAMA,
+    MIXTRAL,
+    MLA,
+    MLA_YARN,
+    PHI3,
+    Case,
+    random_checkpoint,
+)
 from support.gguf_files import write_byte_tokenizer
 from support.hf import edit_json
 
@@ -56,6 +68,7 @@ MORE: dict[str, Case] = {
             }
         },
     ),
+    "gemma4-six": Case("Gemma4Text", GEMMA4 | {"num_hidden_layers": 6, "layer_types": None, "attention_k_eq_v": False}),
     "phi3-longrope": Case(
         "Phi3",
         PHI3
@@ -138,7 +151,7 @@ def compare(case: str, folder: Path) -> None:
     fields = (FAMILIES | MORE)[case].fields
     usual = {key: value for key, value in USUAL.items() if key in fields or (key == "activation" and "falcon" in case)}
     # More rows than words: some tokenizers add words of their own. The converter cuts those of Gemma 3 off.
-    rows = words + (len(tokenizer["added_tokens"]) if case.startswith("gemma3") else 9)
+    rows = words + (len(tokenizer["added_tokens"]) if case.startswith("gemma") else 9)
     changes = {"vocab_size": rows, **usual, **CHANGES.get(case, {})}
     model = random_checkpoint(folder, case, tokenizer=False, sizes=changes)
     if case == "falcon-7b":

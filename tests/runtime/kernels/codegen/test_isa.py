@@ -150,7 +150,9 @@ def test_avxvnni_through_avx512_keeps_to_256_bits() -> None:
 
 
 GOLDEN = ("f16", "q6", "q4_1", "q4_k", "q6_k", "iq4_nl", "nvfp4")
-"""Numbers, blocks, blocks with an offset, groups, and tables: in the short form these have golden logits, others checks."""
+"""Numbers, blocks, blocks with an offset, groups, and tables: in the short form these have golden logits.
+
+Others have checks."""
 
 
 @pytest.mark.slow
