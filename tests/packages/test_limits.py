@@ -16,10 +16,10 @@ ROOMS = {"pi_compile": (22, 82), "pi_runtime": (16, 47)}
 ROOM_LINES = {
     ("pi_runtime/server",): 7050,
     ("pi_runtime/engine",): 5950,
-    ("pi_runtime/execution", "pi_runtime/disk"): 5450,
-    ("pi_runtime/kernels",): 9000,
+    ("pi_runtime/execution", "pi_runtime/disk"): 5500,
+    ("pi_runtime/kernels",): 9200,
     ("pi_runtime/cuda",): 4300,
-    ("pi_compile/checkpoint",): 7350,
+    ("pi_compile/checkpoint",): 7700,
     ("pi_compile/sparsification",): 2650,
 }
 """Most lines of rooms: what they had when this was written, rounded up to 50."""

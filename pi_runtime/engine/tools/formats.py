@@ -154,7 +154,8 @@ def _tagged(template: str) -> ToolFormat | None:
     return HERMES if "arguments" in template else None
 
 
-THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>"))
+"""Gemma 4's markers are the last; to its tokenizer `<|channel>` alone is a token."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,8 @@ class ReasoningFormat:
         if CHANNEL in template:
             begin, answer = (f"{CHANNEL}{name}{MESSAGE}" for name in ("analysis", "final"))
             return cls(begin, "<|end|>", f"{START}assistant", answer, MARKERS)
-        return next((cls(*pair) for pair in THOUGHTS if pair[1] in template), None)
+        found = next((pair for pair in THOUGHTS if pair[1] in template), None)
+        return found and cls(*found, further=(found[0].removesuffix("thought"),))
 
     @property
     def markers(self) -> tuple[str, ...]:

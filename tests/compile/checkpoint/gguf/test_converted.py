@@ -8,7 +8,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -35,10 +37,13 @@ from support.families import (
     Case,
     random_checkpoint,
 )
-from support.gguf_files import write_byte_tokenizer
+from support.gguf_files import write_byte_tokenizer, write_dequantised
 from support.hf import edit_json
 
 from pi_compile.checkpoint import open_checkpoint
+from pi_compile.packing import PackSpec, pack
+from pi_runtime.artifact.reader import Artifact
+from pi_runtime.artifact.sizes import BESIDE, PARTS
 
 SOURCE = os.environ.get("LLAMA_CPP_SOURCE", "")
 SCRIPT = Path(__file__).parents[3] / "support" / "llama_cpp_converter.py"
@@ -119,7 +124,7 @@ OTHERWISE = {
     **dict.fromkeys(("qwen3", "olmo2-biases", "arcee-biases"), "llama.cpp has no bias of attention's output there"),
 }
 """Cases that llama.cpp refuses, or computes otherwise than transformers, as which they are read."""
-LOOSE = dict.fromkeys(("gemma3-linear", "gemma3-six"), 2e-2)
+LOOSE = dict.fromkeys(("gemma3-linear", "gemma3-six", "gemma4-six"), 2e-2)
 """Tolerance where llama.cpp's table of GELU, in binary16, is seen: a cap leaves little of the logits."""
 
 
@@ -143,7 +148,36 @@ def test_logits_are_those_of_both(case: str, tmp_path: Path, monkeypatch: pytest
     compare(case, tmp_path / "model")  # some names of folders mean something to llama.cpp
 
 
-def compare(case: str, folder: Path) -> None:
+WHOLE_BLOCKS = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "head_dim": 32,
+    "global_head_dim": 64,
+}
+
+
+@pytest.mark.skipif(not theirs.has_llama_cpp(), reason="no llama_cpp")
+def test_gemma_4_in_q4_0(tmp_path: Path) -> None:
+    """The form in which its vendor publishes it: q4 holds the blocks that llama.cpp's quantiser makes, bit for bit."""
+    model, file = tmp_path / "model", tmp_path / "q4.gguf"
+    words, _ = made("gemma4-experts", model, WHOLE_BLOCKS)
+    theirs.llama_cpp("quantise", converted(model), file, "Q4_0")
+    write_dequantised(file, tmp_path / "values.gguf")
+    checkpoint = open_checkpoint(file)
+    spec = PackSpec(formats=dict.fromkeys(PARTS, "keep"))
+    with Artifact.open(pack(checkpoint, spec, tmp_path / "a.pi", recipe={}).path) as artifact:
+        arrays = artifact.manifest.arrays
+        blocks = [name for name, entry in arrays.items() if entry.format == "q4" and not name.endswith("ffn/rest")]
+        assert {"attention/qkv", "attention/out", "ffn/first", *BESIDE} <= {name.split("/", 2)[-1] for name in blocks}
+        for name in blocks:
+            np.testing.assert_array_equal(artifact.values(name), checkpoint.values(name), name)
+    ids = np.random.default_rng(0).integers(0, words, 24)
+    theirs.assert_close(logits(checkpoint, ids), theirs.of_llama_cpp(tmp_path / "values.gguf", ids))
+
+
+def made(case: str, folder: Path, sizes: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, Any]:
+    """Write a case's checkpoint; returns the words of its vocabulary, and the model."""
     folder.mkdir()
     write_byte_tokenizer(folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
@@ -152,11 +186,16 @@ def compare(case: str, folder: Path) -> None:
     usual = {key: value for key, value in USUAL.items() if key in fields or (key == "activation" and "falcon" in case)}
     # More rows than words: some tokenizers add words of their own. The converter cuts those of Gemma 3 off.
     rows = words + (len(tokenizer["added_tokens"]) if case.startswith("gemma") else 9)
-    changes = {"vocab_size": rows, **usual, **CHANGES.get(case, {})}
+    changes = {"vocab_size": rows, **usual, **CHANGES.get(case, {}), **sizes}
     model = random_checkpoint(folder, case, tokenizer=False, sizes=changes)
     if case == "falcon-7b":
         edit_json(folder / "config.json", num_kv_heads=1)
     edit_json(folder / "config.json", **SAID.get((FAMILIES | MORE)[case].model, {}))
+    return words, model
+
+
+def compare(case: str, folder: Path) -> None:
+    words, model = made(case, folder)
     file = converted(folder)
     checkpoint = open_checkpoint(file)
     ids = np.random.default_rng(0).integers(0, words, min(24, checkpoint.decoder.context_length))

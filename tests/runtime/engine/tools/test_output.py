@@ -49,6 +49,21 @@ def test_thoughts_come_apart(prompt: str, text: str, found: list[Delta]) -> None
     assert parse(list(text), prompt) == found
 
 
+def test_thoughts_of_gemma_4() -> None:
+    """Its template ends a prompt with empty thoughts unless it is to think; then the model begins them."""
+    found = ReasoningFormat.of("{{ '<|channel>thought\\n' + thinking + '\\n<channel|>' }}")
+    assert found is not None
+    assert "<|channel>" in found.markers
+    for prompt, text, wanted in (
+        ("<|turn>model\n", "<|channel>thought\nhm\n<channel|>Yes.", [ReasoningDelta("hm"), TextDelta("Yes.")]),
+        ("<|turn>model\n<|channel>thought\n<channel|>", "Yes.", [TextDelta("Yes.")]),
+    ):
+        for pieces in ([text], list(text)):
+            parser = OutputParser(ReasoningParser(found, prompt), None)
+            assert joined([*(d for piece in pieces for d in parser.push(piece)), *parser.finish()]) == wanted
+        assert found.is_closed(prompt) == (len(wanted) == 1)
+
+
 PIECES = st.sampled_from(
     ["<think>", "</think>", "<th", "ink>", "</", " ", "\n", "x", "<tool_call>", CALL, "</tool_call>"]
 )
