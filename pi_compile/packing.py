@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, part_of
+from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, long_row_nbytes, part_of
 from pi_compile.checkpoint.eagle3 import PublishedHead
 from pi_compile.checkpoint.part_formats import KEEP, check_rows, resolve_formats
 from pi_compile.checkpoint.stored_blocks import StoredBlock, check_underflow, rounded, stored_blocks
@@ -29,7 +29,7 @@ from pi_runtime.artifact.layout import manifest_specs, place_arrays
 from pi_runtime.artifact.quantisation import RoundingError, dequantise
 from pi_runtime.artifact.rungs import exact_rung
 from pi_runtime.artifact.schema import Layer, Manifest, Plan, RowPlan
-from pi_runtime.artifact.sizes import MIXED, PARTS, WHOLE, ArraySpec, array_specs, is_scales, layer_layouts
+from pi_runtime.artifact.sizes import BY_NEURON, MIXED, PARTS, WHOLE, ArraySpec, array_specs, is_scales, layer_layouts
 from pi_runtime.artifact.writer import ArtifactWriter
 
 Array = npt.NDArray[Any]
@@ -90,6 +90,7 @@ def pack(
     text, formats = checkpoint.text_files, part_formats(checkpoint, spec)
     layers = _layers(checkpoint.decoder, predictor_set)
     checkpoint, formats = _laid_out(checkpoint.with_formats(formats), formats, layers if spec.mixed else ())
+    formats |= _kept(checkpoint, formats) if spec.mixed else {}
     manifest = Manifest(
         decoder=checkpoint.decoder,
         formats=formats,
@@ -134,8 +135,20 @@ def part_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
     own = checkpoint.matrix_formats()
     parts |= {name: fmt for name, fmt in own.items() if spec.formats[str(part_of(name))] == KEEP}
     formats = parts | {name: fmt for name, fmt in spec.formats.items() if name not in PARTS}
+    if spec.mixed or checkpoint.layout != BY_NEURON:
+        formats |= _kept(checkpoint, formats)
     check_rows(specs_of(checkpoint, formats))
     return formats
+
+
+def _kept(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, str]:
+    """The formats of FFNs' matrices that keep them bit for bit in fewer bytes than those in which a recipe has what no
+    format keeps by neuron."""
+    if replace(checkpoint, layout=BY_NEURON).format("ffn") in FORMATS:
+        return {}
+    own = {name: fmt for name, fmt in checkpoint.array_formats.items() if part_of(name) == "ffn" and fmt in FORMATS}
+    wide = {name: long_row_nbytes(formats.get(name, formats["ffn"])) for name in own}
+    return {name: fmt for name, fmt in own.items() if FORMATS[fmt].quantised and long_row_nbytes(fmt) < wide[name]}
 
 
 def _laid_out(

@@ -69,6 +69,14 @@ class Checkpoint(ResolvedCheckpoint):
         return replace(self, layout=layout)
 
     @property
+    def keeps_whole(self) -> bool:
+        """Whether FFNs that are not skipped keep their blocks as whole matrices, and not by neuron."""
+        d = self.decoder
+        if d.sparse or d.dense_layers or replace(self, layout=BY_NEURON).format("ffn") in FORMATS:
+            return False
+        return self.in_layout(WHOLE).format("ffn") in FORMATS
+
+    @property
     def folder(self) -> Path:
         """The folder of its files."""
         return self.location if self.location.is_dir() else self.location.parent
@@ -97,22 +105,22 @@ class Checkpoint(ResolvedCheckpoint):
         block formats of their own (see `matrix_formats`). Where nothing smaller keeps the values, it is the names of
         their block types, which no number format has. Routers and biases do not count: they are f32 in every artifact.
         """
-        found = {name for array, name in self._array_formats.items() if part_of(array) == part}
+        found = {name for array, name in self.array_formats.items() if part_of(array) == part}
         if len(found) == 1:
             return found.pop()
         if part in ("attention", "ffn") and found <= FORMATS.keys() and any(FORMATS[name].quantised for name in found):
-            return max(found, key=_row_nbytes)
+            return max(found, key=long_row_nbytes)
         return self._format_of(self._matrix_arrays(part))
 
     def matrix_formats(self) -> dict[str, str]:
         """The formats of matrices of the layers that have another one than their part, and of keys and values that
         no format keeps with queries."""
         parts = {part: self.format(part) for part in ("attention", "ffn")}
-        own = ((array, name, parts.get(str(part_of(array)))) for array, name in self._array_formats.items())
+        own = ((array, name, parts.get(str(part_of(array)))) for array, name in self.array_formats.items())
         return {a: name for a, name, of in own if of in FORMATS and (name != of or a.endswith(tuple(APART)))}
 
     @cached_property
-    def _array_formats(self) -> dict[str, str]:
+    def array_formats(self) -> dict[str, str]:
         """What `format` says of each matrix alone, with keys and values apart where need be."""
         apart = self.with_formats(self.with_formats(())._of_other_types())
         arrays = (array for part in PARTS for array in apart._matrix_arrays(part))
@@ -136,7 +144,7 @@ class Checkpoint(ResolvedCheckpoint):
             for name in WEIGHT_FORMATS
             if FORMATS[name].quantised and all(self.keeps(array, name) for array in arrays)
         ]
-        return min(kept, key=_row_nbytes, default="") or " and ".join(found)
+        return min(kept, key=long_row_nbytes, default="") or " and ".join(found)
 
     def formats(self) -> dict[str, str]:
         """Number format of each part as it is stored (see `format`); the head's where it is not the embedding."""
@@ -342,7 +350,7 @@ def open_checkpoint(
     return Checkpoint(revision=commit, **vars(resolved))
 
 
-def _row_nbytes(name: str) -> int:
+def long_row_nbytes(name: str) -> int:
     """Bytes of a long row in a weight format, with its scales."""
     return ArraySpec(name, (1, 8192)).nbytes_with_scales
 

@@ -49,7 +49,9 @@ RunVramBudget = Annotated[
 RunCtxSize = Annotated[int | None, typer.Option("--ctx-size", envvar="PI_CTX_SIZE", help="Context length in tokens.")]
 RunCacheFormat = Annotated[
     str,
-    typer.Option("--cache-format", envvar="PI_CACHE_FORMAT", help="Number format of keys and values: auto, f16 or q8."),
+    typer.Option(
+        "--cache-format", envvar="PI_CACHE_FORMAT", help="Number format of keys and values: auto, f32, f16, q8 or q4."
+    ),
 ]
 Threads = Annotated[int | None, typer.Option(envvar="PI_THREADS", help="CPU threads.")]
 Json = Annotated[bool, console.JSON]

@@ -143,11 +143,8 @@ def _in_layout(checkpoint: Checkpoint, layout: str | None) -> Checkpoint:
     are where that keeps blocks of `down` that lie across its neurons.
     """
     d = checkpoint.decoder
-    if layout is None and not d.sparse and not d.dense_layers:
-        whole = checkpoint.in_layout(WHOLE)
-        if d.n_experts == 1 or (checkpoint.format("ffn") not in FORMATS and whole.format("ffn") in FORMATS):
-            return whole
-    return checkpoint.in_layout(layout or BY_NEURON)
+    whole = checkpoint.keeps_whole if d.n_experts > 1 else not d.sparse
+    return checkpoint.in_layout(layout or (WHOLE if whole else BY_NEURON))
 
 
 def pack_plain(recipe_path: Path, output: Path, *, layout: str | None = None, **shown: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pi_compile.checkpoint.checkpoint import part_of
 from pi_compile.cost_model import CPU, PICO, Workload, costs_of, processors_of, token_time
 from pi_compile.machine import Machine
 from pi_compile.placement import Placement
@@ -16,7 +17,8 @@ from pi_compile.results import WINDOWS, ActivationProfile, LayerWork, PredictorS
 from pi_runtime.artifact.inspection import other_bytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import DENSE
-from pi_runtime.artifact.sizes import PARTS, FfnBytes
+from pi_runtime.artifact.schema import Manifest
+from pi_runtime.artifact.sizes import PARTS, FfnBytes, scales_name
 
 if TYPE_CHECKING:
     from pi_compile.packing import PackResult
@@ -135,13 +137,22 @@ def _placement(p: Placement) -> dict[str, Any]:
     }
 
 
+def _formats(m: Manifest, part: str) -> list[str]:
+    """The block formats of a part's matrices, that of most bytes first."""
+    nbytes: Counter[str] = Counter()
+    for name, entry in m.arrays.items():
+        if part_of(name) == part and scales_name(name) in m.arrays:
+            nbytes[entry.format] += entry.nbytes
+    return [fmt for fmt, _ in nbytes.most_common()]
+
+
 def pack_report(result: "PackResult") -> dict[str, Any]:
     """Path, bytes and digest of the artifact, and the errors of parts that were quantised."""
     report: dict[str, Any] = {"artifact": str(result.path), "bytes": result.nbytes, "sha256": result.sha256}
     rows = [
         {
             "part": part,
-            "format": result.manifest.formats[part],
+            "format": " and ".join(_formats(result.manifest, part)),
             "relative_rms_error": result.errors[part].relative,
             "largest_error": result.errors[part].largest,
         }

@@ -29,7 +29,7 @@ from pi_runtime.artifact.footprint import (
     input_nbytes,
     padded_width,
 )
-from pi_runtime.artifact.formats import BLOCK, FORMATS
+from pi_runtime.artifact.formats import BLOCK, FORMATS, Format
 from pi_runtime.artifact.sizes import BY_NEURON
 
 
@@ -63,8 +63,24 @@ def table_bytes(*tables: Buffers) -> int:
     return sum(buffer.nbytes for table in tables for buffer in table.values())
 
 
-CACHE_FORMATS = ("auto", "f16", "q8")
-"""Formats that keys and values can be asked for in."""
+@dataclass(frozen=True)
+class CacheFormat:
+    """How keys and values are held."""
+
+    numbers: Format
+    """A float format; or one whose integers are packed in blocks of 32 columns, each with a scale in float16."""
+    hadamard: bool = False
+    """Whether each head is rotated before it is rounded, so that no column is much larger than the others."""
+
+    def row_nbytes(self, width: int) -> int:
+        """Bytes of a head's keys, or values, at one position; packed ones up to the end of the last block."""
+        if not self.numbers.quantised:
+            return width * self.numbers.itemsize
+        return -(-width // BLOCK) * (BLOCK * self.numbers.bits // 8 + FORMATS["scale"].itemsize)
+
+
+CACHE_FORMATS = {name: CacheFormat(FORMATS[name], hadamard=name == "q4") for name in ("f32", "f16", "q8", "q4")}
+"""Formats that keys and values can be asked for in; besides `auto`."""
 
 
 def cache_format(attention: str, wanted: str = "auto") -> str:
@@ -94,14 +110,14 @@ def kv_page(d: Decoder, fmt: str, layers: int) -> Buffer:
     """One page of the cache in RAM: keys and values of so many layers for `POSITIONS` positions in this format.
 
     Values (S, E) lie row by row, keys (E, S) column by column, so that one vector holds a column of several positions.
-    Numbers are float32, float16, or q8: a byte for each, up to the end of the last block of columns. The blocks' scales
-    are behind the bytes of their row, or of all keys. A page of latents has a row for each position.
+    Of packed numbers the blocks' scales are behind the integers of their row, or of all keys: `ops.page_rows` says what
+    a row is. A page of latents has a row for each position.
     """
-    if FORMATS[fmt].quantised:
-        row = -(-d.cached_width // BLOCK) * (BLOCK + FORMATS["scale"].itemsize)
+    held = CACHE_FORMATS[fmt]
+    if held.numbers.quantised:
         # Bytes behind the last column are never written.
-        return Buffer((layers, *_page_shape(d, row)), "uint8", fill=0)
-    return Buffer((layers, *_page_shape(d, d.cached_width)), FORMATS[fmt].stored.name)
+        return Buffer((layers, *_page_shape(d, held.row_nbytes(d.cached_width))), "uint8", fill=0)
+    return Buffer((layers, *_page_shape(d, d.cached_width)), held.numbers.stored.name)
 
 
 def state_page(d: Decoder) -> Buffer:
@@ -149,6 +165,7 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
     widths = ("mixed", "qkv", "gate", "cached")
     mixed, made, gates, cached = (max(getattr(one, f"{of}_width") for one in d.kinds) for of in widths)
     t, latents = tokens, d.n_heads if d.latent_rank else 0
+    packed = cache in CACHE_FORMATS and CACHE_FORMATS[cache].numbers.quantised
     widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank, d.beside_ff), chunk_places(d.d_ff)
     # A product with `down` has the factors of all neurons as its input.
     low = rank if layout == BY_NEURON else max(rank, d.d_ff)
@@ -177,7 +194,7 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "taken_select_T": Buffer((t,), "int64"),
         "taken_weight_T": Buffer((t,)),
         "attention_CX": Buffer((CHUNKS, max(map(attention_floats, d.kinds)))),
-        "unpacked_CBE": Buffer((CHUNKS, POSITIONS if cache == "q8" else 0, cached)),
+        "unpacked_CBE": Buffer((CHUNKS, POSITIONS if packed else 0, cached)),
         "low_rank_flat": Buffer((t * rank,)),
         "inputs": Buffer((t * input_nbytes(widest),), "uint8"),
         "low_rank_inputs": Buffer((t * input_nbytes(low),), "uint8"),

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pi_runtime.artifact.buffers import CACHE_FORMATS
 from pi_runtime.console import parse_size
 from pi_runtime.engine.options import EngineOptions, ModelOptions
 from pi_runtime.errors import Setting, read_error
@@ -70,8 +71,8 @@ MODEL_FLAGS: Mapping[str, Any] = {
     "kv_budget": _budget("kv_budget", "Memory for keys and values, like 2GiB."),
     "cache_format": typer.Option(
         envvar="PI_CACHE_FORMAT",
-        help="Number format of keys and values: auto, f16 or q8.",
-        autocompletion=_one_of("auto", "f16", "q8"),
+        help="Number format of keys and values: auto, f32, f16, q8 or q4.",
+        autocompletion=_one_of("auto", *CACHE_FORMATS),
     ),
     "threads": typer.Option(envvar="PI_THREADS", help="CPU threads. Default: all."),
 }

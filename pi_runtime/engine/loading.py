@@ -55,9 +55,10 @@ def load(
     FFNs that have no room are read from the file when they are needed, which changes no text. None maps the whole file
     into memory where it fits, and else takes what is free. `kv_budget`: bytes of it for keys and values, of all caches
     and engines together; None: as many as one sequence takes.
-    `context`: positions to hold, prompt and answer together. `cache_format`: how keys and values are held, `f16` or
-    `q8`, which takes about half as much and is no longer exact; `auto` is float32 beside attention weights in float32,
-    else `f16`. A GPU has `auto` alone. `threads`: CPU threads; results do not depend on it.
+    `context`: positions to hold, prompt and answer together. `cache_format`: how keys and values are held: `f32`,
+    `f16`, `q8` or `q4`; `q8` takes about half as much as `f16`, `q4` a quarter, and neither is exact; `auto` is float32
+    beside attention weights in float32, else `f16`. A GPU has `auto` alone. `threads`: CPU threads; results do not
+    depend on it.
 
     Raises ArtifactError for a file that is not an artifact of this version, UsageError for an impossible argument,
     DeviceError for a device that is not there.
@@ -84,9 +85,9 @@ def open_model(path: str | Path, options: ModelOptions, progress: Callable[[int,
     device, threads = device_of(options), _threads(options.threads)
     if options.mode not in MODES:
         raise UsageError("unknown mode", setting=Setting("mode", options.mode), expected=", ".join(MODES))
-    if options.cache_format not in CACHE_FORMATS:
+    if options.cache_format not in (formats := ("auto", *CACHE_FORMATS)):
         held = Setting("cache_format", options.cache_format)
-        raise UsageError("unknown format", setting=held, expected=", ".join(CACHE_FORMATS))
+        raise UsageError("unknown format", setting=held, expected=", ".join(formats))
     artifact = Artifact.open(Path(path))
     try:
         context = _context(artifact.manifest, options.context)

@@ -28,7 +28,7 @@ class ModelOptions:
     kv_budget: int | None = None
     """Bytes for keys and values; None for the usual."""
     cache_format: str = "auto"
-    """How keys and values are held: `auto`, `f16` or `q8`."""
+    """How keys and values are held: `auto`, `f32`, `f16`, `q8` or `q4`."""
 
 
 @dataclass(frozen=True, kw_only=True)

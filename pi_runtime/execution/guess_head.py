@@ -68,8 +68,8 @@ class GuessHeadRun(ABC):
                 block_T = np.array(tokens[part], np.int64)
                 cache.reserve(len(block_T))
                 run_R4 = np.array([(0, len(block_T), cache.length, cache.table_address)], np.int64)
-                position_T, code = np.arange(cache.length, cache.length + len(block_T)), FORMATS[cache.pool.format].code
-                at = Positions(position_T, run_R4, code)
+                position_T = np.arange(cache.length, cache.length + len(block_T))
+                at = Positions(position_T, run_R4, *cache.pool.kernel_format)
                 y_TD = self._run(at, block_T, None if states_TC is None else states_TC[part], y_TD, logits_1S)
                 cache.append(block_T, select=False)
         return y_TD[-1:], logits_1S[0]

@@ -13,7 +13,6 @@ import numpy as np
 from pi_runtime.artifact.buffers import rotary_tables
 from pi_runtime.artifact.decoder import Decoder, rotary_table
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
-from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.errors import UsageError
 from pi_runtime.execution.executor import Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.guess_head import EagleRun, GuessHeadRun, GuessLayerRun
@@ -201,7 +200,7 @@ def positions_of(runs: Sequence[tuple[int, int, KVCache]]) -> Positions:
     run_R4 = [(first, count, at, cache.table_address) for first, (count, at, cache) in zip(first_R, runs, strict=False)]
     position_T = np.concatenate([np.arange(start, start + count) for count, start, _ in runs])
     pool = runs[0][2].pool
-    return Positions(position_T, np.array(run_R4, np.int64), FORMATS[pool.format].code)
+    return Positions(position_T, np.array(run_R4, np.int64), *pool.kernel_format)
 
 
 def batches(sequences: Sequence[SequenceStep]) -> Iterator[list[SequenceStep]]:

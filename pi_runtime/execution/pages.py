@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from pi_runtime.artifact.buffers import cache_format
+from pi_runtime.artifact.buffers import CACHE_FORMATS, cache_format
 from pi_runtime.artifact.footprint import POSITIONS
 from pi_runtime.artifact.layer_classes import layer_classes
 from pi_runtime.artifact.schema import Manifest
@@ -132,6 +132,12 @@ class PagePool:
     def budget_for(self, nbytes: int) -> int:
         """The least budget of a pool whose pages may take so many bytes."""
         return -(-nbytes * (self.page_nbytes + self._beside) // self.page_nbytes)
+
+    @property
+    def kernel_format(self) -> tuple[int, bool]:
+        """What kernels know of keys and values: the code of their number format, and whether heads are rotated."""
+        held = CACHE_FORMATS[self.format]
+        return held.numbers.code, held.hadamard
 
     @property
     def in_use(self) -> int:

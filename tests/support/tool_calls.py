@@ -13,12 +13,13 @@ from pi_runtime.engine.tools.formats import (
     MISTRAL,
     MISTRAL_CALL_ID,
     MISTRAL_LIST,
+    PYTHON,
     QWEN_3_CODER,
     Pairs,
     ToolFormat,
 )
 
-FORMATS = [HERMES, LLAMA_3, MISTRAL_LIST, MISTRAL, MISTRAL_CALL_ID, GLM_4_5, GLM_4_7, QWEN_3_CODER]
+FORMATS = [HERMES, LLAMA_3, MISTRAL_LIST, MISTRAL, MISTRAL_CALL_ID, GLM_4_5, GLM_4_7, QWEN_3_CODER, PYTHON]
 
 
 def written(tools: ToolFormat, *calls: tuple[str, dict[str, Any]]) -> str:
@@ -30,8 +31,8 @@ def written(tools: ToolFormat, *calls: tuple[str, dict[str, Any]]) -> str:
         return tools.gap.join(f"{tools.trigger}{_paired(tools.pairs, *call)}{tools.end}" for call in calls)
     if tools is LLAMA_3:
         return "; ".join(bodies)
-    if tools is MISTRAL_LIST:
-        return f"[TOOL_CALLS][{', '.join(bodies)}]"
+    if tools in (MISTRAL_LIST, PYTHON):  # in JSON, as a grammar makes them
+        return f"{tools.trigger}[{', '.join(bodies)}{tools.end}"
     call_id = "[CALL_ID]a1b2c3d4e" if tools is MISTRAL_CALL_ID else ""
     return "".join(f"[TOOL_CALLS]{name}{call_id}[ARGS]{json.dumps(found)}" for name, found in calls)
 

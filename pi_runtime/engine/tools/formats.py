@@ -61,6 +61,8 @@ class ToolFormat:
     """Whether the head holds an id, after `[CALL_ID]`."""
     pairs: Pairs | None = None
     """The texts around keys and values, where arguments are pairs of these."""
+    is_python: bool = False
+    """Whether a call is written as Python writes it (see `python_calls`)."""
     ends_thoughts: bool = False
     """Whether a call ends thoughts that were not closed, and is a call; elsewhere it is a part of them."""
     has_channels: bool = False
@@ -77,8 +79,8 @@ class ToolFormat:
             if "[ARGS]" in template:
                 return MISTRAL_CALL_ID if "[CALL_ID]" in template else MISTRAL
             return MISTRAL_LIST
-        if "<tool_call>" in template:
-            return _tagged(template) or GENERIC
+        if "<tool_call>" in template or PYTHON.trigger in template:
+            return PYTHON if PYTHON.trigger in template else _tagged(template) or GENERIC
         if "<|start_header_id|>" in template and any(key in template for key in ('"parameters"', '\\"parameters\\"')):
             return LLAMA_3
         return GENERIC if template else None
@@ -87,7 +89,8 @@ class ToolFormat:
     def markers(self) -> tuple[str, ...]:
         """Texts that may be special tokens of the tokenizer."""
         more = ("[ARGS]", "[CALL_ID]") if self.has_head else ()
-        return (self.trigger, self.end, *more, *(self.pairs.tags if self.pairs else ()))
+        end = self.end.removeprefix("]") or self.end
+        return (self.trigger, end, *more, *(self.pairs.tags if self.pairs else ()))
 
     @property
     def triggers(self) -> tuple[str, ...]:
@@ -142,6 +145,9 @@ LLAMA_3 = ToolFormat(name="llama-3", trigger="<|python_tag|>", separator=";", ar
 MISTRAL_LIST = ToolFormat(name="mistral-list", trigger="[TOOL_CALLS]", begin="[", separator=",", end="]")
 MISTRAL = ToolFormat(name="mistral", trigger="[TOOL_CALLS]", has_head=True)
 MISTRAL_CALL_ID = ToolFormat(name="mistral-call-id", trigger="[TOOL_CALLS]", has_head=True, has_call_id=True)
+PYTHON = ToolFormat(
+    name="python", trigger="<|tool_call_start|>", begin="[", separator=",", end="]<|tool_call_end|>", is_python=True
+)
 HARMONY = ToolFormat(name="harmony", trigger=f"{CHANNEL}commentary to=functions.", has_channels=True)
 
 

@@ -60,7 +60,7 @@ class GrammarWriter:
             body = f"{trigger}? call"
         elif tools.separator:
             more = f" ({_text(tools.separator + ' ')} call)*" if parallel else ""
-            body = f"{self._marker(tools.trigger)} {_text(tools.begin)} call{more} {_text(tools.end)}"
+            body = f"{self._marker(tools.trigger)} {_text(tools.begin)} call{more} {self._marker(tools.end)}"
         else:
             gap = f" {_text(tools.gap)} " if tools.gap else " "
             around = " " if tools.pairs else gap

@@ -171,6 +171,10 @@ class OutputFormat:
         if self.tools and self.tools.pairs and names:
             schemas = {_name(tool): tool["function"].get("parameters") or NO_PARAMETERS for tool in tools}
             calls = PairParser(self.tools, schemas, make_id)
+        elif self.tools and self.tools.is_python and names:
+            from pi_runtime.engine.tools.python_calls import PythonParser  # noqa: PLC0415  few models write so
+
+            calls = PythonParser(self.tools, names, make_id)
         elif self.tools and names:
             calls = CallParser(self.tools, names, make_id)
         call = self.tools.trigger if self.tools and self.tools.ends_thoughts and names else None

@@ -117,6 +117,17 @@ def widen_half(b: Any, bits: Any) -> Any:
     return b.bitcast(b.or_(number, b.shl(b.and_(wide, _I32(0x8000)), _I32(16))), _F32)
 
 
+def widen_halves(b: Any, bits: Any) -> Any:
+    """The same of a vector."""
+    lanes = bits.type.count
+    if HALF_IS_NATIVE:
+        return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), lanes)), ir.VectorType(_F32, lanes))
+    found = ir.Constant(ir.VectorType(_F32, lanes), ir.Undefined)
+    for lane in map(_I32, range(lanes)):
+        found = b.insert_element(found, widen_half(b, b.extract_element(bits, lane)), lane)
+    return found
+
+
 def narrow_half(b: Any, number: Any) -> Any:
     """Emit the conversion of float32 to binary16 in 16 bits, to nearest even.
 

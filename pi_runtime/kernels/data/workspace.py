@@ -58,7 +58,7 @@ class Workspace(NamedTuple):
     taken_weight_T: Floats
     attention_CX: Floats
     unpacked_CBE: Floats
-    """A head's keys or values of one page as float32, for each part of attention, where the cache is q8."""
+    """A head's keys or values of one page as float32, for each part of attention, where they are packed."""
     low_rank_flat: Floats
     inputs: npt.NDArray[np.uint8]
     """Inputs of matrix products, one a token (see `quantised_input`)."""

@@ -12,7 +12,7 @@ The cache lies in pages, for each class of layers one for each block of position
 Shape letters: T tokens of this step; H query heads, G key-value heads, E head width, J rotary frequencies, S positions,
 N queries that share a head of keys, B positions of a block, R runs, L layers. `qkv_TQ` holds each token's H + 2G heads
 side by side (Q numbers). In a page each head has its keys (E, B) or values
-(B, E), float16, float32 or q8, which is unpacked before it is used.
+(B, E), as floats or packed (see `page_rows`), which are unpacked before they are used.
 """
 
 from typing import NamedTuple
@@ -21,28 +21,23 @@ import numpy as np
 from numba import carray, prange
 
 from pi_runtime.artifact.footprint import ATTENTION_TOKENS, CHUNKS, POSITIONS
-from pi_runtime.artifact.formats import BLOCK, FORMATS
 from pi_runtime.kernels.codegen.jit import device, loop_body, parallel, public
 from pi_runtime.kernels.data.matrix_view import (
-    F16,
     F32,
     Floats,
     Ints,
     MatrixView,
     address_of,
-    float_to_half,
-    half_to_float,
+    is_quantised,
     pointer_of,
     rows_in_turn,
     vector,
 )
 from pi_runtime.kernels.ops.key_products import key_products
+from pi_runtime.kernels.ops.page_rows import hadamard, limited_hadamard, store_keys, store_row, unpack_keys, unpack_rows
 from pi_runtime.kernels.ops.reductions import squares, weigh
 from pi_runtime.kernels.ops.row_sums import row_sums
 
-LARGEST_HALF = np.float32(65504)
-"""The largest float16 number."""
-Q8 = FORMATS["q8"].code
 FIRST, COUNT, START, TABLE = range(4)
 """Columns of runs (see `forward.Positions`)."""
 STORED_ALONE = 4096
@@ -53,7 +48,7 @@ class LayerCache(NamedTuple):
     """Where pages hold a layer's keys and values."""
 
     fmt: int
-    """Code of the number format: float32, float16 or q8."""
+    """Code of the number format."""
     stride: int
     """Bytes of a head's keys, or values, at one position."""
     layer: int
@@ -68,6 +63,8 @@ class LayerCache(NamedTuple):
     """How many classes of layers have pages."""
     sinks: int = 0
     """Address of a number for each query head, whose exponential is added to the sum of weights; 0 for none."""
+    hadamard: bool = False
+    """Whether heads are held rotated (see `page_rows`)."""
 
 
 @public
@@ -111,23 +108,12 @@ def _next_keys(cache: LayerCache, run_4: Ints, block: int, blocks: tuple[int, in
     return _head(cache, run_4, first if another else min(block + 1, last), group + another)
 
 
-@device
-def _q8_nbytes(width: int) -> int:
-    """Bytes of a position's q8 numbers without their scales."""
-    return (width + BLOCK - 1) // BLOCK * BLOCK
-
-
-@device
-def row_nbytes(fmt: int, width: int) -> int:
-    """Bytes of a head's keys, or values, at one position."""
-    if fmt == Q8:
-        return _q8_nbytes(width) // BLOCK * (BLOCK + 2)
-    return width * (2 if fmt == F16 else 4)
-
-
 @public
 def store_kv(cache: LayerCache, qkv_TQ: Floats, run_R4: Ints) -> None:
-    """Write the tokens' keys and values into their pages, limited to what float16 can hold."""
+    """Write the tokens' keys and values into their pages, limited to what float16 can hold.
+
+    They are rotated in place where the cache holds them so.
+    """
     if 2 * qkv_TQ.shape[0] * cache.groups * cache.width > STORED_ALONE:
         _store_kv(cache, qkv_TQ, run_R4)
         return
@@ -144,82 +130,17 @@ def _store_task(cache: LayerCache, qkv_TQ: Floats, run_4: Ints, group: int) -> N
         block, place = divmod(run_4[START] + n, POSITIONS)
         for head in (group, cache.groups + group):
             x_E = qkv_TQ[run_4[FIRST] + n, (heads + head) * width : (heads + head + 1) * width]
-            _store(cache.fmt, x_E, _head(cache, run_4, block, head), cache.stride, place, head < cache.groups)
+            limited_hadamard(cache.hadamard, x_E)
+            if head < cache.groups:
+                store_keys(cache.fmt, x_E, _head(cache, run_4, block, head), place)
+            else:
+                store_row(cache.fmt, x_E, _head(cache, run_4, block, head), cache.stride, place)
 
 
 @parallel(_store_task)
 def _store_kv(cache: LayerCache, qkv_TQ: Floats, run_R4: Ints) -> None:
     for task in prange(run_R4.shape[0] * cache.groups):
         _store_task(cache, qkv_TQ, run_R4[task // cache.groups], task % cache.groups)
-
-
-@device
-def _store(fmt: int, x_E: Floats, at: int, stride: int, place: int, keys: bool) -> None:
-    """Write the keys or values of one position: values side by side, keys a page's positions apart."""
-    width = x_E.shape[0]
-    first, step = (place, POSITIONS) if keys else (place * width, 1)
-    if fmt == Q8:
-        nbytes = _q8_nbytes(width)
-        if keys:
-            _store_q8(x_E, at + place, at + POSITIONS * nbytes + 2 * place, POSITIONS)
-        else:
-            _store_q8(x_E, at + place * stride, at + place * stride + nbytes, 1)
-    elif fmt == F16:
-        half_X = carray(pointer_of(at), (POSITIONS * width,), np.uint16)
-        for j in range(width):
-            half_X[first + j * step] = float_to_half(min(max(x_E[j], -LARGEST_HALF), LARGEST_HALF))
-    else:
-        float_X = carray(pointer_of(at), (POSITIONS * width,), np.float32)
-        for j in range(width):
-            float_X[first + j * step] = x_E[j]
-
-
-@device
-def store_row(fmt: int, x_X: Floats, at: int, stride: int, place: int) -> None:
-    """Write a row of a page whose rows lie side by side."""
-    _store(fmt, x_X, at, stride, place, False)
-
-
-@device
-def _store_q8(x_E: Floats, at: int, scales_at: int, step: int) -> None:
-    """q = round(x / s) of each block of 32 columns, with s = max |x| / 127 rounded to float16; `step` items apart."""
-    width = x_E.shape[0]
-    blocks = (width + BLOCK - 1) // BLOCK
-    q_X = carray(pointer_of(at), (step * width,), np.int8)
-    half_X = carray(pointer_of(scales_at), (step * blocks,), np.uint16)
-    for block in range(blocks):
-        low, high = block * BLOCK, min(width, (block + 1) * BLOCK)
-        largest = np.float32(0)
-        for j in range(low, high):
-            # NaN is larger than all, so that it reaches the scale.
-            largest = largest if abs(x_E[j]) <= largest else abs(x_E[j])
-        half_X[block * step] = float_to_half(min(largest / np.float32(127), LARGEST_HALF))
-        scale = half_to_float(half_X[block * step])
-        for j in range(low, high):
-            quotient = np.rint(x_E[j] / scale) if scale > 0 else np.float32(0)
-            q_X[j * step] = np.int8(max(np.float32(-127), min(np.float32(127), quotient)))
-
-
-@device
-def _unpack_keys(at: int, width: int, unpacked_X: Floats) -> None:
-    """A page's keys in q8 as float32, column by column."""
-    q_EB = carray(pointer_of(at), (width, POSITIONS), np.int8)
-    half_XB = carray(pointer_of(at + POSITIONS * _q8_nbytes(width)), (width, POSITIONS), np.uint16)
-    for j in range(width):
-        for s in range(unpacked_X.shape[0] // width):
-            unpacked_X[j * POSITIONS + s] = np.float32(q_EB[j, s]) * half_to_float(half_XB[j // BLOCK, s])
-
-
-@device
-def unpack_rows(at: int, stride: int, count: int, width: int, unpacked_X: Floats) -> None:
-    """The first `count` rows of a page in q8 as float32."""
-    for n in range(count):
-        q_E = carray(pointer_of(at + n * stride), (width,), np.int8)
-        half_X = carray(pointer_of(at + n * stride + _q8_nbytes(width)), (width,), np.uint16)
-        for low in range(0, width, BLOCK):
-            scale = half_to_float(half_X[low // BLOCK])
-            for j in range(low, min(width, low + BLOCK)):
-                unpacked_X[n * width + j] = np.float32(q_E[j]) * scale
 
 
 @public
@@ -229,7 +150,7 @@ def attend(
     """out ← softmax(q kᵀ / √E) v over the positions up to each token's own, or those of them in the layer's window.
 
     `scratch_CX`: `footprint.attention_floats` numbers for each part of the work. `unpacked_CBE`: memory for a page's
-    keys or values where the cache is q8.
+    keys or values where they are packed. Queries are rotated in place where the cache holds heads so.
     """
     _attend(cache, qkv_TQ, run_R4, unpacked_CBE, scratch_CX, out_TQ)
 
@@ -287,6 +208,7 @@ def _attend_tile(
     sum_NE[:], largest_N[:], total_N[:] = np.float32(0), np.float32(-np.inf), np.float32(0)
     for n in range(queries):
         query_N[n] = (token + n // shared) * every + group * shared + n % shared
+        hadamard(cache.hadamard, qkv_TQ.reshape(-1)[query_N[n] * width : (query_N[n] + 1) * width])
     scale = np.float32(1 / np.sqrt(width))
     # A block that no token of the tile sees is not read: its page is gone.
     lowest = max(0, start + 1 - cache.window) if cache.window > 0 else 0
@@ -294,8 +216,8 @@ def _attend_tile(
         block, count = first // POSITIONS, min(POSITIONS, end - first)
         keys, values = _head(cache, run_4, block, group), _head(cache, run_4, block, cache.groups + group)
         fmt, stride = cache.fmt, cache.stride
-        if cache.fmt == Q8:
-            _unpack_keys(keys, width, unpacked_BE.reshape(-1))
+        if is_quantised(cache.fmt):
+            unpack_keys(cache.fmt, keys, width, address_of(unpacked_BE))
             fmt, stride, keys = F32, 4 * width, address_of(unpacked_BE)
         later = _next_keys(cache, run_4, block, (lowest // POSITIONS, (end - 1) // POSITIONS), group)
         key_products(
@@ -313,8 +235,8 @@ def _attend_tile(
             if rescale != 1:
                 for j in range(width):
                     sum_NE[n, j] *= rescale
-        if cache.fmt == Q8:
-            unpack_rows(values, cache.stride, count, width, unpacked_BE.reshape(-1))
+        if is_quantised(cache.fmt):
+            unpack_rows(cache.fmt, values, cache.stride, count, width, address_of(unpacked_BE))
             values = address_of(unpacked_BE)
         rows = MatrixView(fmt, values, 0, stride, 0, width, 0, 0)
         listed = rows_in_turn(0, count)
@@ -325,6 +247,7 @@ def _attend_tile(
         out_E = out_TQ[token + n // shared, head * width : (head + 1) * width]
         for j in range(width):
             out_E[j] = sum_NE[n, j] / total
+        hadamard(cache.hadamard, out_E)
 
 
 @device

@@ -28,6 +28,7 @@ from pi_runtime.kernels.data.matrix_view import (
     MatrixView,
     Vectors,
     address_of,
+    is_quantised,
     matrix,
     pointer_of,
     rows_in_turn,
@@ -39,15 +40,13 @@ from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.ops.attention import (
     COUNT,
     FIRST,
-    Q8,
     START,
     TABLE,
     LayerCache,
     part_of_tasks,
-    store_row,
-    unpack_rows,
 )
 from pi_runtime.kernels.ops.linear import linear
+from pi_runtime.kernels.ops.page_rows import hadamard, limited_hadamard, store_row, unpack_rows
 from pi_runtime.kernels.ops.reductions import squares, weigh
 from pi_runtime.kernels.ops.row_products import row_products
 from pi_runtime.kernels.ops.row_sums import row_sums
@@ -124,13 +123,15 @@ def _page(cache: LayerCache, run_4: Ints, block: int) -> int:
 
 
 @public
-def store_latents(cache: LayerCache, first: int, x_TQ: Floats, run_R4: Ints) -> None:
-    """Write the tokens' latents and rotated numbers, which begin at `first`, into their pages."""
+def store_latents(cache: LayerCache, rank: int, first: int, x_TQ: Floats, run_R4: Ints) -> None:
+    """Write the tokens' latents and rotated numbers, which begin at `first`, into their pages (see `store_kv`)."""
     for r in range(run_R4.shape[0]):
         run_4 = run_R4[r]
         for n in range(run_4[COUNT]):
             block, place = divmod(run_4[START] + n, POSITIONS)
             x_X = x_TQ[run_4[FIRST] + n, first : first + cache.width]
+            limited_hadamard(cache.hadamard, x_X[:rank])
+            limited_hadamard(cache.hadamard, x_X[rank:])
             store_row(cache.fmt, x_X, _page(cache, run_4, block), cache.stride, place)
 
 
@@ -182,12 +183,15 @@ def _attend_tile(
     sum_NL[:], largest_N[:], total_N[:] = np.float32(0), np.float32(-np.inf), np.float32(0)
     for n in range(queries):
         query_N[n] = (token + n // shared) * heads + head + n % shared
+        query_X = latent_TX.reshape(-1)[query_N[n] * cache.width : (query_N[n] + 1) * cache.width]
+        hadamard(cache.hadamard, query_X[:rank])
+        hadamard(cache.hadamard, query_X[rank:])
     query = Vectors(address_of(latent_TX), 4 * cache.width, address_of(query_N), queries)
     for first in range(0, end, POSITIONS):
         block, count = first // POSITIONS, min(POSITIONS, end - first)
         rows, fmt, stride = _page(cache, run_4, block), cache.fmt, cache.stride
-        if cache.fmt == Q8:
-            unpack_rows(rows, stride, count, cache.width, unpacked_BX.reshape(-1))
+        if is_quantised(cache.fmt):
+            unpack_rows(cache.fmt, rows, stride, count, cache.width, address_of(unpacked_BX))
             rows, fmt, stride = address_of(unpacked_BX), F32, 4 * cache.width
         keys = MatrixView(fmt, rows, 0, stride, 0, cache.width, 0, 0)
         row_products(keys, rows_in_turn(0, count), query, address_of(score_NB), 4 * POSITIONS)
@@ -205,6 +209,7 @@ def _attend_tile(
         out_L = latent_TX[token + n // shared, at_X : at_X + rank]
         for j in range(rank):
             out_L[j] = sum_NL[n, j] / total_N[n]
+        hadamard(cache.hadamard, out_L)
 
 
 _norm_latents, _rotate_apart, _store_latents = map(by_address, (norm_latents, rotate_apart, store_latents))
@@ -227,7 +232,7 @@ def mix_latents(
     _norm_latents(_EPS, w.k_norm, rank, behind, qkv_TQ, behind, qkv_TQ)
     own = Heads(behind + rank, rotated)
     _rotate_apart(cos_SJ, sin_SJ, position_T, 1, own, qkv_TQ, own, qkv_TQ)
-    _store_latents(cache, behind, qkv_TQ, run_R4)
+    _store_latents(cache, rank, behind, qkv_TQ, run_R4)
     queries_TQ = qkv_TQ
     if cfg.query_rank > 0:
         normed_TL = _rows(ws.latent_TQ, tokens, cfg.query_rank)

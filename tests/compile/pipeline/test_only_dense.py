@@ -1,5 +1,6 @@
 """A recipe whose layers can only be dense is built without profile and training, with placements all the same."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -93,6 +94,20 @@ def test_a_rung_that_skips_small_values_is_looked_for(recipe: Path) -> None:
     verify(output)
     with load(output) as model:
         assert model.logits([1, 5, 9]).shape[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("machine", "ram_gib", "matrices"), [("laptop", 0.0, True), ("laptop", 0.01, False), ("stand-in", 0.0, False)]
+)
+def test_rungs_are_priced_against_matrices_where_they_are_stored(
+    recipe: Path, machine: str, ram_gib: float, matrices: bool
+) -> None:
+    """Without a GPU, and where the RAM that the recipe allows holds the model."""
+    text = recipe.read_text().replace('"stand-in"', f'"{machine}"')
+    recipe.write_text(re.sub(r"(?m)^ram_gib = .*", f"ram_gib = {ram_gib}", text))
+    pipeline = Pipeline(recipe, "cpu", print, no_progress)
+    assert pipeline.recipe.place.ram_gib == ram_gib
+    assert pipeline._train_spec.processor.matrices == matrices
 
 
 def quantised(recipe: Path) -> Path:

@@ -24,6 +24,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "q8 dense": ("q8", {}, {"mode": "dense"}),
     "q4 predicted": ("q4", {}, {"mode": "predicted"}),
     "q8 predicted, cache in q8": ("q8", {}, {"mode": "predicted", "cache_format": "q8"}),
+    "q8 predicted, cache in q4": ("q8", {}, {"mode": "predicted", "cache_format": "q4"}),
     "q4 gate": ("q4", {}, {"mode": "gate"}),
     "f32 experts": ("f32", EXPERTS, {"mode": "auto"}),
     "q8 experts": ("q8", EXPERTS, {"mode": "predicted"}),

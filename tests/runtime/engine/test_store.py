@@ -35,7 +35,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "windows": (WINDOWS, {"mode": "predicted"}),
     "wide windows, cache in q8": (WINDOWS | {"window": 70}, {"mode": "dense", "cache_format": "q8"}),
     "windows alone": (WINDOWS | {"windowed_layers": (0, 1, 2, 3)}, {"mode": "dense"}),
+    "windows, cache in q4": (WINDOWS, {"mode": "predicted", "cache_format": "q4"}),
     "latents": (LATENTS, {"mode": "dense"}),
+    "latents, cache in q4": (LATENTS, {"mode": "dense", "cache_format": "q4"}),
     "stand-in": ({}, {"mode": "auto", "device": "stand-in"}),
 }
 
@@ -168,6 +170,7 @@ def test_a_salt_another_mode_and_another_model_find_nothing(tmp_path: Path) -> N
     assert read(path, mode="gate") == 0
     assert ["other models or runs" in line for line in said] == [True]
     assert read(path, mode="dense", cache_format="q8") == 0
+    assert read(path, mode="dense", cache_format="q4") == 0
     assert read(other, mode="dense") == 0
     assert read(path, salt="another", mode="dense") == 0
     assert read(path, mode="dense") == read(path, salt="another", mode="dense") == 96

@@ -62,7 +62,7 @@ def smallest(model: Model, context: int = CONTEXT) -> int:
 
 @pytest.mark.parametrize("layers", [(0, 1, 3), (0, 1, 2, 3)], ids=["3 of 4", "all"])
 @pytest.mark.parametrize("window", [1, 9, 32, 100])
-@pytest.mark.parametrize("cache_format", ["auto", "q8"])
+@pytest.mark.parametrize("cache_format", ["auto", "q8", "q4"])
 def test_long_texts_have_the_bits_of_masks_alone(
     tmp_path: Path, window: int, layers: tuple[int, ...], cache_format: str
 ) -> None:

@@ -29,7 +29,7 @@ ANSWER = (5, 9, 11)
 
 CASES = [
     *((fmt, shape, "auto") for fmt in ROW_FORMATS for shape in SHAPES),
-    *(("f16", shape, "q8") for shape in SHAPES),
+    *(("f16", shape, cache) for cache in ("q8", "q4") for shape in SHAPES),
     ("f32", "plain", "f16"),
     *(("f16", shape, "auto") for shape in FURTHER),
     *((fmt, shape, "auto") for fmt in ("f16", "q8", "q4_1") for shape in WHOLE),

@@ -39,6 +39,12 @@ CASES = {
     "qwen3-moe": ("qwen3-moe", {"num_experts": EXPERTS, "moe_intermediate_size": 768}, 768, [Type.Q5_K, Type.Q6_K]),
     "olmoe": ("olmoe", {"num_experts": EXPERTS, "intermediate_size": 256}, 256, [Type.Q4_K, Type.Q4_K]),
     "odd width": ("mixtral", {"num_local_experts": EXPERTS, "intermediate_size": 352}, 352, [Type.Q5_0, Type.Q8_0]),
+    "odd width, tables": (
+        "mixtral",
+        {"num_local_experts": EXPERTS, "intermediate_size": 352},
+        352,
+        [Type.MXFP4, Type.IQ4_NL],
+    ),
     "odd width, minima": ("qwen3-moe", {"num_experts": EXPERTS, "moe_intermediate_size": 96}, 96, [Type.Q5_1] * 2),
 }
 """A family, its sizes, F, and the types of `down` by layer, as llama.cpp's quantiser mixes them."""
@@ -103,7 +109,7 @@ def results(path: Path, budget: str | None, threads: int) -> list[np.ndarray]:
         return [*found, *(result.logits_TV for result in model.executor.step(some))]
 
 
-@pytest.mark.parametrize("case", ["mixtral", "odd width"])
+@pytest.mark.parametrize("case", ["mixtral", "odd width", "odd width, tables"])
 def test_bits_are_the_same_in_memory_and_from_disk(tmp_path: Path, case: str) -> None:
     path, _ = packed(written(tmp_path, case)[0])
     expected = results(path, None, 1)

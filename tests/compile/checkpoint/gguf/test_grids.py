@@ -18,7 +18,8 @@ from pi_compile.checkpoint import Checkpoint, open_checkpoint, stored_blocks
 from pi_compile.checkpoint.gguf.blocks import taken
 from pi_compile.errors import CheckpointError
 from pi_compile.packing import ALL_KEPT, PackSpec, pack
-from pi_compile.pipeline.packed import pack_model
+from pi_compile.pipeline.packed import pack_model, pack_plain
+from pi_compile.pipeline.recipe_checkpoint import create_recipe
 from pi_runtime import load
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.quantisation import as_stored, dequantise, pack_rows
@@ -266,3 +267,50 @@ def test_rows_that_are_summed_are_refused(folder: Path, tmp_path: Path) -> None:
     spec = PackSpec(formats=dict.fromkeys(PARTS, "keep") | {"ffn": "q4_k", "predictor": "q8"})
     with pytest.raises(CheckpointError, match="layers/0/ffn/rest: not in q4_k"):
         pack(checkpoint, spec, output=tmp_path / "a.pi", recipe={})
+
+
+AGAIN = dict.fromkeys(PARTS, "keep") | {"ffn": "q8", "predictor": "q8"}
+"""What `init` writes for a file whose `down` no format keeps by neuron."""
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_what_is_quantised_again_keeps_the_matrices_that_it_can(folder: Path, tmp_path: Path, activation: str) -> None:
+    """Without a GPU: `first` of a sparse model, whose `up` and `down` lie by neuron; and all of a model that is not."""
+    kinds = dict.fromkeys(SHAPES, Type.Q4_K) | {"ffn_down": Type.Q6_K}
+    path = mixed(folder, tmp_path / "model.gguf", kinds)
+    checkpoint = open_checkpoint(path, activation=activation)
+    result = pack(checkpoint, PackSpec(formats=AGAIN, mixed=True), output=tmp_path / "a.pi", recipe={})
+    kept = ("first",) if activation == "relu" else ("first", "up", "down")
+    assert (result.errors["ffn"].largest > 0) == (activation == "relu")
+    with Artifact.open(tmp_path / "a.pi") as artifact:
+        values = {name: artifact.values(f"layers/0/ffn/{name}") for name in kept}
+        assert artifact.manifest.formats["ffn"] == "q8"
+        wanted_TV = reference.forward(artifact, [1, 5, 9, 11], "auto")
+    meant = checkpoint if activation == "relu" else checkpoint.in_layout(WHOLE)
+    for name, found in values.items():
+        np.testing.assert_array_equal(found, meant.values(f"layers/0/ffn/{name}"))
+    with load(tmp_path / "a.pi", device="cpu") as model:
+        found_TV = model.logits([1, 5, 9, 11])
+    assert np.median(np.abs(found_TV - wanted_TV)) < 0.02 * np.abs(wanted_TV).max()
+    pack(checkpoint, PackSpec(formats=AGAIN), output=tmp_path / "gpu.pi", recipe={})
+    with Artifact.open(tmp_path / "gpu.pi") as artifact:
+        assert {e.format for name, e in artifact.manifest.arrays.items() if name.endswith("ffn/first")} == {"q8"}
+
+
+def test_a_recipe_is_packed_plain_with_the_blocks_of_its_file(folder: Path, tmp_path: Path) -> None:
+    path, said = mixed(folder, tmp_path / "model.gguf", dict.fromkeys(SHAPES, Type.Q4_K)), list[str]()
+    create_recipe(str(path), tmp_path / "recipe.toml", notice=said.append)
+    assert any("whole matrices, as `pack --plain` has them, keep it" in line for line in said)
+    said.clear()
+    pack_plain(tmp_path / "recipe.toml", tmp_path / "a.pi", progress=no_progress, notice=said.append)
+    assert ALL_KEPT in said
+    pack_model(str(path), tmp_path / "b.pi", progress=no_progress, notice=said.append)
+    with Artifact.open(tmp_path / "a.pi") as one, Artifact.open(tmp_path / "b.pi") as other:
+        arrays = [{n: (e.format, e.sha256) for n, e in a.manifest.arrays.items()} for a in (one, other)]
+    assert arrays[0] == arrays[1]
+
+
+def test_the_table_of_pack_names_every_format_of_a_part(folder: Path, tmp_path: Path) -> None:
+    path = mixed(folder, tmp_path / "model.gguf", dict.fromkeys(SHAPES, Type.Q4_K) | {"ffn_down": Type.Q6_K})
+    report = pack_model(str(path), tmp_path / "a.pi", progress=no_progress, notice=lambda _: None)
+    assert {row["part"]: row["format"] for row in report["quantisation"]}["ffn"] == "q4_k and q6_k"

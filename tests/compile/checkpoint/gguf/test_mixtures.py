@@ -14,12 +14,16 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from support.gguf_files import rounded_checkpoint, write_byte_tokenizer, write_gguf
 from support.hf import edit_json, edit_tensors
+from support.small_project import no_progress
 
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.errors import CheckpointError
-from pi_compile.packing import PackSpec, pack
+from pi_compile.packing import ALL_KEPT, PackSpec, pack
+from pi_compile.pipeline.packed import pack_model
+from pi_runtime import load
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.artifact.sizes import PARTS, WHOLE
+from pi_runtime.kernels import reference
 
 CASES = ("gpt-oss", "glm4-moe", "smallthinker")
 BIAS = (np.zeros(64, np.float32), Type.F32)
@@ -157,6 +161,30 @@ def test_mxfp4_is_read_and_packed_as_from_a_checkpoint(kind: str, tmp_path: Path
                     exact = theirs.values(f"layers/{layer}/ffn/{name}")[rows]
                     np.testing.assert_array_equal(artifact.values(f"layers/{layer}/ffn/{name}")[rows], exact)
     assert list(packed[1]) == list(packed[0])
+    for name, wanted in packed[0].items():
+        np.testing.assert_array_equal(packed[1][name], wanted, err_msg=name)
+
+
+def test_experts_stay_as_they_are_published(tmp_path: Path) -> None:
+    """Gate, up and down, from a checkpoint and from a file, bit for bit, where nothing says that neurons are apart."""
+    both_in_mxfp4(tmp_path / "hf", tmp_path / "model.gguf")
+    meant, packed = open_checkpoint(tmp_path / "hf").in_layout(WHOLE), []
+    for source in (tmp_path / "hf", tmp_path / "model.gguf"):
+        path, said = tmp_path / f"{len(packed)}.pi", list[str]()
+        pack_model(str(source), path, progress=no_progress, notice=said.append)
+        assert ALL_KEPT in said
+        with Artifact.open(path) as artifact:
+            assert artifact.manifest.formats["ffn"] == "mxfp4"
+            for layer in range(3):
+                for name in ("first", "up", "down"):
+                    array = f"layers/{layer}/ffn/{name}"
+                    np.testing.assert_array_equal(artifact.values(array), meant.values(array))
+            packed.append(
+                {name: np.array(artifact.array(name)) for name in artifact.manifest.arrays if "/ffn/" in name}
+            )
+            wanted_TV = reference.forward(artifact, [1, 5, 9, 11], "dense")
+        with load(path, device="cpu") as model:
+            assert np.abs(model.logits([1, 5, 9, 11]) - wanted_TV).max() < 2e-3 * np.abs(wanted_TV).max()
     for name, wanted in packed[0].items():
         np.testing.assert_array_equal(packed[1][name], wanted, err_msg=name)
 

@@ -8,14 +8,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.synthetic import frequencies, small_decoder
 
-from pi_runtime.artifact.buffers import kv_page
+from pi_runtime.artifact.buffers import CACHE_FORMATS, kv_page
 from pi_runtime.artifact.footprint import ATTENTION_TOKENS, CHUNKS, POSITIONS
-from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.quantisation import as_stored
 from pi_runtime.execution.pages import by_position
 from pi_runtime.kernels import reference
-from pi_runtime.kernels.ops.attention import LARGEST_HALF, LayerCache, attend, norm_heads, rotate, store_kv
+from pi_runtime.kernels.ops.attention import LayerCache, attend, norm_heads, rotate, store_kv
+from pi_runtime.kernels.ops.page_rows import LARGEST_HALF
 
+PACKED = {"q8": 32, "q4": 16}
+"""Bytes of a block's integers."""
 FEW = settings(max_examples=30, deadline=None, derandomize=True)
 
 
@@ -29,17 +31,20 @@ class Pages:
         self.pages = np.full((count, page.nbytes), 255, np.uint8).view(page.dtype).reshape(count, *page.shape)
         self.order = np.random.default_rng(count).permutation(count)
         self.table = np.array([self.pages[n].ctypes.data for n in self.order])
-        self.cache = LayerCache(FORMATS[fmt].code, self.pages[0, 0, 0, 0, 0].nbytes, LAYER, groups, width, window)
+        self.fmt, held = fmt, CACHE_FORMATS[fmt]
+        row = held.numbers.code, self.pages[0, 0, 0, 0, 0].nbytes
+        self.cache = LayerCache(*row, LAYER, groups, width, window, hadamard=held.hadamard)
 
     @property
     def rows_2GSX(self) -> np.ndarray:
-        """What is stored of the layer for each position, in order: of q8 the bytes, then the scales of their blocks."""
+        """What is stored of the layer for each position, in order: packed, the integers, then their blocks' scales."""
         groups, pages = self.cache.groups, []
         for page in self.pages[self.order, LAYER]:
             if page.dtype != np.uint8:
                 pages.append(by_position(page))
                 continue
-            columns = page.shape[-1] // 34 * 32
+            block = PACKED[self.fmt]
+            columns = page.shape[-1] // (block + 2) * block
             keys = page[0].reshape(groups, -1)
             q = keys[:, : POSITIONS * columns].reshape(groups, columns, POSITIONS).swapaxes(1, 2)
             scales = (
@@ -50,13 +55,49 @@ class Pages:
 
     @property
     def values_2GSE(self) -> np.ndarray:
-        """The layer's keys and values, in the order of positions."""
+        """The layer's keys and values as they are held, in the order of positions."""
         rows = self.rows_2GSX
         if rows.dtype != np.uint8:
             return rows
-        columns = rows.shape[-1] // 34 * 32
+        block = PACKED[self.fmt]
+        columns = rows.shape[-1] // (block + 2) * block
         q, scales = rows[..., :columns].view(np.int8), rows[..., columns:].copy().view(np.float16)
+        if self.fmt == "q4":
+            blocks = rows[..., :columns].reshape(*rows.shape[:-1], -1, block)
+            q = np.concatenate([blocks & 15, blocks >> 4], axis=-1).astype(np.int8).reshape(*rows.shape[:-1], -1) - 8
         return (q.astype(np.float32) * np.repeat(scales.astype(np.float32), 32, axis=-1))[..., : self.cache.width]
+
+    def as_held(self, x_XE: np.ndarray) -> np.ndarray:
+        """What the cache holds of heads."""
+        if self.fmt != "q4":
+            return as_stored(self.fmt, np.ascontiguousarray(x_XE))
+        rotated, found = hadamard(x_XE), np.empty(x_XE.shape, np.float32)
+        for low in range(0, x_XE.shape[-1], 32):
+            block = rotated[..., low : low + 32]
+            largest = np.take_along_axis(block, np.abs(block).argmax(-1)[..., None], -1)
+            scale = np.clip(largest / np.float32(-8), -LARGEST_HALF, LARGEST_HALF).astype(np.float16).astype(np.float32)
+            q = np.where(scale == 0, np.float32(0), np.rint(block / np.where(scale == 0, np.float32(1), scale)))
+            found[..., low : low + 32] = np.clip(q, -8, 7) * scale
+        return found
+
+    def as_given(self, x_XE: np.ndarray) -> np.ndarray:
+        """Heads as they were before the cache rotated them."""
+        return hadamard(x_XE) if self.fmt == "q4" else x_XE
+
+
+def hadamard(x_XE: np.ndarray) -> np.ndarray:
+    """H x / √n for each part of so many columns as the largest power of two that is left."""
+    width = x_XE.shape[-1]
+    n = 1 << width.bit_length() - 1
+    x = x_XE[..., :n]
+    step = 1
+    while step < n:
+        pairs = x.reshape(*x_XE.shape[:-1], n // (2 * step), 2, step)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        x = np.stack([a + b, a - b], axis=-2).reshape(*x_XE.shape[:-1], n)
+        step *= 2
+    x = x * x.dtype.type(1 / np.sqrt(n))
+    return x if n == width else np.concatenate([x, hadamard(x_XE[..., n:])], axis=-1)
 
 
 LAYER = 1
@@ -64,7 +105,7 @@ LAYER = 1
 
 def write(qkv_TQ: np.ndarray, start: int, pages: Pages) -> None:
     """Write one sequence's keys and values."""
-    store_kv(pages.cache, qkv_TQ, np.array([[0, len(qkv_TQ), start, pages.table.ctypes.data]]))
+    store_kv(pages.cache, qkv_TQ.copy(), np.array([[0, len(qkv_TQ), start, pages.table.ctypes.data]]))
 
 
 def attended(qkv_TQ: np.ndarray, heads: int, runs: Sequence[tuple[int, int, int, Pages]]) -> np.ndarray:
@@ -76,13 +117,13 @@ def attended(qkv_TQ: np.ndarray, heads: int, runs: Sequence[tuple[int, int, int,
     floats = ATTENTION_TOKENS * heads // cache.groups * (width + POSITIONS + 4)
     scratch_CX = np.full((CHUNKS, floats), np.nan, np.float32)
     unpacked_CBE = np.full((CHUNKS, POSITIONS, width), np.nan, np.float32)
-    attend(cache, qkv_TQ, run_R4, unpacked_CBE, scratch_CX, out_TQ)
+    attend(cache, qkv_TQ.copy(), run_R4, unpacked_CBE, scratch_CX, out_TQ)
     return out_TQ
 
 
 def naive(qkv_TQ: np.ndarray, heads: int, start: int, pages: Pages) -> np.ndarray:
     """softmax(q kᵀ / √E) v in float64, token by token and head by head."""
-    cache_2GSE = pages.values_2GSE
+    cache_2GSE = pages.as_given(pages.values_2GSE.astype(np.float64))
     _, groups, _, width = cache_2GSE.shape
     out = np.empty((len(qkv_TQ), heads, width))
     for t, token in enumerate(qkv_TQ.astype(np.float64)):
@@ -102,7 +143,7 @@ def naive(qkv_TQ: np.ndarray, heads: int, start: int, pages: Pages) -> np.ndarra
     st.integers(1, 4),
     st.integers(1, 20),
     st.integers(0, 70),
-    st.sampled_from(["f16", "f32", "q8"]),
+    st.sampled_from(sorted(CACHE_FORMATS)),
     st.sampled_from([0, 1, 7, 32, 33]),
 )
 @example(1, 1, 1, 1, 0, "f32", 0)
@@ -110,6 +151,10 @@ def naive(qkv_TQ: np.ndarray, heads: int, start: int, pages: Pages) -> np.ndarra
 @example(64, 2, 3, 40, 5, "f16", 0)
 @example(90, 1, 2, 8, 40, "f32", 20)
 @example(1, 1, 2, 8, 69, "q8", 5)
+@example(1, 1, 2, 8, 69, "q4", 5)
+@example(40, 2, 2, 64, 31, "q4", 0)
+@example(3, 1, 1, 80, 60, "q4", 33)
+@example(3, 2, 1, 97, 0, "q4", 0)
 def test_attend(tokens: int, groups: int, share: int, width: int, start: int, fmt: str, window: int) -> None:
     heads, rng = groups * share, np.random.default_rng(tokens)
     qkv_TQ = rng.standard_normal((tokens, (heads + 2 * groups) * width), np.float32)
@@ -118,7 +163,7 @@ def test_attend(tokens: int, groups: int, share: int, width: int, start: int, fm
     write(qkv_TQ, start, cache)
     keys_values = qkv_TQ[:, heads * width :].reshape(tokens, 2, groups, width)
     found, wanted = cache.values_2GSE[:, :, start : start + tokens], keys_values.transpose(1, 2, 0, 3)
-    np.testing.assert_array_equal(found, as_stored(fmt, np.ascontiguousarray(wanted)))
+    np.testing.assert_array_equal(found, cache.as_held(wanted))
     for untouched in (cache.rows_2GSX[:, :, start + tokens :], cache.pages[:, np.arange(3) != LAYER]):
         assert (np.ascontiguousarray(untouched).view(np.uint8) == 255).all()
     out_TQ = attended(qkv_TQ, heads, [(0, tokens, start, cache)])
@@ -126,7 +171,7 @@ def test_attend(tokens: int, groups: int, share: int, width: int, start: int, fm
 
 
 @FEW
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.sampled_from(["f16", "f32", "q8"]), st.data())
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.sampled_from(sorted(CACHE_FORMATS)), st.data())
 def test_a_token_gets_the_same_bits_in_any_piece_and_company(
     groups: int, share: int, width: int, fmt: str, data: st.DataObject
 ) -> None:
@@ -159,6 +204,36 @@ def test_attend_neither_overflows_nor_loses_its_sum(scale: float) -> None:
     np.testing.assert_allclose(out_TQ, naive(qkv_TQ, 1, 0, cache), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("width", [1, 2, 8, 24, 64, 80, 97, 256])
+def test_a_rotation_is_that_by_hadamards_matrix(width: int) -> None:
+    """Each part's matrix has ±1 / √n, rows that are orthogonal, and by Sylvester the sign of the common bits."""
+    x_TE, matrix_EE, first = np.random.default_rng(width).standard_normal((3, width)), np.zeros((width, width)), 0
+    while first < width:
+        n = 1 << (width - first).bit_length() - 1
+        common = np.arange(n)[:, None] & np.arange(n)
+        signs = 1 - 2 * (np.vectorize(int.bit_count)(common.astype(object)) % 2)
+        matrix_EE[first : first + n, first : first + n] = signs.astype(float) / np.sqrt(n)
+        first += n
+    np.testing.assert_allclose(matrix_EE @ matrix_EE, np.eye(width), atol=1e-12)
+    np.testing.assert_allclose(hadamard(x_TE), x_TE @ matrix_EE, atol=1e-12)
+
+
+def test_q4_loses_less_where_one_column_is_much_larger() -> None:
+    rng = np.random.default_rng(0)
+    qkv_TQ = rng.standard_normal((64, 3 * 64), np.float32)
+    qkv_TQ[:, 64 + 7] *= np.float32(20)
+    cache, plain = Pages(1, 64, 64, "q4"), Pages(1, 64, 64, "q4")
+    plain.cache = plain.cache._replace(hadamard=False)
+    for pages in (cache, plain):
+        write(qkv_TQ, 0, pages)
+    keys_SE = qkv_TQ[:, 64:128]
+    lost = [
+        np.square(held - keys_SE).mean()
+        for held in (cache.as_given(cache.values_2GSE[0, 0, :64]), plain.values_2GSE[0, 0, :64])
+    ]
+    assert 2 * lost[0] < lost[1], lost
+
+
 @np.errstate(invalid="ignore")
 def test_q8_holds_large_numbers_and_what_is_no_number_stays_none() -> None:
     qkv_TQ = np.array([[0.0] * 40 + [1e5] * 40 + [1e-9] * 40, [0.0] * 40 + [np.nan] * 40 + [np.inf] * 40], np.float32)
@@ -169,6 +244,31 @@ def test_q8_holds_large_numbers_and_what_is_no_number_stays_none() -> None:
     assert (values[0] == 0).all()
     assert np.isnan(keys[1]).all()
     np.testing.assert_array_equal(values[1], LARGEST_HALF * 127)
+
+
+@np.errstate(invalid="ignore")
+@pytest.mark.parametrize("fmt", PACKED)
+@pytest.mark.parametrize("place", [0, 5, 39])
+def test_a_block_with_something_that_is_no_number_is_none(fmt: str, place: int) -> None:
+    qkv_TQ = np.ones((1, 120), np.float32)
+    qkv_TQ[0, 40 + place] = np.nan
+    cache = Pages(1, 1, 40, fmt)
+    write(qkv_TQ, 0, cache)
+    keys, values = cache.values_2GSE[:, 0, 0]
+    block = slice(0, 32) if place < 32 else slice(32, 40)
+    assert np.isnan(keys[block]).all()
+    assert np.isfinite(values).all()
+
+
+def test_q4_holds_large_numbers_and_limits_what_is_larger() -> None:
+    qkv_TQ = np.array([[0.0] * 40 + [6e4] * 40 + [1e-9] * 40, [0.0] * 40 + [1e6] * 40 + [np.inf] * 40], np.float32)
+    cache = Pages(1, 2, 40, "q4")
+    write(qkv_TQ, 0, cache)
+    keys, values = cache.as_given(cache.values_2GSE[:, 0, :2])
+    np.testing.assert_allclose(keys[0], 6e4, rtol=1e-2)
+    assert (values[0] == 0).all()
+    np.testing.assert_allclose(keys[1], LARGEST_HALF, rtol=1e-2)
+    np.testing.assert_allclose(values[1], LARGEST_HALF, rtol=1e-2)
 
 
 def test_what_float16_cannot_hold_becomes_its_largest_number() -> None:
