@@ -90,7 +90,6 @@ def pack(
     text, formats = checkpoint.text_files, part_formats(checkpoint, spec)
     layers = _layers(checkpoint.decoder, predictor_set)
     checkpoint, formats = _laid_out(checkpoint.with_formats(formats), formats, layers if spec.mixed else ())
-    formats |= _kept(checkpoint, formats) if spec.mixed else {}
     manifest = Manifest(
         decoder=checkpoint.decoder,
         formats=formats,
@@ -154,14 +153,16 @@ def _kept(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, str]:
 def _laid_out(
     checkpoint: Checkpoint, formats: Mapping[str, str], layers: Sequence[Layer]
 ) -> tuple[Checkpoint, dict[str, str]]:
-    """Both with matrices where a layer is dense: `up` and `down` have the format of `rest`. Without layers as is."""
+    """Both with matrices where a layer is dense: `up` and `down` have the format of `rest`, or one that keeps them in
+    fewer bytes. Without layers as is."""
     if not layers:
         return checkpoint, dict(formats)
     layouts, found = layer_layouts(MIXED, (layer.rung for layer in layers)), dict(formats)
     for n, layout in enumerate(layouts):
         rest = found.pop(f"layers/{n}/ffn/rest", None) if layout == WHOLE else None
         found |= {} if rest is None else {f"layers/{n}/ffn/{name}": rest for name in ("up", "down")}
-    return replace(checkpoint, layout=layouts), found
+    laid_out = replace(checkpoint, layout=layouts)
+    return laid_out, found | _kept(laid_out, found)
 
 
 def _write(

@@ -263,23 +263,26 @@ class _Profiling:
         packed co-firing bits.
         """
         d = self.checkpoint.decoder
-        found: list[tuple[npt.NDArray[Any], ...]] = []
+        found: dict[int, tuple[npt.NDArray[Any], ...]] = {}
 
-        def count(_layer: int, _batch: int, w: td.NamedTensors, inputs: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-            active, routed = h != 0, (td.routing(d, w, inputs) > 0).flatten(0, 1)
+        def add(layer: int, active: torch.Tensor, routed: torch.Tensor) -> None:
             fired = active.flatten(0, 1)
-            found.append(
-                (
-                    count_fired(fired).numpy(force=True),
-                    count_fired(routed).numpy(force=True),
-                    count_persistent(active).numpy(force=True),
-                    self._sample(fired, start),
-                )
+            found[layer] = (
+                count_fired(fired).numpy(force=True),
+                count_fired(routed.flatten(0, 1)).numpy(force=True),
+                count_persistent(active).numpy(force=True),
+                self._sample(fired, start),
             )
+
+        def count(layer: int, _batch: int, w: td.NamedTensors, inputs: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+            add(layer, h != 0, td.routing(d, w, inputs) > 0)
             return h
 
         *_, (x,) = td.layers(d, weights, [x], count, first=first)
-        return x, [np.stack(arrays) for arrays in zip(*found, strict=True)]
+        for layer in {*range(first, first + len(weights))} - found.keys():  # one without an FFN
+            none = (torch.zeros(*x.shape[:2], columns, dtype=torch.bool) for columns in (d.neurons, d.n_experts))
+            add(layer, *none)
+        return x, [np.stack(arrays) for arrays in zip(*(found[n] for n in sorted(found)), strict=True)]
 
     def _sample(self, fired: torch.Tensor, start: int) -> Bits:
         """Packed bits of every n-th token of the text; `fired` begins with token `start`."""

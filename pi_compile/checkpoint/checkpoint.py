@@ -128,7 +128,9 @@ class Checkpoint(ResolvedCheckpoint):
 
     def _of_other_types(self) -> Iterator[str]:
         """Keys and values with other types than queries, where no format keeps all; values also where keys have one."""
-        for layer in range(0 if self.decoder.latent_rank else self.decoder.n_layers):
+        d = self.decoder
+        without = {*d.recurrent_layers, *d.ffn_only_layers} if not d.latent_rank else range(d.n_layers)
+        for layer in sorted({*range(d.n_layers)} - {*without}):
             array = f"layers/{layer}/attention/qkv"
             kinds = [self.source.dtype(tensor) for tensor in self.tensor_names(array)]
             if len(kinds) == 1 + len(APART) and self._format_of([array]) not in FORMATS:

@@ -48,7 +48,7 @@ def check_rows(specs: Mapping[str, ArraySpec]) -> None:
     for name in misfits(specs):
         raise CheckpointError(
             f"{name}: not in {specs[name].format}",
-            expected="a matrix stored as in the checkpoint, not by neuron; with scales of groups 256 n columns wide",
+            expected="a matrix as checkpoints have it, not by neuron; with scales of groups, a multiple of 256 columns",
             found=f"shape {specs[name].shape}",
             remedy=f'in the recipe: [pack] with "{AGAIN}" for this part',
         )

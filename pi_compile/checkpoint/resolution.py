@@ -142,8 +142,9 @@ def _adapter(config: Config, scheme: Scheme | None) -> Adapter:
 
 def _prefix(adapter: Adapter, decoder: Decoder, source: TensorSource) -> str:
     """The prefix of this checkpoint's tensor names; the family's first one if no tensor has any of them."""
+    array = "layers/0/attention/out" if decoder.of_layer(0).has_mixer else "layers/0/ffn/norm/weight"
     for prefix in adapter.prefixes:
-        if adapter.source_tensors("layers/0/attention/out", prefix, decoder)[0].name in source.names:
+        if adapter.source_tensors(array, prefix, decoder)[0].name in source.names:
             return prefix
     return adapter.prefixes[0]
 

@@ -221,7 +221,8 @@ class RowModel:
         persistence = None if work.persistence is None else tuple(work.persistence[layer].tolist())
         routed = None if work.routed is None else work.routed[layer].tobytes()
         how = work.layers[layer]
-        key = work.counts[layer].tobytes(), routed, persistence, how.rung, how.read_ppm, gpu
+        without = layer in work.decoder.mixer_only_layers
+        key = work.counts[layer].tobytes(), routed, persistence, how.rung, how.read_ppm, gpu, without
         if key not in self._found:  # published curves have equal layers
             self._found[key] = self._options(layer, gpu)
         return self._found[key]

@@ -102,6 +102,8 @@ class Workload:
 
     def routed_tokens(self, layer: int) -> Ints:
         """(neurons,): how many tokens were sent to each neuron's expert."""
+        if layer in self.decoder.mixer_only_layers:
+            return np.zeros(self.decoder.neurons, np.int64)
         if self.routed is None:
             return np.full(self.decoder.neurons, self.of_routed_experts(self.tokens), np.int64)
         return np.repeat(self.routed[layer], self.decoder.d_ff)
@@ -109,15 +111,17 @@ class Workload:
     @cached_property
     def parts(self) -> PartBytes:
         """Stored bytes of each part."""
-        specs = array_specs(self.decoder, self.formats, [None], profiled=False)
-        return PartBytes.of(specs, self.decoder.vocab_size, self.decoder.neurons)
+        specs = array_specs(self.decoder, self.formats, [None] * self.decoder.n_layers, profiled=False)
+        return PartBytes.of(specs, self.decoder)
 
     @cached_property
     def predictor_bytes(self) -> tuple[int, ...]:
         """Stored bytes of each layer's predictor."""
-        ranks = [layer.rank for layer in self.layers]
-        specs = {rank: array_specs(self.decoder, self.formats, [rank], profiled=False) for rank in set(ranks)}
-        return tuple(predictor_bytes(specs[rank], 0) for rank in ranks)
+        ranks, own = [layer.rank for layer in self.layers], self.decoder.without("mixer_only_layers")
+        specs = {rank: array_specs(own, self.formats, [rank], profiled=False) for rank in set(ranks)}
+        found = {rank: predictor_bytes(of_rank, 0) for rank, of_rank in specs.items()}
+        without = self.decoder.mixer_only_layers
+        return tuple(0 if n in without else found[rank] for n, rank in enumerate(ranks))
 
     def of_routed_experts(self, value: int) -> int:
         """The part of a total over all experts that belongs to the experts of one token."""
@@ -151,15 +155,16 @@ RANK_STEP = 32
 def untrained_layers(decoder: Decoder) -> tuple[LayerWork, ...]:
     """Rung and rank of each layer by rule.
 
-    Without zeros in the activation every layer is dense. With zeros every layer has a low-rank predictor and reads as
-    many rows as fire. All ranks are equal: the largest multiple of `RANK_STEP` with which the predictors are at most
-    `PREDICTOR_SHARE` of the model's weights, but at least `RANK_STEP`.
+    Without zeros in the activation every layer is dense, as is one without an FFN. With zeros every other layer has a
+    low-rank predictor and reads as many rows as fire. All ranks are equal: the largest multiple of `RANK_STEP` with
+    which the predictors are at most `PREDICTOR_SHARE` of the model's weights, but at least `RANK_STEP`.
     """
     if not decoder.sparse:
         return (LayerWork(rung=DENSE),) * decoder.n_layers
-    per_rank = decoder.n_layers * decoder.n_experts * (decoder.d_model + decoder.d_ff)
+    per_rank = len(decoder.ffn_layers) * decoder.n_experts * (decoder.d_model + decoder.d_ff)
     rank = parameters(decoder) * PREDICTOR_SHARE // per_rank // RANK_STEP * RANK_STEP
-    return (LayerWork(rung=PREDICTED, rank=max(int(rank), RANK_STEP)),) * decoder.n_layers
+    predicted, without = LayerWork(rung=PREDICTED, rank=max(int(rank), RANK_STEP)), decoder.mixer_only_layers
+    return tuple(LayerWork(rung=DENSE) if n in without else predicted for n in range(decoder.n_layers))
 
 
 def cuts(d_ff: int, experts: int) -> Ints:

@@ -87,6 +87,8 @@ class Sizes:
     group: int
     """Number of neurons of the first group that is placed."""
     tied_head: bool
+    without_ffn: frozenset[int] = frozenset()
+    """Layers that have no neurons."""
     embedding_on_disk: int = 0
     """Bytes of the embedding that the CPU reads when tokens come."""
 
@@ -106,6 +108,7 @@ class Sizes:
             neurons=decoder.neurons,
             group=int(work.cuts[1]),
             tied_head=decoder.tied_head,
+            without_ffn=frozenset(decoder.mixer_only_layers),
         )
 
     @property
@@ -140,13 +143,18 @@ class Sizes:
         """A layer's attention and what goes with it: cache, norms and predictor."""
         return self.parts.attention + self.parts.ffn_bias + self.predictor[layer] + self.cache[layer]
 
+    def on_cpu(self, layer: int, cuts: Ints) -> Ints:
+        """Neurons of a layer behind its cuts."""
+        return cuts * 0 if layer in self.without_ffn else self.neurons - cuts
+
     def used(self, a: Assignment) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes by part: (in RAM, on the GPU)."""
         return self._used(a, CPU), self._used(a, GPU)
 
     def _used(self, a: Assignment, side: int) -> dict[str, int]:
         layers = [n for n, s in enumerate(a.sides) if s == side]
-        neurons = sum(a.cuts) if side == GPU else self.neurons * len(a.cuts) - sum(a.cuts)
+        cuts = [cut for n, cut in enumerate(a.cuts) if n not in self.without_ffn]
+        neurons = sum(cuts) if side == GPU else self.neurons * len(cuts) - sum(cuts)
         parts = self.parts
         matrix = parts.embedding if side in (a.embedding, a.head if self.tied_head else None) else 0
         matrix -= self.embedding_on_disk if matrix and side == CPU else 0
@@ -281,10 +289,11 @@ def graphs_of(
 def _layer_node(costs: Costs, sizes: Sizes, layer: int, side: int, indices: Ints) -> Node:
     cuts = costs.cuts[indices]
     attention, neuron = sizes.attention(layer), sizes.parts.neuron
+    on_gpu = cuts * (layer not in sizes.without_ffn)
     return Node(
         costs=costs.layers[layer].total[side][indices],
-        vram=cuts * neuron + (attention if side == GPU else 0),
-        ram=(sizes.neurons - cuts) * neuron + (attention if side == CPU else 0),
+        vram=on_gpu * neuron + (attention if side == GPU else 0),
+        ram=sizes.on_cpu(layer, cuts) * neuron + (attention if side == CPU else 0),
         preference=-side,
         stratum=int(side == GPU),
     )

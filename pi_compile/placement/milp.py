@@ -116,8 +116,10 @@ def _budgets(
     for n, z_SJ in enumerate(layers):
         for side in (CPU, GPU):
             attention = sizes.attention(n)
-            vram.append((z_SJ[side], (neurons + (attention if side == GPU else 0)) / MIB))
-            ram.append((z_SJ[side], (sizes.neurons * parts.neuron - neurons + (attention if side == CPU else 0)) / MIB))
+            on_cpu = sizes.on_cpu(n, problem.costs.cuts) * parts.neuron
+            on_gpu = neurons * (n not in sizes.without_ffn)
+            vram.append((z_SJ[side], (on_gpu + (attention if side == GPU else 0)) / MIB))
+            ram.append((z_SJ[side], (on_cpu + (attention if side == CPU else 0)) / MIB))
     matrix_and_ends = ((embedding, parts.positions), (head, parts.head + parts.final_norm))
     for end, nbytes in matrix_and_ends:
         vram.append((end, nbytes / MIB))

@@ -138,8 +138,10 @@ class ThreeTiers:
         split = cuts != (0 if side == CPU else sizes.neurons)
         return Node(
             costs=cost.attention[side] + cost.predictor[side] + ffn + np.where(split, costs.handover, 0),
-            vram=cuts * sizes.parts.neuron + (attention if side == GPU else 0),
-            ram=(sizes.neurons - cuts) * self.model.beside_nbytes + options.nbytes + (attention if side == CPU else 0),
+            vram=cuts * sizes.parts.neuron * (layer not in sizes.without_ffn) + (attention if side == GPU else 0),
+            ram=sizes.on_cpu(layer, cuts) * self.model.beside_nbytes
+            + options.nbytes
+            + (attention if side == CPU else 0),
             preference=-side,
             stratum=int(side == GPU),
         )
@@ -160,7 +162,7 @@ class ThreeTiers:
     def _parts(self, assignment: Assignment, slots: int) -> dict[str, int]:
         """Bytes of RAM by part, buffers apart, with so many bytes of slots."""
         ram, _ = self._sizes.used(assignment)
-        neurons = self.problem.sizes.neurons * len(assignment.cuts) - sum(assignment.cuts)
+        neurons = sum(int(self._sizes.on_cpu(n, np.array(cut))) for n, cut in enumerate(assignment.cuts))
         return {**ram, "ffn": neurons * self.model.beside_nbytes + slots, "scratch": 0}
 
 

@@ -380,6 +380,7 @@ def _of_states(d: Decoder, w: NamedTensors, qkv: Tensor, x_BTD: Tensor) -> Tenso
     if d.recurrence == "short_conv":
         return z * sums
     q, k, v = torch.split(F.silu(sums), [*d.qkv_parts], -1)
+    q, v = (v, q) if d.recurrence == "mamba2" else (q, v)
     q, k = (part.reshape(*part.shape[:2], d.state_key_heads, -1) for part in (q, k))
     v, z = (part.reshape(*part.shape[:2], d.state_heads, -1) for part in (v, z))
     return _RECURRENCES[d.recurrence](d, w, q, k, v, z, F.linear(x_BTD, w["attention/gates"])).flatten(2)

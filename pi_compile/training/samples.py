@@ -113,7 +113,7 @@ class LayerSums:
         values = self._values(neuron)
         reads = Reads.of(neuron, layer, (self.read or 0) / values, self.fires_and_read / values)
         # Neurons of the experts that a token is routed to.
-        routed = self.tokens * neuron.d.experts_per_token * neuron.d.d_ff
+        routed = max(1, self.tokens) * neuron.d.experts_per_token * neuron.d.d_ff
         read = routed if self.read is None else self.read
         return LayerRow(
             **asdict(layer),
@@ -128,7 +128,7 @@ class LayerSums:
         )
 
     def _values(self, neuron: FfnBytes) -> int:
-        return self.tokens * neuron.d.neurons
+        return max(1, self.tokens) * neuron.d.neurons  # a layer without an FFN has counted no token
 
 
 BATCH = 2

@@ -28,7 +28,7 @@ from pi_compile.training.rung_choice import MeasuredText, Quality, RungChoice, c
 from pi_compile.training.samples import LayerSums, PushedText
 from pi_compile.training.work_estimate import ProgressMeter, TrainingWork
 from pi_compile.workers import WorkFolder
-from pi_runtime.artifact.rungs import RUNGS
+from pi_runtime.artifact.rungs import DENSE, RUNGS
 from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.errors import NotMetError
@@ -143,7 +143,7 @@ class _Training:
                 is_split=self.meter.work.splits,
                 on_step=self.meter.step_done,
             )
-            for n in range(self.checkpoint.decoder.n_layers)
+            for n in self.checkpoint.decoder.ffn_layers
         ]
 
     @cached_property
@@ -237,7 +237,7 @@ class _Training:
     def _arrays(self, n: int, candidate: Candidate) -> dict[str, Any]:
         if candidate.layer.rank is None:
             return {}
-        return self.searches[n].arrays(candidate)
+        return next(search for search in self.searches if search.n == n).arrays(candidate)
 
     def _time(self, c: Candidate) -> float:
         return c.ps(self.spec.processor, self.ffn_bytes(c.format or self.spec.predictor_formats[0]))
@@ -247,6 +247,8 @@ class _Training:
         found = [c for c in self.found.get(n, []) if c.layer.rung in self.spec.rungs]
         neuron = self.ffn_bytes(self.spec.predictor_formats[0])
         layers = [Layer(rung=name) for name in self._exact_rungs()]
+        if n in self.checkpoint.decoder.mixer_only_layers:
+            layers, found = [Layer(rung=DENSE)], []
         if layers:
             ways = [Candidate(layer=layer, reads=sums.exact_reads(neuron, layer), error=0.0) for layer in layers]
             # Where rows may come from disk, zeros are skipped whatever that costs in memory.

@@ -528,10 +528,11 @@ class Decoder(Facts):
 
     @property
     def qkv_parts(self) -> tuple[int, int, int]:
-        """Numbers of queries, of keys and of values that attention's first matrix makes of a token."""
+        """Numbers of queries, of keys and of values that attention's first matrix makes of a token; of mamba2, those of
+        values come first and of queries last."""
         if self.recurs:
             keys = self.state_key_heads * self.state_key_dim
-            return keys, keys, self.mixed_width
+            return (self.mixed_width, keys, keys) if self.recurrence == "mamba2" else (keys, keys, self.mixed_width)
         keys = self.n_kv_heads * self.head_dim
         return self.n_heads * self.head_dim, keys, keys
 

@@ -4,7 +4,7 @@ Placing, packing and running share these counts, as they share `sizes` for the a
 allocates.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -107,7 +107,7 @@ class PartBytes:
     """The matrix, or 0 where it is the embedding's (`tied_head`)."""
     final_norm: int
     attention: int
-    """One layer's attention, both norms, router, and the FFN beside its experts."""
+    """One layer's attention, both norms, router, and the FFN beside its experts; the mean where layers differ."""
     ffn_bias: int
     """One layer's `down_bias`, which is added once where the residual is."""
     neuron: int
@@ -116,31 +116,34 @@ class PartBytes:
     """What of these is read to know whether it fires: its row of `first`, and its biases."""
 
     @classmethod
-    def of(cls, specs: Mapping[str, ArraySpec], vocab_size: int, neurons: int) -> Self:
-        """The parts of a model, from its arrays (at least one layer) and the number of neurons in a layer."""
+    def of(cls, specs: Mapping[str, ArraySpec], d: Decoder) -> Self:
+        """The parts of a model, from its arrays."""
 
         def total(*starts: str) -> int:
             return sum(s.nbytes for name, s in specs.items() if name.startswith(starts))
 
-        ffn = "layers/0/ffn/"
+        def of_layers(layers: Sequence[int], *starts: str) -> int:
+            return total(*(f"layers/{n}/{start}" for n in layers for start in starts)) // len(layers)
+
+        ffn, every = f"layers/{d.ffn_layers[0]}/ffn/", range(d.n_layers)
         first = total(f"{ffn}first", f"{ffn}up_bias")
         return cls(
             embedding=total("embedding"),
-            embedding_row=specs["embedding"].nbytes_with_scales // vocab_size,
+            embedding_row=specs["embedding"].nbytes_with_scales // d.vocab_size,
             positions=total("positions"),
             head=total("head"),
             final_norm=total("final_norm"),
-            attention=total("layers/0/attention/", f"{ffn}norm/", f"{ffn}router", f"{ffn}beside"),
+            attention=of_layers(every, "attention/", "ffn/norm/", "ffn/router", "ffn/beside"),
             ffn_bias=total(f"{ffn}down_bias"),
-            neuron=(first + total(f"{ffn}rest")) // neurons,
-            first=first // neurons,
+            neuron=(first + total(f"{ffn}rest")) // d.neurons,
+            first=first // d.neurons,
         )
 
     def total(self, decoder: Decoder) -> int:
         """The bytes of a whole model without predictors: all parts, each once."""
         ends = self.embedding + self.positions + self.head + self.final_norm
-        layer = self.attention + self.ffn_bias + decoder.n_experts * decoder.d_ff * self.neuron
-        return ends + decoder.n_layers * layer
+        layers = decoder.n_layers * (self.attention + self.ffn_bias)
+        return ends + layers + len(decoder.ffn_layers) * decoder.neurons * self.neuron
 
 
 def predictor_bytes(specs: Mapping[str, ArraySpec], layer: int) -> int:
@@ -165,7 +168,7 @@ def attention_floats(decoder: Decoder) -> int:
     own = key * value + 2 * (key + value)
     if decoder.latent_rank:
         return ATTENTION_TOKENS * min(LATENT_HEADS, decoder.n_heads) * (decoder.latent_rank + POSITIONS + 4)
-    shared = decoder.n_heads // decoder.n_kv_heads
+    shared = decoder.n_heads // max(1, decoder.n_kv_heads)
     return max(own, ATTENTION_TOKENS * shared * (decoder.head_dim + POSITIONS + 4))
 
 

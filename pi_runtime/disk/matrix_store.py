@@ -3,7 +3,8 @@ together.
 
 A *unit* is what one expert of one layer has of `first`, `up` and `down`, each in its own format; their scales are
 resident. It lies in a slot, one matrix after the other. All layers share the slots. Of experts the one with the least
-heat makes room (see `whole_experts.Heat`), of layers the one that is needed last, which no other rule can better.
+heat makes room (see `whole_experts.Heat`). Of layers, which are needed in turn, some stay, and the others go through
+the slots that are left.
 
 Shape letters: U units, S slots, L layers, X experts.
 """
@@ -44,6 +45,10 @@ class MatrixStore:
         """Where kernels look for matrices; `fill` says where they are."""
         self._under_way: dict[int, int] = {}
         """Units on their way, and the batches of their reads."""
+        pinned = plan.slots if plan.slots == units else max(0, plan.slots - len(_READS))
+        spread = np.linspace(0, units - 1, pinned).round().astype(int) if self._experts == 1 else ()
+        self._own = {int(unit): slot for slot, unit in enumerate(spread)}
+        """Slots of layers that stay, spread so that others come meanwhile; experts have none of their own."""
         self._unused = set[int]()
         """Units that were read for a use to come."""
         self.hits, self.misses = 0, 0
@@ -72,7 +77,7 @@ class MatrixStore:
         and the next layer where every layer is one unit."""
         wanted = [layer * self._experts + expert for expert in experts]
         self.heat.use(np.array(wanted, np.int64))
-        there = sum(self._slot_U[unit] >= 0 and unit not in self._unused for unit in wanted)
+        there = sum(bool(self._slot_U[unit] >= 0) and unit not in self._unused for unit in wanted)
         self.hits, self.misses = self.hits + there, self.misses + len(wanted) - there
         for n, unit in enumerate(wanted):
             if self._slot_U[unit] < 0:
@@ -106,7 +111,8 @@ class MatrixStore:
                 return False
             batch = self._under_way[done[0]]
             self._wait(done[0])
-        held_S = np.isin(self._unit_S, [*kept, *self._under_way])
+        held_S, slot_S = np.isin(self._unit_S, [*kept, *self._under_way]), np.arange(len(self._unit_S))
+        held_S |= slot_S != self._own[unit] if unit in self._own else slot_S < len(self._own)
         if held_S.all():
             return False
         if self._experts == 1:

@@ -16,47 +16,23 @@ import numpy as np
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.disk.arena import ResidentArrays
 from pi_runtime.disk.matrix_store import MatrixStore
-from pi_runtime.execution.executor import DiskStats, Ints
+from pi_runtime.execution.disk_rows import PartlyOnDisk
+from pi_runtime.execution.executor import DiskStats
 from pi_runtime.execution.host import CpuModel
 from pi_runtime.execution.pages import Allowance
-from pi_runtime.execution.rows import FfnTokens, MemoryRows, Piece
+from pi_runtime.execution.rows import Piece
 from pi_runtime.kernels.codegen.threads import advance_progress
 from pi_runtime.kernels.ffn import steps
 from pi_runtime.kernels.ffn.memory import tokens_by_expert, tokens_of, whole_batch
 
 
-class DiskMatrices(MemoryRows):
+class DiskMatrices(PartlyOnDisk):
     """Matrices in memory, and the others in the file. Where all have a place, it is a run in memory."""
 
-    disk: DiskStats
-
     def __init__(self, host: CpuModel, arrays: ResidentArrays, store: MatrixStore, kv: Allowance) -> None:
-        super().__init__(host)
-        self.store, self.plan, self.reader, self._arrays, self._kv = store, store.plan, store.reader, arrays, kv
+        super().__init__(host, arrays, store, kv, [store.has_all] * len(host.table_LX))
+        self.store, self.block_tokens = store, store.plan.block_tokens
         store.fill(host.table_LX)
-        self.are_in_memory = store.has_all
-        self.whole_L = [store.has_all] * len(host.table_LX)
-        self.block_tokens, self.disk = store.plan.block_tokens, DiskStats()
-        self._piece: tuple[Piece, Sequence[slice]] | None = None
-        self._is_running = False
-
-    @property
-    def kv_room(self) -> int:
-        """Bytes that further keys and values may take."""
-        return self._kv.left
-
-    def embedded(self, tokens_T: Ints) -> Ints:
-        """Read the tokens' rows of the embedding, if they are not there anyway; returns where they are."""
-        return self._arrays.embedded(tokens_T)
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Within it matrices are asked for; where an earlier step ended in an exception, none are taken to come."""
-        if self._is_running:
-            self.store.recover()
-        self._is_running = True
-        yield
-        self._is_running = False
 
     @contextmanager
     def decoding(self, tokens: int) -> Iterator[None]:
@@ -72,15 +48,6 @@ class DiskMatrices(MemoryRows):
     def _counted(self) -> DiskStats:
         s = self.store
         return DiskStats(0, 0.0, self.reader.seconds_waited, s.hits, s.misses, self.reader.bytes_read)
-
-    def take(self, tokens: FfnTokens, *, ahead: bool = True) -> None:
-        """Go on with these tokens."""
-        super().take(tokens, ahead=ahead)
-        self._piece = None
-
-    def take_piece(self, piece: Piece, blocks: Sequence[slice]) -> None:
-        """Go on with a long piece of a sequence, in blocks of its tokens."""
-        self._piece = piece, blocks
 
     def ffn(self, layer: int) -> None:
         """x ← x + the FFN, expert by expert as they come."""

@@ -24,6 +24,7 @@ import numpy as np
 from pi_runtime.artifact.footprint import BLOCK_TOKENS, CHUNKS, FEW_TOKENS, padded_width
 from pi_runtime.artifact.rows import ROW_ARRAYS
 from pi_runtime.disk.arena import ResidentArrays
+from pi_runtime.disk.matrix_store import MatrixStore
 from pi_runtime.disk.row_slots import REGIONS, Request, RowRange
 from pi_runtime.disk.row_store import RowStore
 from pi_runtime.execution.disk_ahead import ReadAhead
@@ -37,19 +38,17 @@ from pi_runtime.kernels.ffn.memory import Batch, Taken, every_token, tokens_by_e
 from pi_runtime.kernels.split_ffn import NeuronLists, name_listed
 
 
-class DiskRows(MemoryRows):
-    """Rows in memory, and the others in the file. A layer whose rows are all in memory is run as in a run in memory."""
+class PartlyOnDisk(MemoryRows):
+    """What a run within a budget of memory has of its FFNs there; the rest of them is in the file."""
 
     disk: DiskStats
 
-    def __init__(self, host: CpuModel, arrays: ResidentArrays, store: RowStore, kv: Allowance) -> None:
+    def __init__(
+        self, host: CpuModel, arrays: ResidentArrays, store: RowStore | MatrixStore, kv: Allowance, whole_L: list[bool]
+    ) -> None:
         super().__init__(host)
-        self.store, self.plan, self.reader, self._arrays, self._kv = store, store.plan, store.reader, arrays, kv
-        self.whole_L = [store.is_whole(layer) for layer in range(len(self.whole_L))]
-        self.are_in_memory = all(self.whole_L)
-        self.block_tokens = BLOCK_TOKENS if self.are_in_memory else self.plan.block_tokens
-        self.disk, self.ahead = DiskStats(), ReadAhead(host, store)
-        self._sums = RowSums(host, store, self.ahead, self.block_tokens)
+        self.plan, self.reader, self.whole_L, self._arrays, self._kv = store.plan, store.reader, whole_L, arrays, kv
+        self.are_in_memory, self.disk, self._recover = all(whole_L), DiskStats(), store.recover
         self._piece: tuple[Piece, Sequence[slice]] | None = None
         self._is_running = False
 
@@ -66,10 +65,30 @@ class DiskRows(MemoryRows):
     def step(self) -> Iterator[None]:
         """Within it rows are asked for; where an earlier step ended in an exception, none are taken to be there."""
         if self._is_running:
-            self.store.recover()
+            self._recover()
         self._is_running = True
         yield
         self._is_running = False
+
+    def take(self, tokens: FfnTokens, *, ahead: bool = True) -> None:
+        """Go on with these tokens; `ahead`: what next layers will need may be read before their turn."""
+        super().take(tokens, ahead=ahead)
+        self._piece = None
+
+    def take_piece(self, piece: Piece, blocks: Sequence[slice]) -> None:
+        """Go on with a long piece of a sequence, with every neuron, in blocks of its tokens."""
+        self._piece = piece, blocks
+
+
+class DiskRows(PartlyOnDisk):
+    """Rows in memory, and the others in the file. A layer whose rows are all in memory is run as in a run in memory."""
+
+    def __init__(self, host: CpuModel, arrays: ResidentArrays, store: RowStore, kv: Allowance) -> None:
+        super().__init__(host, arrays, store, kv, [store.is_whole(layer) for layer in range(len(host.table_LX))])
+        self.store = store
+        self.block_tokens = BLOCK_TOKENS if self.are_in_memory else self.plan.block_tokens
+        self.ahead = ReadAhead(host, store)
+        self._sums = RowSums(host, store, self.ahead, self.block_tokens)
 
     @contextmanager
     def decoding(self, tokens: int) -> Iterator[None]:
@@ -90,13 +109,8 @@ class DiskRows(MemoryRows):
     def take(self, tokens: FfnTokens, *, ahead: bool = True) -> None:
         """Go on with these tokens; `ahead`: what next layers will need may be read before their turn."""
         super().take(tokens)
-        self._piece = None
         self._sums.take(tokens)
         self.ahead.take(tokens if ahead else None)
-
-    def take_piece(self, piece: Piece, blocks: Sequence[slice]) -> None:
-        """Go on with a long piece of a sequence, with every neuron, in blocks of its tokens."""
-        self._piece = piece, blocks
 
     def before_attention(self, layer: int) -> None:
         """Begin to read rows of experts that are known before attention; behind its embeddings all rows of a piece."""

@@ -403,7 +403,7 @@ def latent_attention(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
 
 def recurrence(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
     """What stands in attention's place, from position 0 on, one token after the other; see `artifact.decoder`."""
-    n_tokens, keys = len(x_TD), d.state_key_heads * d.state_key_dim
+    n_tokens = len(x_TD)
     made_TC, z = w.product("attention/qkv", x_TD), w.product("attention/gate", x_TD)
     if d.recurrence == "short_conv":
         b, z = np.split(z, 2, axis=1)
@@ -414,7 +414,9 @@ def recurrence(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
     sums_TC = sums_TC + w["attention/conv_bias"] if "attention/conv_bias" in w else sums_TC
     if d.recurrence == "short_conv":
         return w.product("attention/out", z * sums_TC)
-    q, k, v = np.split(_silu(sums_TC), [keys, 2 * keys], axis=1)
+    first, second, _ = d.qkv_parts
+    q, k, v = np.split(_silu(sums_TC), [first, first + second], axis=1)
+    q, v = (v, q) if d.recurrence == "mamba2" else (q, v)
     q_TGK, k_TGK = (part.reshape(n_tokens, d.state_key_heads, -1) for part in (q, k))
     v_THV, z_THV = (part.reshape(n_tokens, d.state_heads, -1) for part in (v, z))
     gates_TG, step = x_TD @ w["attention/gates"].T, _RECURRENCES[d.recurrence]

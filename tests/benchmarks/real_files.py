@@ -1,10 +1,13 @@
 """Files that people have, in one table: bytes, quality and speed of a GGUF file in llama.cpp, and of what is packed.
 
 python tests/benchmarks/real_files.py FILE.gguf … [--formats keep,q8,q5,q4] [--tokens N] [--turns N] [--text FILE]
+    [--greedy]
 
 `keep` is what `pi-run FILE.gguf` makes; other formats are those of attention and FFN. Perplexity and divergence
 (Kullback and Leibler's, in nats a token) are of the logits that either program computes, from those of the file's own
-values in torch, in float32. Windows are paired; intervals are of 95 %. Speeds are medians of turns.
+values in torch, in float32. Windows are paired; intervals are of 95 %. Speeds are medians of turns. `--greedy` compares
+the most likely token behind every token of the text instead, of what `pi-run` makes and of llama.cpp, and names the
+first that differs.
 """
 
 import argparse
@@ -131,6 +134,35 @@ def rows(file: Path, args: argparse.Namespace, text: str) -> Iterator[str]:
             yield f"| {file.name} | ours, {fmt} | {shown} | {quality} | {found['dense']} |"
 
 
+def losses(z_TV: Floats, ids: torch.Tensor) -> float:
+    """The mean loss of a window's next tokens."""
+    return torch.nn.functional.cross_entropy(torch.from_numpy(z_TV[:-1]).double(), ids[1:]).item()
+
+
+def greedy(file: Path, tokens: int, text: str) -> Iterator[str]:
+    """How many tokens of the text both programs go on with alike, and where they first do not."""
+    checkpoint = open_checkpoint(file)
+    tokenizer = tokenizers.Tokenizer.from_buffer(checkpoint.text_files.files[TOKENIZER])
+    ids = np.array(tokenizer.encode(text, add_special_tokens=False).ids[:tokens])
+    ids_NT, same, first, found = text_windows(checkpoint.decoder, ids, WINDOW), 0, "", []
+    with tempfile.TemporaryDirectory() as name:
+        packed(file, "keep", Path(name) / "a.pi")
+        both = zip(ids_NT, of_ours(Path(name) / "a.pi", ids_NT), of_llama(file, ids_NT, Path(name)), strict=True)
+        for window, (ids_T, z_TV, peer_TV) in enumerate(both):
+            one_T, other_T = z_TV.argmax(1), peer_TV.argmax(1)
+            same += int((one_T == other_T).sum())
+            found.append((losses(z_TV, ids_T), losses(np.array(peer_TV), ids_T)))
+            if not first and (t := int((one_T != other_T).argmax())) + (one_T[0] != other_T[0]):
+                pair = [one_T[t], other_T[t]]
+                logits = "; ".join(
+                    f"{who} {z[t, pair].round(4).tolist()}" for who, z in (("ours", z_TV), ("llama.cpp", peer_TV))
+                )
+                first = f"; first apart at window {window}, token {t}: {tokenizer.decode(pair)!r}, logits {logits}"
+    ours, peer = np.array(found).mean(0)
+    yield f"{file.name}: {same} of {ids_NT.numel()} greedy tokens are the same{first}"
+    yield f"perplexity {np.exp(ours):.4f}, of llama.cpp {np.exp(peer):.4f}: {np.expm1(ours - peer):+.3%}"
+
+
 def main(say: Callable[[str], None] = lambda line: print(line, flush=True)) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
@@ -138,9 +170,15 @@ def main(say: Callable[[str], None] = lambda line: print(line, flush=True)) -> N
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--text", type=Path, help="the documentation of this project, unless told")
+    parser.add_argument("--greedy", action="store_true", help="compare greedy tokens alone")
     args = parser.parse_args()
     pages = [args.text] if args.text else sorted((ROOT / "docs").rglob("*.md"))
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    if args.greedy:
+        for file in args.files:
+            for line in greedy(file, args.tokens, text):
+                say(line)
+        return
     columns = (
         "file | in | MB | ÷ file | packed in s | perplexity | ÷ source | divergence | decode, tokens/s | prompt of 256"
     )

@@ -197,10 +197,7 @@ def logits(checkpoint: Checkpoint, ids: np.ndarray) -> np.ndarray:
     """Ours, from the decoder of profiling and training."""
     d, ends = checkpoint.decoder, td.global_weights(checkpoint, "cpu")
     x = td.embed(d, ends, torch.from_numpy(ids)[None])
-    for n in range(d.n_layers):
-        w = td.layer_weights(checkpoint, n, "cpu")
-        x, normed = td.before_ffn(d.of_layer(n), w, x)
-        x = td.after_ffn(d, w, x, td.ffn_output(w, td.neurons(d, w, normed)))
+    *_, (x,) = td.layers(d, td.stored_layers(checkpoint, "cpu"), [x])
     found: np.ndarray = td.logits(d, ends, x)[0].detach().numpy()
     return found
 

@@ -34,16 +34,16 @@ def from_disk(
     return Model(found, mode, HostExecutor(divided_rows(found, mode, context, threads, "auto", plan, rows, kv)))
 
 
-def within(path: Path, budget: str | None, threads: int = 1, context: int = 40) -> Model:
-    """A model of whole matrices in memory (None), or within the `least` budget, that for `half` of them, or for `all`;
-    with room for the keys and values of 16 sequences."""
+def within(path: Path, budget: str | None, threads: int = 1, context: int = 40, less: int = 0) -> Model:
+    """A model of whole matrices in memory (None), or within the `least` budget, that for `half` of them, or for `all`,
+    `less` so many bytes; with room for the keys and values of 16 sequences."""
     if budget is None:
         return load(path, device="cpu", context=context, threads=threads)
     with Artifact.open(path) as found:
         kv = 16 * sequence_kv_bytes(found.manifest, context, "auto")
         least, most = useful_budgets(found.manifest, fixed_bytes(found.manifest, context, "auto", kv))
     nbytes = {"least": least, "half": (least + most) // 2, "all": most}[budget]
-    return load(path, device="cpu", context=context, threads=threads, ram_budget=nbytes, kv_budget=kv)
+    return load(path, device="cpu", context=context, threads=threads, ram_budget=nbytes - less, kv_budget=kv)
 
 
 def rows_of(model: Model) -> DiskRows:

@@ -71,6 +71,14 @@ GEMMA4 = LLAMA | {
     "attention_k_eq_v": True,
     "final_logit_softcapping": 2.0,
 }
+TWO = {"num_hidden_layers": 2, "layer_types": None}
+GEMMA4_OLDER = {
+    "layer_types": None,
+    "per_layer_config": None,
+    "global_head_dim": 20,
+    "num_global_key_value_heads": 1,
+}
+"""Keys of a config that names no layer."""
 GEMMA4_MOE = GEMMA4 | {
     "enable_moe_block": True,
     "num_experts": 5,
@@ -129,6 +137,38 @@ DELTA_EXPERTS = DELTA | {
     "num_experts": 5,
     "num_experts_per_tok": 2,
 }
+NEMOTRON_H = {k: v for k, v in LLAMA.items() if k not in ("intermediate_size", "num_hidden_layers")} | {
+    "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"],
+    "intermediate_size": 53,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 7,
+    "n_groups": 3,
+    "ssm_state_size": 9,
+    "time_step_min": 0.4,
+}
+NEMOTRON_EXPERTS = NEMOTRON_H | {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "moe_intermediate_size": 53,
+    "moe_shared_expert_intermediate_size": 106,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 2.5,
+}
+GRANITE_HYBRID = (
+    {k: v for k, v in LLAMA.items() if k != "head_dim"}
+    | GRANITE
+    | {
+        "hidden_size": 36,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "num_hidden_layers": 4,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "shared_intermediate_size": 106,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 7,
+    }
+)
 LFM2 = {k: v for k, v in OLMO2.items() if k != "hidden_act"} | {
     "num_hidden_layers": 4,
     "layer_types": ["conv", "full_attention", "conv", "conv"],
@@ -198,7 +238,7 @@ class Case:
     """Class in transformers; where the checkpoint's own repository ships the code, the class that it was made from."""
     fields: dict[str, Any]
     own: dict[str, Any] = field(default_factory=dict)
-    """Config fields that differ from those of the class it was made from."""
+    """Config fields that differ from those of the class it was made from; None for one that is missing."""
     computes: Callable[[nn.Module], None] | None = None
     """Turns the class it was made from into the model."""
     made: Callable[[Path, dict[str, Any], str, torch.dtype], Any] | None = None
@@ -281,6 +321,18 @@ CASES: dict[str, Case] = {
     ),
     "granite": Case("Granite", LLAMA | GRANITE),
     "granitemoe": Case("GraniteMoe", MIXTRAL | GRANITE),
+    "granite-hybrid": Case("GraniteMoeHybrid", GRANITE_HYBRID),
+    "granite-hybrid-experts": Case(
+        "GraniteMoeHybrid", GRANITE_HYBRID | {"num_local_experts": 5, "num_experts_per_tok": 2}
+    ),
+    "granite-hybrid-rope": Case(
+        "GraniteMoeHybrid",
+        GRANITE_HYBRID
+        | {"position_embedding_type": "rope", "attention_bias": True, "num_local_experts": 5}
+        | {"num_experts_per_tok": 2}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "time_step_limit": [0.3, float("inf")]},
+        not_in_gguf="llama.cpp has no biases and no rotation in layers without states",
+    ),
     "smollm3-listed": Case(
         "SmolLM3",
         OLMO2 | {"no_rope_layers": [0, 1, 0, 1, 0], "attention_bias": True, "tie_word_embeddings": False},
@@ -305,7 +357,13 @@ CASES: dict[str, Case] = {
         GEMMA3 | {"layer_types": ["full_attention", "sliding_attention"], "final_logit_softcapping": 2.0},
         not_in_gguf="llama.cpp has a window in five layers of six",
     ),
-    "gemma4": Case("Gemma4Text", GEMMA4),
+    "gemma4": Case(
+        "Gemma4Text",
+        GEMMA4 | TWO,
+        GEMMA4_OLDER,
+        not_in_gguf="llama.cpp's converter asks for the kind of each layer",
+    ),
+    "gemma4-listed": Case("Gemma4Text", GEMMA4),
     "gemma4-own-values": Case(
         "Gemma4Text",
         GEMMA4 | {"attention_k_eq_v": False, "attention_bias": True},
@@ -314,7 +372,8 @@ CASES: dict[str, Case] = {
     "gemma4-experts": Case("Gemma4Text", GEMMA4_MOE),
     "gemma4-unified": Case(
         "Gemma4UnifiedText",
-        {key: value for key, value in GEMMA4.items() if "per_layer" not in key},
+        {key: value for key, value in (GEMMA4 | TWO).items() if "per_layer" not in key},
+        GEMMA4_OLDER,
         not_in_gguf="llama.cpp's converter takes the class that reads pictures too, and writes Gemma 4",
     ),
     "glm4-moe": Case("Glm4Moe", GLM),
@@ -383,6 +442,15 @@ CASES: dict[str, Case] = {
     "phi3": Case("Phi3", PHI3),
     "phi3-window": Case("Phi3", PHI3 | {"sliding_window": 19, "num_key_value_heads": 6}),
     "nemotron-biases": Case("Nemotron", LLAMA | {"head_dim": 12, "attention_bias": True, "mlp_bias": True}),
+    "nemotron-h": Case("NemotronH", NEMOTRON_H),
+    "nemotron-h-experts": Case("NemotronH", NEMOTRON_EXPERTS),
+    "nemotron-h-both": Case(
+        "NemotronH",
+        NEMOTRON_EXPERTS
+        | {"layers_block_type": ["mlp", "moe", "full_attention", "linear_attention", "linear_attention"]}
+        | {"intermediate_size": 123, "n_group": 3, "topk_group": 2, "norm_topk_prob": False, "conv_kernel": 3},
+        not_in_gguf="llama.cpp has either experts or dense layers",
+    ),
     "nemotron": Case("Nemotron", LLAMA | {"head_dim": 12, "partial_rotary_factor": 0.5}),
     "phi": Case("Phi", LLAMA | {"hidden_size": 60, "num_key_value_heads": 6, "partial_rotary_factor": 0.4}),
     "gpt2": Case("GPT2", GPT2),
@@ -467,6 +535,12 @@ def random_sizes(name: str, seed: int) -> dict[str, int]:
                 layers = len(fields["layer_types"])
             own = "moe_intermediate_size", "moe_ffn_hidden_size", "shared_expert_intermediate_size"
             sizes |= {key: neurons for key in fields if key in own}
+            twice = "moe_shared_expert_intermediate_size", "shared_intermediate_size"
+            sizes |= {key: 2 * neurons for key in fields if key in twice}
+            if "layers_block_type" in fields:
+                layers = len(fields["layers_block_type"])
+            if "mamba_n_heads" in fields:
+                sizes |= {"mamba_n_heads": 2 * heads, "mamba_d_state": int(rng.integers(1, 20))}
             if "linear_num_key_heads" in fields:
                 heads_2 = [int(n) for n in rng.integers(1, 4, 2)]
                 sizes |= {"linear_num_key_heads": heads_2[0], "linear_num_value_heads": heads_2[0] * heads_2[1]}
@@ -512,7 +586,7 @@ def random_checkpoint(
     model.config._experts_implementation = "eager"
     save(model, folder, shard=shard, dtype=dtype)
     if case.own:
-        edit_json(folder / "config.json", **case.own)
+        edit_json(folder / "config.json", *(key for key, value in case.own.items() if value is None), **case.own)
     if case.predictors:
         _add_predictors(folder, case)
     if tokenizer:

@@ -4,6 +4,7 @@ CONVERTER is a folder with its `convert_hf_to_gguf.py`. A vocabulary of any chec
 the converter tells published ones by what they make of a text, and small random ones are not among them.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -19,6 +20,9 @@ def _every(of: type) -> list[type]:
 
 
 hparams = ModelBase.load_hparams(folder, False)
+if hparams["model_type"] == "nemotron_h":  # transformers' class names numbers of experts where there are none
+    hparams = json.loads((folder / "config.json").read_text())
+    ModelBase.load_hparams = staticmethod(lambda *_, **__: {**hparams})
 convert_hf_to_gguf.get_model_class(get_model_architecture(hparams, convert_hf_to_gguf.ModelType.TEXT))
 TextModel.get_vocab_base_pre = lambda *_: "gpt-2"
 for model in _every(TextModel):

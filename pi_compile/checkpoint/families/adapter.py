@@ -197,19 +197,23 @@ def gated_experts(*parts: tuple[SourceTensor, ...]) -> dict[str, tuple[SourceTen
 
 
 def cut_into_experts(
-    name: str, neurons: int, of_expert: int, n_experts: int, *, transposed: bool = False
+    name: str, neurons: int, of_expert: int, n_experts: int, *, transposed: bool = False, part: int = 0, parts: int = 1
 ) -> tuple[SourceTensor, ...]:
-    """A matrix of one FFN as those of experts: the last ones have its neurons, the others are zeros."""
+    """A matrix of one FFN as those of experts: the last ones have its neurons, the others are zeros.
+
+    The matrix is one of so many `parts` of a tensor, one behind the other.
+    """
     ends = [min(e * of_expert, neurons) for e in range(-(-neurons // of_expert) + 1)]
     ends = [0] * (n_experts + 1 - len(ends)) + ends
-    rows = (FusedRows(1, neurons, start, stop) for start, stop in pairwise(ends))
-    return tuple(SourceTensor(name, transposed, part, padded=of_expert) for part in rows)
+    first, whole = part * neurons, parts * neurons
+    rows = (FusedRows(1, whole, first + start, first + stop) for start, stop in pairwise(ends))
+    return tuple(SourceTensor(name, transposed, own, padded=of_expert) for own in rows)
 
 
 def cut_ffn(names: Sequence[str], neurons: int, of_expert: int, n_experts: int) -> dict[str, tuple[SourceTensor, ...]]:
-    """The arrays of one gated FFN, cut into experts; `names` are those of its gate, up and down."""
-    cuts = (cut_into_experts(name, neurons, of_expert, n_experts, transposed=name == names[2]) for name in names)
-    return gated_experts(*cuts)
+    """The arrays of one FFN, cut into experts; `names` are those of its gate, up and down, or of a plain one's two."""
+    cuts = [cut_into_experts(name, neurons, of_expert, n_experts, transposed=name == names[-1]) for name in names]
+    return gated_experts(*cuts) if len(cuts) > 2 else dict(zip(("ffn/first", "ffn/rest"), cuts, strict=True))
 
 
 def plain_ffn(first: str, rest: str, *, transposed: bool = False) -> dict[str, tuple[SourceTensor, ...]]:

@@ -12,7 +12,15 @@ from typing import Any
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import gemma, llama, rope
 from pi_compile.checkpoint.families.adapter import SourceTensor, Table, stored
-from pi_compile.checkpoint.families.fields import biases, experts, kv_heads, softcap, usual_decoder, with_windows
+from pi_compile.checkpoint.families.fields import (
+    biases,
+    experts,
+    kv_heads,
+    softcap,
+    usual_decoder,
+    windowed_layers,
+    with_windows,
+)
 from pi_compile.checkpoint.families.qwen3_next import stacked_experts
 from pi_runtime.artifact.decoder import Decoder
 
@@ -29,7 +37,9 @@ _OF_EXPERTS = {
 _HEADS = {"head_dim", "num_key_value_heads"}
 
 
-def _decoder(config: Config, family: str = "gemma4_text", per_layer: int = 256) -> Decoder:
+def _decoder(
+    config: Config, family: str = "gemma4_text", per_layer: int = 256, context: int = 131072, window: int = 512
+) -> Decoder:
     for key, default in (("hidden_size_per_layer_input", per_layer), ("num_kv_shared_layers", 0)):
         if found := config.fields.get(key, default):
             remedy = "embeddings of each layer and keys of other layers, as E2B and E4B have, are not supported"
@@ -42,7 +52,7 @@ def _decoder(config: Config, family: str = "gemma4_text", per_layer: int = 256) 
         rope.of_kind(whole, rope.KINDS[False], "rope_theta"),
         family,
         names={"hidden_act": "hidden_activation"},
-        context=131072,
+        context=context,
         tied=True,
         hidden_act="gelu_pytorch_tanh",
         block="sandwich",
@@ -57,7 +67,7 @@ def _decoder(config: Config, family: str = "gemma4_text", per_layer: int = 256) 
     found = replace(found, embedding_scale=found.d_model**0.5, rotary_scale=found.rotary_scale * found.head_dim**0.25)
     local = rope.rotary(rope.of_kind(config, rope.KINDS[True], "rope_theta"), width)
     local["rotary_scale"] *= width**0.25
-    found = with_windows(config, found, local, [False] * found.n_layers, 512)
+    found = with_windows(config, found, local, [False] * found.n_layers, window)
     own: dict[str, Any] = {"windowed_head_dim": width, "windowed_kv_heads": groups} if found.windowed_layers else {}
     usual = {"windowed_head_dim": found.head_dim, "windowed_kv_heads": found.n_kv_heads}
     return replace(found, **{name: value for name, value in own.items() if value != usual[name]})
@@ -76,7 +86,9 @@ def _completed(config: Config) -> Config:
 
 def _of_full_layers(config: Config, width: int, groups: int) -> Config:
     """The config with the heads of layers without a window, which newer versions of transformers list by layer."""
-    full = [str(n) for n, kind in enumerate(config.fields["layer_types"]) if kind == rope.KINDS[False]]
+    layers = range(config.size("num_hidden_layers"))
+    windowed = windowed_layers(config, [False] * len(layers))
+    full = [str(n) for n in layers if n not in windowed]
     listed = config.get("per_layer_config", {})
     if listed:
         by_layer = {key.lstrip("0") or "0": value for key, value in listed.items()} if isinstance(listed, dict) else {}
@@ -84,6 +96,8 @@ def _of_full_layers(config: Config, width: int, groups: int) -> Config:
         if not isinstance(own, dict) or not {*own} <= _HEADS or by_layer != dict.fromkeys(full, own):
             expected = f"the same {' and '.join(sorted(_HEADS))} for each of the layers {', '.join(full)} alone"
             raise config.error("per_layer_config", listed, expected=expected)
+    elif "per_layer_config" in config.fields:
+        own = {}
     else:
         own = {"head_dim": config.size("global_head_dim", 512)}
         if config.flag("attention_k_eq_v", default=False):
@@ -121,7 +135,7 @@ def _mixture(d: Decoder, dense: Table) -> Table:
     """What a layer with experts has, where a dense one has these arrays."""
     block = "layers.{n}"
     return {
-        **stacked_experts(f"{block}.experts", d),
+        **stacked_experts(f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj", d),
         "ffn/router": stored(f"{block}.router.proj.weight"),
         "ffn/router_norm": (SourceTensor(f"{block}.router.scale", factor=d.d_model**-0.5),),
         "ffn/expert_scale": stored(f"{block}.router.per_expert_scale"),
@@ -156,7 +170,7 @@ GEMMA4 = replace(
     layer_tensors=_layer,
     text_key="text_config",
     passed_over=_PICTURE_KEYS.split(),
-    read_keys=llama.KEYS - {"hidden_act", "rope_theta", "rope_scaling"} | {*_KEYS.split()},
+    read_keys=llama.KEYS - {"hidden_act", "rope_theta"} | {*_KEYS.split()},
     neutral_keys={"use_bidirectional_attention": ("vision",)},
     unused_tensors={
         r"^(model\.)?(vision_tower|vision_embedder|embed_vision)\.": f"model.embed_vision.*: {_PICTURES}",
@@ -169,5 +183,5 @@ GEMMA4_UNIFIED = replace(
     family="gemma4_unified_text",
     aliases=("gemma4_unified",),
     architectures=tuple(name.replace("Gemma4", "Gemma4Unified") for name in GEMMA4.architectures),
-    decoder=lambda config: _decoder(config, "gemma4_unified_text", 0),
+    decoder=lambda config: _decoder(config, "gemma4_unified_text", 0, 262144, 1024),
 )

@@ -23,7 +23,6 @@ from pi_compile.checkpoint.families.adapter import (
     stored,
 )
 from pi_compile.checkpoint.families.fields import routed_experts, usual_decoder
-from pi_compile.checkpoint.families.qwen3_next import stacked_experts
 from pi_runtime.artifact.decoder import Decoder
 
 KINDS = ("conv", "full_attention")
@@ -108,13 +107,12 @@ def _mixer(d: Decoder) -> Table:
     }
 
 
-def _layer(d: Decoder, *, stacked: bool = False) -> Table:
+def _layer(d: Decoder) -> Table:
     mlp, parts = "layers.{n}.feed_forward", ("w1", "w3", "w2")
     if d.experts_per_token == d.experts_shared or d.n_experts == 1:
         names = [f"{mlp}.{part}.weight" for part in parts]
         return {**_mixer(d), **cut_ffn(names, d.dense_ff or d.d_ff, d.d_ff, d.n_experts)}
-    experts = stacked_experts(f"{mlp}.experts", d) if stacked else {}
-    routed = {**experts_ffn(d.n_experts, mlp, *parts), **experts}
+    routed = experts_ffn(d.n_experts, mlp, *parts)
     return {**_mixer(d), **routed, "ffn/router_choice_bias": stored(f"{mlp}.expert_bias")}
 
 
@@ -146,7 +144,6 @@ LFM2_MOE = replace(
     LFM2,
     family="lfm2_moe",
     architectures=("Lfm2MoeForCausalLM", "Lfm2MoeModel"),
-    other_layers=(lambda d: _layer(d, stacked=True),),
     read_keys=LFM2.read_keys | {*_MOE_KEYS.split()},
     decoder=_mixture,
 )

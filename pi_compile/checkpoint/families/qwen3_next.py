@@ -148,7 +148,7 @@ def _mixture_layer(d: Decoder, *, fused: bool = False, stacked: bool = False) ->
     always = cut_ffn(names, d.experts_shared * d.d_ff, d.d_ff, d.experts_shared)
     routed = experts_ffn(d.experts_routed, mlp, *parts)
     if stacked:
-        routed |= stacked_experts(f"{mlp}.experts", d)
+        routed |= stacked_experts(f"{mlp}.experts.gate_up_proj", f"{mlp}.experts.down_proj", d)
     gate = stored(f"{mlp}.shared_expert_gate.weight")
     return {
         **found,
@@ -157,16 +157,16 @@ def _mixture_layer(d: Decoder, *, fused: bool = False, stacked: bool = False) ->
     }
 
 
-def stacked_experts(block: str, d: Decoder) -> Table:
+def stacked_experts(gate_up: str, down: str, d: Decoder) -> Table:
     """Gate and up of all experts in one tensor [X, 2F, D], down in another [X, D, F]."""
     experts = range(d.experts_routed)
 
     def part(e: int, low: int) -> SourceTensor:
         rows = FusedRows(1, 2 * d.d_ff, low, low + d.d_ff)
-        return SourceTensor(f"{block}.gate_up_proj", rows=rows, stacked=len(experts), item=e)
+        return SourceTensor(gate_up, rows=rows, stacked=len(experts), item=e)
 
-    downs = (SourceTensor(f"{block}.down_proj", transposed=True, stacked=len(experts), item=e) for e in experts)
-    rest = tuple(tensor for e, down in zip(experts, downs, strict=True) for tensor in (part(e, d.d_ff), down))
+    downs = (SourceTensor(down, transposed=True, stacked=len(experts), item=e) for e in experts)
+    rest = tuple(tensor for e, last in zip(experts, downs, strict=True) for tensor in (part(e, d.d_ff), last))
     return {"ffn/first": tuple(part(e, 0) for e in experts), "ffn/rest": rest}
 
 

@@ -27,7 +27,14 @@ from pi_compile.checkpoint.families.adapter import (
 from pi_compile.checkpoint.families.fields import ACTIVATIONS as HF_ACTIVATIONS
 from pi_compile.checkpoint.families.fields import head_dim, usual_decoder
 from pi_compile.checkpoint.gguf.file import GgufFile
-from pi_compile.checkpoint.gguf.of_families import OF_FAMILIES, WITH_WINDOWS, OfFamily, family_layer, rope_divisors
+from pi_compile.checkpoint.gguf.of_families import (
+    MULTIPLIERS,
+    OF_FAMILIES,
+    WITH_WINDOWS,
+    OfFamily,
+    family_layer,
+    rope_divisors,
+)
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.decoder import ACTIVATIONS, GATED_ACTIVATIONS, Decoder
 
@@ -54,6 +61,8 @@ class Architecture:
     @property
     def norm_key(self) -> str:
         """The metadata key of the norms' epsilon."""
+        if self.of_family:
+            return self.of_family.norm_key
         return f"attention.layer_norm{'' if self.differences.get('norm') == 'layer' else '_rms'}_epsilon"
 
 
@@ -91,12 +100,6 @@ _POWERINFER = {
 }
 """Those of PowerInfer, which computes ReLU where llama.cpp computes SiLU or GELU."""
 EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
-MULTIPLIERS = {
-    "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling",
-}
 ACTIVATION_KEY = "hidden_activation"
 """The metadata key that names an activation; llama.cpp reads it for other architectures only."""
 ROPE_DIVISORS = "rope_freqs.weight"

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pi_compile.checkpoint.config import Config
-from pi_compile.checkpoint.gguf.architectures import ACTIVATION_KEY, EXPERTS, MULTIPLIERS, Architecture, architecture
+from pi_compile.checkpoint.gguf.architectures import ACTIVATION_KEY, EXPERTS, Architecture, architecture
 from pi_compile.checkpoint.gguf.file import GgufFile
+from pi_compile.checkpoint.gguf.of_families import MULTIPLIERS
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.formats import FORMATS
 
@@ -163,6 +164,10 @@ def _rope(file: GgufFile, found: Architecture, fields: Mapping[str, Any], keys: 
     scaling = {name: keys.pop(key) for key, name in _SCALING.items() if key in keys}
     rope_type = keys.pop("rope.scaling.type", "linear" if scaling.get("factor") else "none")
     scaling.setdefault("factor", 1.0)  # what llama.cpp takes for a missing one
+    if found.of_family and found.of_family.unrotated:
+        for key in ("rope.dimension_count", "rope.freq_base"):
+            keys.pop(key, None)
+        return {}
     width = fields.get("head_dim")
     rotated = keys.pop("rope.dimension_count", width)
     partly = found.partly_rotated and type(rotated) is type(width) is int and 2 <= rotated < width and rotated % 2 == 0

@@ -19,8 +19,11 @@ from pi_compile.checkpoint.families import (
     gemma4,
     glm,
     gpt_oss,
+    granite,
     lfm2,
+    mamba,
     mistral,
+    nemotron_h,
     olmo,
     phi,
     qwen3_next,
@@ -40,6 +43,13 @@ _LONGEST_GEMMA = 62
 """Layers of the one size of Gemma 3 whose scores llama.cpp divides by the root of the model's width over the heads."""
 LONG_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
 """LongRoPE's divisors of angles, within the original context and behind it."""
+MULTIPLIERS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+"""Granite's, and its config keys."""
 _Fields = dict[str, Any]
 
 
@@ -56,10 +66,14 @@ class OfFamily:
     names: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Usual config keys → the family's."""
     ffn_norm: str = "ffn_norm"
+    norm_key: str = "attention.layer_norm_rms_epsilon"
+    """The metadata key of the norms' epsilon."""
     final_norm: str = "output_norm"
     attention: Callable[[Decoder, Collection[str]], Table] = field(default=lambda _d, _names: {})
     """Makes the arrays of a layer's attention and norms that differ, of the names of a file's tensors."""
     partly_rotated: bool = False
+    unrotated: bool = False
+    """Whether attention has no positions, whatever the file says of angles."""
     permuted: bool = False
     """See `architectures.Architecture`."""
     notices: tuple[str, ...] = ()
@@ -67,11 +81,13 @@ class OfFamily:
 
 def family_layer(d: Decoder, usual: Table) -> Table:
     """The tensors of one layer, whose FFN may be dense, or have shared experts, or biases of each expert."""
-    if d.n_experts == 1:
+    if d.n_experts == 1 or not d.has_ffn:
         return usual
     if d.experts_per_token == d.experts_shared:
-        return {**usual, **cut_ffn(_parts(""), d.dense_ff, d.d_ff, d.n_experts)}
-    always = cut_ffn(_parts("_shexp"), d.experts_shared * d.d_ff, d.d_ff, d.experts_shared) if d.experts_shared else {}
+        return {**usual, **cut_ffn(_parts(d, ""), d.dense_ff, d.d_ff, d.n_experts)}
+    always = (
+        cut_ffn(_parts(d, "_shexp"), d.experts_shared * d.d_ff, d.d_ff, d.experts_shared) if d.experts_shared else {}
+    )
     return {
         **usual,
         "attention/sinks": stored("blk.{n}.attn_sinks.weight"),
@@ -84,8 +100,9 @@ def family_layer(d: Decoder, usual: Table) -> Table:
     }
 
 
-def _parts(ending: str) -> list[str]:
-    return [f"blk.{{n}}.ffn_{part}{ending}.weight" for part in ("gate", "up", "down")]
+def _parts(d: Decoder, ending: str) -> list[str]:
+    parts = ("gate", "up", "down") if d.ffn == "gated" else ("up", "down")
+    return [f"blk.{{n}}.ffn_{part}{ending}.weight" for part in parts]
 
 
 def _glm(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
@@ -369,6 +386,77 @@ def _states_attention(d: Decoder, names: Collection[str]) -> Table:
     }
 
 
+_OF_MAMBA = {
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.inner_size": "inner_size",
+}
+
+
+def _mamba(d: Decoder, _names: Collection[str]) -> Table:
+    if not d.recurs:
+        return {}
+    layer = "blk.{n}.ssm_"
+    return {
+        **mamba.of_tensors(d, f"{layer}in.weight", f"{layer}conv1d.weight"),
+        "attention/conv_bias": stored(f"{layer}conv1d.bias"),
+        "attention/decay": (SourceTensor(f"{layer}a", function="negative", stacked=d.state_heads),),
+        "attention/decay_bias": stored(f"{layer}dt.bias"),
+        "attention/skip": (SourceTensor(f"{layer}d", stacked=d.state_heads),),
+        "attention/state_norm": (SourceTensor(f"{layer}norm.weight", stacked=d.state_key_heads),),
+        "attention/out": stored(f"{layer}out.weight"),
+    }
+
+
+def _layer_kinds(file: GgufFile, fields: _Fields) -> list[str]:
+    """The kind of each layer, by the tensors that it has."""
+    kinds = {"ssm_in": "mamba", "attn_output": "attention", "ffn_gate_inp": "moe", "ffn_up": "mlp"}
+    layers = range(fields["num_hidden_layers"])
+    return [next((k for t, k in kinds.items() if f"blk.{n}.{t}.weight" in file.tensors), "") for n in layers]
+
+
+def _largest(value: object) -> object:
+    """A number that a file has for each layer, 0 where the layer has none of the kind."""
+    return max(value, default=0) if isinstance(value, list) else value
+
+
+def _nemotron_h(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
+    """The least step of Mamba-2 is in no file: the family's is taken."""
+    keys.pop("expert_shared_count", None)
+    inner, neurons = fields.pop("inner_size"), file.metadata[f"{file.architecture}.feed_forward_length"]
+    return {
+        "layers_block_type": _layer_kinds(file, fields),
+        "num_key_value_heads": _largest(fields["num_key_value_heads"]),
+        "mamba_head_dim": inner // fields["mamba_num_heads"],
+        "moe_intermediate_size": fields["intermediate_size"],
+        "intermediate_size": _largest(neurons),
+        "moe_shared_expert_intermediate_size": keys.pop("expert_shared_feed_forward_length", 0),
+        "routed_scaling_factor": keys.pop("expert_weights_scale", 0.0) or 1.0,
+        "norm_topk_prob": keys.pop("expert_weights_norm", False),
+        "n_group": keys.pop("expert_group_count", 0) or 1,
+        "topk_group": keys.pop("expert_group_used_count", 0) or 1,
+    }
+
+
+def _granite_hybrid(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
+    kinds, inner = _layer_kinds(file, fields), fields.pop("inner_size")
+    shared = keys.pop("expert_shared_feed_forward_length", 0)
+    rotated = keys.pop("rope.scaling.finetuned", True)
+    if rotated:
+        raise _error(file, "rope.scaling.finetuned", "false: attention without positions", rotated)
+    found = {name: keys.pop(key, 0.0) for key, name in MULTIPLIERS.items()}
+    return {
+        "layer_types": [kind if kind == "mamba" else "attention" for kind in kinds],
+        "num_key_value_heads": _largest(fields["num_key_value_heads"]),
+        "mamba_expand": inner // fields["hidden_size"],
+        "num_local_experts": fields.get("num_local_experts", 0),
+        "shared_intermediate_size": shared or fields["intermediate_size"],
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in file.tensors),
+        **{name: value for name, value in found.items() if value},
+        "attention_multiplier": found["attention_multiplier"] or None,
+    }
+
+
 def _lfm2(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
     """Layers without heads of keys have a convolution; the width of the others' FFN is that of the tensors."""
     layers, heads = fields["num_hidden_layers"], fields["num_key_value_heads"]
@@ -458,6 +546,18 @@ def _error(file: GgufFile, key: str, expected: str, found: object) -> Checkpoint
     return CheckpointError(f"{file.path}: {file.architecture}.{key}", expected=expected, found=found)
 
 
+_NEMOTRON_H = OfFamily(
+    adapter=nemotron_h.NEMOTRON_H,
+    norm_key="attention.layer_norm_epsilon",
+    required=_OF_MAMBA | {"ssm.time_step_rank": "mamba_num_heads", "ssm.state_size": "ssm_state_size"},
+    fields=_nemotron_h,
+    ffn_norm="attn_norm",
+    attention=_mamba,
+    unrotated=True,
+    notices=(
+        "the least step of Mamba-2 is that of the published configs, 0.001, below which llama.cpp lets steps fall",
+    ),
+)
 OF_FAMILIES = {
     "gpt-oss": OfFamily(
         adapter=gpt_oss.ADAPTER,
@@ -521,6 +621,16 @@ OF_FAMILIES = {
         adapter=replace(mistral.MINISTRAL3, decoder=_mistral3_decoder), fields=_mistral3, permuted=True
     ),
     "phi3": OfFamily(adapter=phi.PHI3, fields=_phi3, partly_rotated=True),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
+    "granitehybrid": OfFamily(
+        adapter=granite.GRANITEMOEHYBRID,
+        required=_OF_MAMBA | {"ssm.time_step_rank": "mamba_n_heads", "ssm.state_size": "mamba_d_state"},
+        fields=_granite_hybrid,
+        attention=_mamba,
+        unrotated=True,
+        permuted=True,
+    ),
     "qwen3next": OfFamily(adapter=qwen3_next.QWEN3_NEXT, names=_OF_EXPERT, **_WITH_STATES),
     "qwen35": OfFamily(adapter=_tiled(qwen3_next.QWEN3_5), **_WITH_STATES),
     "qwen35moe": OfFamily(adapter=_tiled(qwen3_next.QWEN3_5_MOE), names=_OF_EXPERT, **_WITH_STATES),

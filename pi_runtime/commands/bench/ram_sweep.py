@@ -12,8 +12,7 @@ from pi_runtime.commands.bench.rendering import CURVE
 from pi_runtime.console import Progress
 from pi_runtime.engine.model import Model
 from pi_runtime.errors import Setting, UsageError, size
-from pi_runtime.execution.disk_matrices import DiskMatrices
-from pi_runtime.execution.disk_rows import DiskRows
+from pi_runtime.execution.disk_rows import PartlyOnDisk
 from pi_runtime.execution.executor import DiskStats
 from pi_runtime.execution.host_executor import HostExecutor
 from pi_runtime.sequence.sampling import Sampler, Sampling
@@ -73,7 +72,7 @@ def _useful(open_model: Callable[[int], Model], budget: int) -> tuple[int, int]:
                 remedy=("raise ", Setting("context")),
             )
     assert isinstance(model.executor, HostExecutor)
-    assert isinstance(model.executor.rows, (DiskRows, DiskMatrices))
+    assert isinstance(model.executor.rows, PartlyOnDisk)
     return useful_budgets(model.manifest, model.executor.rows.plan.fixed)
 
 

@@ -178,7 +178,7 @@ def _pack(fmt: int, x_E: Floats, at: int, scales_at: int, step: int) -> None:
 def _rounded(x: np.float32, scale: np.float32, least: int, most: int) -> int:
     """The integer nearest to x / scale within these bounds; 0 where the scale is none."""
     quotient = np.rint(x / scale) if abs(scale) > 0 else np.float32(0)
-    return np.int64(max(np.float32(least), min(np.float32(most), quotient)))
+    return int(max(np.float32(least), min(np.float32(most), quotient)))
 
 
 def _emit_numbers(b: Any, fmt: Any, q: Any) -> list[Any]:

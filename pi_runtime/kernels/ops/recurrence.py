@@ -223,9 +223,10 @@ def _move(
     q_K, k_K = scratch_X[:size], scratch_X[size : 2 * size]
     v_V, change_V = scratch_X[2 * size : 2 * size + width], scratch_X[2 * size + width : 2 * (size + width)]
     shared = (head % s.key_heads if s.tiled != 0 else head // (s.heads // s.key_heads)) * size
-    _convolve(s, made, run_4, place, position, shared, q_K)
-    _convolve(s, made, run_4, place, position, keys + shared, k_K)
-    _convolve(s, made, run_4, place, position, 2 * keys + head * width, v_V)
+    values = s.heads * width if s.recurrence == MAMBA2 else 0  # which come first there
+    _convolve(s, made, run_4, place, position, shared + (values + keys if values else 0), q_K)
+    _convolve(s, made, run_4, place, position, shared + (values if values else keys), k_K)
+    _convolve(s, made, run_4, place, position, head * width + (0 if values else 2 * keys), v_V)
     gates_G = vector(_gates(s, made, run_4, place, position), s.gates)
     z = gates_G[s.gates - s.heads + head] + vector(s.decay_bias, s.heads)[head]
     grown = max(z, np.float32(0)) + np.log1p(np.exp(-abs(z)))

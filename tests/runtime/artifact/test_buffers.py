@@ -68,7 +68,7 @@ def test_a_chunk_of_streamed_weights_holds_whole_neurons(family: str, fmt: str) 
     for d_ff in (200, GEMM_NEURONS + 1):
         d = small_decoder(family, d_ff=d_ff, n_experts=2)
         specs = array_specs(d, dict.fromkeys(PARTS, fmt), [None] * d.n_layers, profiled=True)
-        neuron = PartBytes.of(specs, d.vocab_size, d.neurons).neuron
+        neuron = PartBytes.of(specs, d).neuron
         assert streamed_bytes(specs, d) == 2 * min(GEMM_NEURONS, d_ff) * neuron
         assert table_bytes(weight_chunk(specs, d)) == streamed_bytes(specs, d) // 2
 

@@ -44,7 +44,11 @@ def decoder(fields: dict[str, Any]) -> Decoder | None:
         return None
 
 
-NO_DEFAULT = {"DeepseekV2": {"num_experts_per_tok": 6}, "Glm4Moe": {"head_dim": 128}}
+NO_DEFAULT = {
+    "Gemma4Text": {"hidden_size_per_layer_input": 0},
+    "DeepseekV2": {"num_experts_per_tok": 6},
+    "Glm4Moe": {"head_dim": 128},
+}
 """Keys without which the defaults of a class make no model."""
 
 
@@ -100,6 +104,7 @@ def test_special_sizes_compute_what_transformers_computes(model: str, tmp_path: 
     assert not long or found["equal"] > 9
 
 
+OF_WINDOW = {"sliding_attention": {"rope_type": "default", "rope_theta": 90.0}}
 WITH_OTHERS = {
     "a window in all layers of Qwen3's mixture": (
         "Qwen3Moe",
@@ -165,6 +170,52 @@ WITH_OTHERS = {
     "scores that nothing multiplies": ("GraniteMoe", {"attention_multiplier": None}, "equal"),
     "a width of heads that is not that of their rotated part": ("DeepseekV3", {"head_dim": 2}, "refused"),
     "that of their rotated part": ("DeepseekV3", {"head_dim": 6}, "equal"),
+    "heads of Gemma 4 by layer, in two digits": (
+        "Gemma4Text",
+        {"per_layer_config": {n: {"head_dim": 20, "num_key_value_heads": 1} for n in ("01",)}},
+        "equal",
+    ),
+    "heads of no layer": ("Gemma4Text", {"per_layer_config": None}, "equal"),
+    "their width alone": ("Gemma4Text", {"per_layer_config": {"1": {"head_dim": 20}}}, "equal"),
+    "heads of layers with a window too": (
+        "Gemma4Text",
+        {"per_layer_config": {n: {"head_dim": 20} for n in "01"}},
+        "refused",
+    ),
+    "no angles of Gemma 4": ("Gemma4Text", {"rope_parameters": None}, "equal"),
+    "angles of another kind": (
+        "Gemma4Text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0},
+                **OF_WINDOW,
+            }
+        },
+        "equal",
+    ),
+    "a fraction of no pair": (
+        "Gemma4Text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.01, "rope_theta": 50.0},
+                **OF_WINDOW,
+            }
+        },
+        "refused",
+    ),
+    "embeddings of each layer": (
+        "Gemma4Text",
+        {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 131},
+        "refused",
+    ),
+    "keys of other layers": ("Gemma4Text", {"num_kv_shared_layers": 2}, "refused"),
+    "text that sees what follows": ("Gemma4Text", {"use_bidirectional_attention": "all"}, "refused"),
+    "pictures that do": ("Gemma4Text", {"use_bidirectional_attention": "vision"}, "equal"),
+    "a single expert of Gemma 4": (
+        "Gemma4Text",
+        {"enable_moe_block": True, "num_experts": 1, "top_k_experts": 1, "moe_intermediate_size": 9},
+        "refused",
+    ),
     "a linear scale beside that of scores": (
         "DeepseekV3",
         {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "mscale_all_dim": 0.7}},

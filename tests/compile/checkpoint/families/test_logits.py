@@ -41,10 +41,7 @@ def profiled(checkpoint: Checkpoint) -> np.ndarray:
     """The same logits from the decoder of profiling and training."""
     d, ends = checkpoint.decoder, td.global_weights(checkpoint, "cpu")
     x = td.embed(d, ends, torch.from_numpy(tokens(checkpoint))[None])
-    for n in range(d.n_layers):
-        w = td.layer_weights(checkpoint, n, "cpu")
-        x, normed = td.before_ffn(d.of_layer(n), w, x)
-        x = td.after_ffn(d, w, x, td.ffn_output(w, td.neurons(d, w, normed)))
+    *_, (x,) = td.layers(d, td.stored_layers(checkpoint, "cpu"), [x])
     return td.logits(d, ends, x)[0].numpy()
 
 
@@ -92,11 +89,16 @@ SINGLE = {
     "deepseek-v2",
     "deepseek-v3",
     "gemma3",
+    "gemma4-experts",
     "glm4-moe",
     "gpt-oss",
     "granite",
+    "granite-hybrid-experts",
     "granitemoe",
+    "lfm2",
+    "lfm2-moe",
     "nanochat",
+    "nemotron-h-experts",
     "olmo2",
     "olmoe",
     "qwen3-moe-unnormalised",

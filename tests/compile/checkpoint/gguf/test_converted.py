@@ -89,9 +89,13 @@ MORE: dict[str, Case] = {
     "glm4-moe-lite-groups": Case("Glm4MoeLite", GLM_LITE | {"n_group": 3, "topk_group": 2}),
 }
 _STATES = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+_MAMBA = {"time_step_min": 0.001, "ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2}
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2]}
 CHANGES: dict[str, dict[str, Any]] = {
     "nemotron": {"hidden_size": 72},
+    **dict.fromkeys(("nemotron-h", "nemotron-h-experts"), _MAMBA),
+    "granite-hybrid": {"mamba_d_state": 8, "shared_intermediate_size": 53},
+    "granite-hybrid-experts": {"mamba_d_state": 8},
     "phi": {"intermediate_size": 240},
     **{name: {"hidden_size": 60} for name in ("granite", "granite-biases", "granitemoe")},
     **{name: {"ffn_hidden_size": 144} for name in ("falcon-7b", "falcon-40b", "falcon-11b")},
@@ -117,8 +121,16 @@ SAID = {
     "DeepseekV2": {"scoring_func": "softmax"},
     "DeepseekV3": {"scoring_func": "sigmoid"},
     "Glm4MoeLite": {"scoring_func": "sigmoid", "first_k_dense_replace": 1},
+    "GraniteMoeHybrid": {"layer_types": ["mamba", "attention", "mamba", "mamba"]},
+    "nemotron-h": {"hybrid_override_pattern": "M-M*-", "num_hidden_layers": 5},
+    "nemotron-h-experts": {"hybrid_override_pattern": "ME*E", "num_hidden_layers": 4},
 }
-"""Keys of published configs that transformers does not write, by the class of the model."""
+"""Keys of published configs that transformers does not write, or otherwise, by the case or the class of its model."""
+UNSAID = {
+    "nemotron-h": ("num_experts_per_tok", "n_routed_experts", "n_group", "topk_group", "layers_block_type"),
+    "nemotron-h-experts": ("layers_block_type",),
+}
+"""Keys that published configs of such a case do not have."""
 OTHERWISE = {
     "deepseek-v2-grouped": "llama.cpp chooses groups by two experts, transformers by one",
     **dict.fromkeys(("qwen3", "olmo2-biases", "arcee-biases"), "llama.cpp has no bias of attention's output there"),
@@ -190,7 +202,9 @@ def made(case: str, folder: Path, sizes: Mapping[str, Any] = MappingProxyType({}
     model = random_checkpoint(folder, case, tokenizer=False, sizes=changes)
     if case == "falcon-7b":
         edit_json(folder / "config.json", num_kv_heads=1)
-    edit_json(folder / "config.json", **SAID.get((FAMILIES | MORE)[case].model, {}))
+    edit_json(
+        folder / "config.json", *UNSAID.get(case, ()), **SAID.get(case, SAID.get((FAMILIES | MORE)[case].model, {}))
+    )
     return words, model
 
 
