@@ -11,6 +11,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import pi_compile.cli.main
+import pi_runtime.commands.flood
 import pi_runtime.commands.model_cache
 import pi_runtime.commands.run
 import pi_runtime.commands.serve
@@ -20,7 +21,7 @@ LOG = logging.getLogger("mkdocs.hooks.docs")
 ROOT = Path(__file__).parents[1]
 APPS = {
     "pi-compile": (pi_compile.cli.main.app,),
-    "pi-run": (pi_runtime.commands.run.app, pi_runtime.commands.model_cache.app),
+    "pi-run": (pi_runtime.commands.run.app, pi_runtime.commands.model_cache.app, pi_runtime.commands.flood.app),
     "pi-serve": (pi_runtime.commands.serve.app,),
 }
 API = {
@@ -74,7 +75,9 @@ def commands_page() -> str:
     for program, apps in APPS.items():
         commands: list[Any] = [typer.main.get_command(app) for app in apps]
         lines += ["", f"## {program}", "", commands[0].help or ""]
-        named = [pair for command in commands for pair in getattr(command, "commands", {"": command}).items()]
+        alone = [{"" if command is commands[0] else command.name: command} for command in commands]
+        pairs = zip(commands, alone, strict=True)
+        named = [pair for command, one in pairs for pair in getattr(command, "commands", one).items()]
         for name, one in named:
             lines += ["", f"### {program} {name}", "", one.help] if name else []
             records = [console.help_record(parameter, typer.Context(one)) for parameter in one.params]

@@ -23,13 +23,16 @@ def figures() -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """The table of README.md: a row for what a reader has, with the range of its bars."""
-    lines = ["| you have | you get, in times llama.cpp's speed |", "| --- | --- |"]
+    lines = ["| you have | you get; × is llama.cpp's speed |", "| --- | --- |"]
     for row in found["row"]:
         bars = found["panel"][row["panel"]]["bars"] if "panel" in row else []
-        lines.append(
-            f"| {row['have']} | {re.sub(r'{(.+?)}', lambda name, bars=bars: span(bars, name[1]), row['get'])} |"
-        )
+        lines.append(f"| {row['have']} | {filled(row['get'], bars)} |")
     return "\n".join(lines) + f"\n\n{found['source']}\n"
+
+
+def filled(text: str, bars: list[tuple[str, float]]) -> str:
+    """The text with the range of the bars that each of its braces names."""
+    return re.sub(r"{(.+?)}", lambda name: span(bars, name[1]), text)
 
 
 def span(bars: list[tuple[str, float]], ends: str) -> str:

@@ -12,10 +12,8 @@ from support.paths import ROOT
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
-def test_every_question_names_its_tests() -> None:
-    parts = re.split(r"^## \d+\. ", page("questions.md"), flags=re.M)[1:]
-    assert len(parts) == 15
-    for part in parts:
+def test_every_limit_names_its_tests() -> None:
+    for part in re.split(r"^## ", page("questions.md"), flags=re.M)[1:]:
         assert TEST.search(part), part.splitlines()[0]
 
 
