@@ -1,5 +1,6 @@
 """What rounding costs is measured before anything is packed, and refused beyond the recipe's limit."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def test_more_than_the_limit_is_refused_with_what_would_keep_it(project: Path) -
         pack(project, limit, attention="q4", ffn="q4")
     assert not (project / "a.pi").exists()
     assert f"at most {limit:.2%} higher" in str(caught.value)
-    assert '[pack] attention = "q8", ffn = "q8" keeps it, at ' in str(caught.value)
+    assert re.search(r'\[pack\] attention = "(q\w+)", ffn = "\1" keeps it, at ', str(caught.value))
     assert "KiB in place of " in str(caught.value)
 
 
