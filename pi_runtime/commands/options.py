@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from pi_runtime.artifact.buffers import CACHE_FORMATS
 from pi_runtime.console import parse_size
 from pi_runtime.engine.options import EngineOptions, ModelOptions
 from pi_runtime.errors import Setting, read_error
@@ -51,6 +50,13 @@ def _one_of(*words: str) -> Callable[[], list[str]]:
     return lambda: [*words]
 
 
+def _cache_formats() -> list[str]:
+    """What Tab completes; help loads no table of formats for it."""
+    from pi_runtime.artifact.buffers import CACHE_FORMATS
+
+    return ["auto", *CACHE_FORMATS]
+
+
 MODEL_FLAGS: Mapping[str, Any] = {
     "context": typer.Option(
         "--ctx-size", envvar="PI_CTX_SIZE", help="Context length in tokens. Default: the model's, at most 4096."
@@ -72,7 +78,7 @@ MODEL_FLAGS: Mapping[str, Any] = {
     "cache_format": typer.Option(
         envvar="PI_CACHE_FORMAT",
         help="Number format of keys and values: auto, f32, f16, q8 or q4.",
-        autocompletion=_one_of("auto", *CACHE_FORMATS),
+        autocompletion=_cache_formats,
     ),
     "threads": typer.Option(envvar="PI_THREADS", help="CPU threads. Default: all."),
 }
