@@ -8,7 +8,16 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from pi_compile.errors import ProfileError, nearest, shown
 from pi_compile.files import bundled_folder, parse_toml
@@ -72,6 +81,12 @@ class _Processor(_Section):
     """The same by number format."""
     neurons_gflop_per_s: Rates = Field(default_factory=dict)
     """An FFN by neuron times many vectors, all neurons computed. Without both tables prompts count as equally fast."""
+
+    @model_serializer(mode="wrap")
+    def _without_prompts(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # A profile without these two is what it was before them, in digests too.
+        later = ("format_gflop_per_s", "neurons_gflop_per_s")
+        return {name: value for name, value in dump(self).items() if value or name not in later}
 
     @field_validator("gather_gb_per_s")
     @classmethod

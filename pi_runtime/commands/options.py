@@ -51,7 +51,7 @@ def _one_of(*words: str) -> Callable[[], list[str]]:
 
 
 def _cache_formats() -> list[str]:
-    """What Tab completes; help loads no table of formats for it."""
+    """What a cache may hold numbers in; not imported for help, which is light."""
     from pi_runtime.artifact.buffers import CACHE_FORMATS
 
     return ["auto", *CACHE_FORMATS]

@@ -531,7 +531,7 @@ def random_sizes(name: str, seed: int) -> dict[str, int]:
             own_width = {"head_dim": width} if "head_dim" in fields else {}
             hidden = heads * (int(rng.integers(1, 9)) if own_width else width)
             sizes = {"hidden_size": hidden, "intermediate_size": neurons, "num_key_value_heads": kv, **own_width}
-            if "layer_types" in fields:
+            if fields.get("layer_types"):
                 layers = len(fields["layer_types"])
             own = "moe_intermediate_size", "moe_ffn_hidden_size", "shared_expert_intermediate_size"
             sizes |= {key: neurons for key in fields if key in own}

@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -106,12 +107,11 @@ def test_a_model_that_is_not_sparse_keeps_its_own_matrices(
         wanted, found = model(ids[None]).logits[0].numpy(), running.logits(ids.numpy())
     error = (found - wanted).std() / wanted.std()
     assert error < {"bf16": 2e-3, "q8": 0.05}.get(kind, 0.1)
-    for asked in ({"device": "stand-in"}, {"ram_budget": "1GiB"}):
-        with pytest.raises(DeviceError, match="--layout neurons"):
-            load(tmp_path / "a.pi", **asked)
+    with pytest.raises(DeviceError, match="--layout neurons"):
+        load(tmp_path / "a.pi", device="stand-in")
     monkeypatch.setattr(loading, "ram_budget_for", lambda _nbytes: 1 << 30)
     with load(tmp_path / "a.pi") as running:
-        assert "larger than the free memory" in (running.notice or "")
+        np.testing.assert_array_equal(running.logits(ids.numpy()), found)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names are text")

@@ -93,9 +93,9 @@ def test_a_config_that_lies_about_layers(copy: Copy, family: str) -> None:
     folder, key = copy(family), "n_layer" if family == "gpt2" else "num_hidden_layers"
     edit_json(folder / "config.json", **{key: 3})
     message = refusal(folder)
-    for key in ("layer_types", "layers_block_type"):
-        if {"linear_attention", "conv"} & {*(config_of(folder).get(key) or ())}:  # says what each layer is
-            assert key in message
+    for kinds in ("layer_types", "layers_block_type"):
+        if {"linear_attention", "conv"} & {*(config_of(folder).get(kinds) or ())}:  # says what each layer is
+            assert kinds in message
             return
     assert "tensors that config.json calls for are missing" in message
     assert ".2." in message
