@@ -58,7 +58,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_options: Any) -> str:
-    """Put the docstrings of the public names behind the page on Python."""
+    """Put the docstrings of the public names behind the page on Python; README is the first page."""
+    markdown = markdown.replace("](../../README.md", "](../index.md")
     return markdown + api() if page.file.src_uri == "reference/python.md" else markdown
 
 
