@@ -43,10 +43,11 @@ def executor(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HostExe
     decoder = small_decoder(context_length=128, **fields)
     layers = (
         Layer(rung=rung, rank=rank, threshold=0.2 if rung == "threshold" else 0.0),
-        Layer(rung="dense" if decoder.activation == "silu" else "gate"),
+        *[Layer(rung="dense" if decoder.activation == "silu" else "gate")] * (decoder.n_layers - 1),
     )
+    ranks = [rank, *[None] * (decoder.n_layers - 1)]
     layout = {"ffn_layout": LAYOUTS[shape]} if shape in WHOLE else {}
-    path = random_artifact(tmp_path / "a.pi", decoder, format=fmt, ranks=[rank, None], layers=layers, **layout)
+    path = random_artifact(tmp_path / "a.pi", decoder, format=fmt, ranks=ranks, layers=layers, **layout)
     found = in_memory(Artifact.open(path), "auto", 128, 2, cache)
     yield found
     found.close()
