@@ -79,7 +79,7 @@ def _quantised_again(checkpoint: Checkpoint, text: TextFiles, notice: Callable[[
     for part, name in stored.items():
         again = f"{name}, {checkpoint.bits(part):.1f} bits a value, is quantised again, to {AGAIN}"
         if part == "ffn" and checkpoint.keeps_whole:
-            again += ", where it is stored by neuron; whole matrices, as `pack --plain` has them, keep it"
+            again += ", where it is stored by neuron; whole matrices, as a plain pack has them, keep it"
         notice(f"{part}: {again}; `pack` and `eval` state the loss")
     if stored:
         q8, q4, f32 = (size(_artifact_bytes(checkpoint, text, dict.fromkeys(stored, to))) for to in ("q8", "q4", "f32"))
