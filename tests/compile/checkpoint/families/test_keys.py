@@ -48,6 +48,7 @@ NO_DEFAULT = {
     "Gemma4Text": {"hidden_size_per_layer_input": 0},
     "DeepseekV2": {"num_experts_per_tok": 6},
     "Glm4Moe": {"head_dim": 128},
+    "GraniteMoeHybrid": {"layer_types": [*["linear_attention"] * 31, "full_attention"], "intermediate_size": 512},
 }
 """Keys without which the defaults of a class make no model."""
 
