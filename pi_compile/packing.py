@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, long_row_nbytes, part_of
+from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, long_row_nbytes
 from pi_compile.checkpoint.eagle3 import PublishedHead
 from pi_compile.checkpoint.part_formats import KEEP, check_rows, resolve_formats
 from pi_compile.checkpoint.stored_blocks import StoredBlock, check_underflow, rounded, stored_blocks
@@ -29,7 +29,17 @@ from pi_runtime.artifact.layout import manifest_specs, place_arrays
 from pi_runtime.artifact.quantisation import RoundingError, dequantise
 from pi_runtime.artifact.rungs import exact_rung
 from pi_runtime.artifact.schema import Layer, Manifest, Plan, RowPlan
-from pi_runtime.artifact.sizes import BY_NEURON, MIXED, PARTS, WHOLE, ArraySpec, array_specs, is_scales, layer_layouts
+from pi_runtime.artifact.sizes import (
+    BY_NEURON,
+    MIXED,
+    PARTS,
+    WHOLE,
+    ArraySpec,
+    array_specs,
+    is_scales,
+    layer_layouts,
+    part_of,
+)
 from pi_runtime.artifact.writer import ArtifactWriter
 
 Array = npt.NDArray[Any]

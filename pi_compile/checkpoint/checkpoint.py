@@ -23,7 +23,7 @@ from pi_compile.errors import CheckpointError
 from pi_compile.files import file_digest, json_digest
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.guess_head import guess_layer_arrays
-from pi_runtime.artifact.sizes import APART, BY_NEURON, MIXED, PARTS, WHOLE, ArraySpec, array_specs
+from pi_runtime.artifact.sizes import APART, BY_NEURON, MIXED, PARTS, WHOLE, ArraySpec, array_specs, part_of
 from pi_runtime.errors import Setting, UsageError
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ Order = npt.NDArray[np.integer[Any]] | Sequence[int]
 BLOCK_BYTES = 4 << 20
 NEURON_ARRAYS = ("ffn/first", "ffn/first_bias", "ffn/up_bias", "ffn/rest", "ffn/inner_norm")
 """Arrays of a layer that have one row for each neuron."""
-_EMBEDDING_ARRAYS = ("embedding", "embedding_in", "embedding_out", "positions")
 
 Piece = tuple[SourceTensor, RowReader, Index]
 """Some rows of a tensor: the tensor, how it is read, and which rows."""
@@ -355,15 +354,6 @@ def open_checkpoint(
 def long_row_nbytes(name: str) -> int:
     """Bytes of a long row in a weight format, with its scales."""
     return ArraySpec(name, (1, 8192)).nbytes_with_scales
-
-
-def part_of(array: str) -> str | None:
-    """The part of the model (see `sizes.PARTS`) that an array belongs to; None for final norms and the head's bias."""
-    if array.startswith("layers/"):
-        return array.split("/")[2]
-    if array in _EMBEDDING_ARRAYS:
-        return "embedding"
-    return "head" if array == "head" else None
 
 
 def _stored_rows(source: TensorSource, tensor: SourceTensor) -> RowReader | None:

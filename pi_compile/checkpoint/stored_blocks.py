@@ -6,11 +6,12 @@ from functools import partial
 
 import numpy as np
 
-from pi_compile.checkpoint.checkpoint import Checkpoint, Order, Piece, joined, part_of
+from pi_compile.checkpoint.checkpoint import Checkpoint, Order, Piece, joined
 from pi_compile.checkpoint.tensors import Array, Values
 from pi_compile.errors import CheckpointError
 from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.quantisation import RoundingError, beside, dequantise, pack_rows, quantise, row_scales
+from pi_runtime.artifact.sizes import part_of
 
 NOTABLE = 1e-3
 """Share of Σ w² of what is rounded that may underflow: as much as rounding to q5 loses."""

@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from pi_compile.calibration.quantising import Sensitivity, sensitivities, text_windows
 from pi_compile.checkpoint import Checkpoint
-from pi_compile.checkpoint.checkpoint import part_of
 from pi_compile.checkpoint.part_formats import KEEP
 from pi_compile.packing import PackSpec, part_formats
 from pi_compile.placement.solvers.constrained_path import most_value
@@ -35,6 +34,7 @@ from pi_runtime.artifact.sizes import (
     array_specs,
     is_scales,
     misfits,
+    part_of,
 )
 from pi_runtime.errors import NotMetError, size
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pi_compile.checkpoint.checkpoint import part_of
 from pi_compile.cost_model import CPU, PICO, Workload, costs_of, processors_of, token_time
 from pi_compile.machine import Machine
 from pi_compile.placement import Placement
@@ -18,7 +17,7 @@ from pi_runtime.artifact.inspection import other_bytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import DENSE
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.artifact.sizes import PARTS, FfnBytes, scales_name
+from pi_runtime.artifact.sizes import PARTS, FfnBytes, part_of, scales_name
 
 if TYPE_CHECKING:
     from pi_compile.packing import PackResult

@@ -72,6 +72,15 @@ APART = dict.fromkeys(("attention/k", "attention/v"), "attention")
 """Matrices that `qkv` has the rows of, unless they have a format of their own; keys only where values do."""
 
 
+def part_of(array: str) -> str | None:
+    """The part of the model (see `PARTS`) that an array belongs to; None for final norms and the head's bias."""
+    if array.startswith("layers/"):
+        return array.split("/")[2]
+    if array in ("embedding", "embedding_in", "embedding_out", "positions"):
+        return "embedding"
+    return "head" if array == "head" else None
+
+
 def layer_layouts(layout: str, rungs: Iterable[str]) -> tuple[str, ...]:
     """How the FFN of each layer is stored, by neuron or as matrices."""
     return tuple(WHOLE if layout == WHOLE or (layout == MIXED and rung == DENSE) else BY_NEURON for rung in rungs)

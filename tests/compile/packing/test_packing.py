@@ -19,7 +19,7 @@ from support.rss import layer_bytes, pack_in_child, synthetic_llama
 from support.synthetic import stored_plan
 
 from pi_compile.checkpoint import open_checkpoint
-from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS, part_of
+from pi_compile.checkpoint.checkpoint import NEURON_ARRAYS
 from pi_compile.errors import CheckpointError
 from pi_compile.packing import PackResult, PackSpec, pack
 from pi_compile.pipeline.summary import pack_report
@@ -27,7 +27,7 @@ from pi_compile.results import ActivationProfile, QuantisedWeights
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.quantisation import as_stored, dequantise, quantise
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.sizes import PARTS, is_scales
+from pi_runtime.artifact.sizes import PARTS, is_scales, part_of
 from pi_runtime.artifact.verification import verify
 
 KEEP = dict.fromkeys(PARTS, "keep")
