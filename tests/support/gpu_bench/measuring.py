@@ -234,5 +234,5 @@ def cold_seconds(w: benchmarks.TimedMatrix, threads: int, repeats: int = 5) -> f
     layer = benchmarks._TimedFfn(w, w, rank=1, neurons=len(w) // 3)
     expert_11, weight_11, cut_1 = np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32), np.zeros(1, np.int64)
     none, call = NeuronLists(np.zeros(1, np.int32), np.zeros((1, 0), np.int32)), (expert_11, weight_11, cut_1)
-    f, w_1, x_1D, tally_13, sum_1D = layer._ffn, layer._w_1, layer._x_1D, layer._tally_13, layer._sum_1D
+    f, w_1, x_1D, tally_13, sum_1D = layer._ffn, layer._w_1, layer._x_TD, layer._tally_T3, layer._sum_TD
     return benchmarks._best(lambda: cold_sum(f, w_1, x_1D, *call, True, none, tally_13, sum_1D), threads, repeats)
