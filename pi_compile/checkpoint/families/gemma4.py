@@ -42,7 +42,7 @@ def _decoder(
 ) -> Decoder:
     for key, default in (("hidden_size_per_layer_input", per_layer), ("num_kv_shared_layers", 0)):
         if found := config.fields.get(key, default):
-            remedy = "embeddings of each layer and keys of other layers, as E2B and E4B have, are not supported"
+            remedy = "take a size without embeddings of each layer and keys of other layers: not E2B or E4B"
             raise config.error(key, found, expected="0", remedy=remedy)
     config, width = _completed(config), config.size("head_dim", 256)
     groups = kv_heads(config, "num_key_value_heads", 4, config.size("num_attention_heads"))

@@ -47,8 +47,8 @@ def _recurrence(config: Config) -> dict[str, Any]:
     if not (isinstance(listed, list) and all(type(n) is int for n in listed)):
         raise config.error("full_attn_idxs", listed, expected=f"numbers of {layers} layers")
     kinds = config.get("layer_types", [KINDS[n in listed] for n in range(layers)])
-    if not (isinstance(kinds, list) and len(kinds) == layers and {*kinds} <= {*KINDS} and KINDS[1] in kinds):
-        expected = f"one of {', '.join(KINDS)} for each of {layers} layers, and any with attention"
+    if not (isinstance(kinds, list) and len(kinds) == layers and all(k in KINDS for k in kinds) and KINDS[1] in kinds):
+        expected = f"one of {', '.join(KINDS)} for each of {layers} layers, at least one of them attention"
         raise config.error("layer_types", kinds, expected=expected)
     width, heads = config.size("hidden_size"), config.size("num_attention_heads")
     heads = 1 if width % heads else heads  # which only tell threads what goes together

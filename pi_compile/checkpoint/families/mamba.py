@@ -17,11 +17,14 @@ KINDS = {STATES: STATES, ATTENTION: ATTENTION, "mamba": STATES, "attention": ATT
 
 def kinds(config: Config, key: str, named: object, allowed: Mapping[str, str]) -> list[str]:
     """The kind of each layer, of which one at least has attention, by a list of names."""
-    found = [allowed.get(kind, "") for kind in named] if isinstance(named, list) else [""]
+    names = named if isinstance(named, list) else [""]
+    found = [allowed.get(kind, "") if isinstance(kind, str) else "" for kind in names]
     layers = config.get("num_hidden_layers", len(found))
     if "" in found or ATTENTION not in found or len(found) != layers:
         raise config.error(
-            key, named, expected=f"one of {', '.join(allowed)} for each of {layers} layers, and any with attention"
+            key,
+            named,
+            expected=f"one of {', '.join(allowed)} for each of {layers} layers, at least one of them attention",
         )
     return found
 

@@ -24,9 +24,10 @@ Several = Annotated[list[str | Ids], Field(min_length=1), MANY]
 class OllamaEmbedRequest(Body):
     """Texts, whose vectors are wanted."""
 
-    known: ClassVar[Known] = accepted("keep_alive", "options", "truncate", "user")
+    known: ClassVar[Known] = accepted("keep_alive", "options", "user")
     model: ModelName = None
     input: str | Ids | Several = Field(description="A text, its token ids, or a list of either.")
+    truncate: bool | None = Field(default=None, description="Nothing is cut: a text that is too long is a 400.")
     dimensions: int | None = Field(default=None, description="Vectors are not cut: only the model's own width.")
 
 

@@ -73,13 +73,21 @@ class NativeRequest(CompletionRequest):
         """Biases by token ids. Raises ApiError for ids that are none of the model's."""
         found: dict[int, float] = {}
         given: Any = self.logit_bias or ()
-        for key, bias in given.items() if isinstance(given, dict) else given:
+        pairs = [(_id_of(key), bias) for key, bias in given.items()] if isinstance(given, dict) else given
+        for key, bias in pairs:
             if isinstance(bias, str) or bias is True or not -100 <= bias <= 100:
                 raise invalid("logit_bias", f"each bias is a number in −100…100, or false; found {str(bias)[:20]}")
-            ids = [int(key)] if str(key).isdecimal() else served.encode(str(key), "logit_bias", prefix=False)
+            if isinstance(key, float | bool):
+                raise invalid("logit_bias", f"biases are of token ids or texts; found {key}")
+            ids = [key] if isinstance(key, int) else served.encode(key, "logit_bias", prefix=False)
             served.check_tokens(ids, "logit_bias")
             found |= dict.fromkeys(ids, -math.inf if bias is False else bias)
         return found or None
+
+
+def _id_of(key: str) -> int | str:
+    """What a key of a JSON object names: a token's id where it is one, else a text."""
+    return int(key) if key.isascii() and key.isdecimal() and len(key) < 10 else key
 
 
 class NativeProbability(TypedDict):
@@ -125,7 +133,8 @@ def native_request(body: NativeRequest, served: Served) -> Prompt:
 def infill_request(body: InfillRequest, served: Served) -> Prompt:
     """Make the engine's prompt of code with a gap. Raises ApiError for what is wrong, and for a model that cannot."""
     ids = fill_in(served, body.input_prefix + body.prompt, body.input_suffix, "input_suffix")
-    room = served.model.context - len(ids) - max(body.most_tokens or 0, 0) - 1
+    most = served.most_tokens(body.most_tokens)  # without a bound a quarter of the context is left for the answer
+    room = served.model.context - len(ids) - (served.model.context // 4 if most is None else most) - 1
     extra = _extra_tokens(body.input_extra or [], served)[-room:] if room > 0 else []
     prompt = completion_request(_unbounded(body, served, prompt=[*extra, *ids]), served)
     ends = [name for name in ENDS if served.model.tokenizer.added_token(name) is not None]
@@ -214,7 +223,7 @@ class NativeWriter(CompletionWriter):
             **found,
             "repeat_penalty": sampling.repetition_penalty,
             "logit_bias": bias,
-            "n_predict": settings.get("max_tokens") or -1,
+            "n_predict": 0 if self._prompt.goal != "answers" else settings.get("max_tokens") or -1,
             "stop": list(settings.get("stop", ())),
             "n_probs": settings.get("logprobs") or 0,
         }

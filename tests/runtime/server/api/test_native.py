@@ -76,6 +76,9 @@ def test_other_files_take_what_room_there_is(filler: Chat) -> None:
     asked = {"input_prefix": "p", "input_suffix": "s", "input_extra": extra, "n_predict": 20}
     (found,) = asking.asked(INFILL, asked, filler[0]).texts
     assert len(found) == 128 - 20 - 1
+    for bound in ({}, {"n_predict": -1}):
+        (found,) = asking.asked(INFILL, {**asked, "n_predict": None, **bound}, filler[0]).texts
+        assert len(found) == 128 - 32 - 1
     assert list(found)[-5:] == ids(PRE, "p", SUF, "s", MID)
 
 
@@ -98,7 +101,23 @@ def test_biases_of_ids_and_of_texts(alphabet_chat: Chat, bias: Any) -> None:
     assert said[100] == (None if "False" in str(bias) else -100)
 
 
-@pytest.mark.parametrize("bias", [{"a": 101}, [["a", True]], [["a"]], [["a", 1, 2]], [[999, 1]], {"a": "1"}, "a"])
+WRONG = [
+    {"a": 101}, [["a", True]], [["a"]], [["a", 1, 2]], [[999, 1]], [[-5, 1]], [[5.5, 1]], [[False, 1]], {"a": "1"}, "a",
+]  # fmt: skip
+
+
+def test_a_bias_of_digits_is_of_the_text(alphabet_chat: Chat) -> None:
+    def biased(bias: Any) -> dict[int, float]:
+        sampling = asking.asked(COMPLETION, {"prompt": "a", "logit_bias": bias}, alphabet_chat[0]).settings["sampling"]
+        assert sampling is not None
+        return dict(sampling.logit_bias)
+
+    assert biased([["5", 1]]) == {ord("5"): 1}
+    assert biased([[5, 1]]) == biased({"5": 1}) == {5: 1}
+    assert biased({"\u0663": 1}) == dict.fromkeys("\u0663".encode(), 1)
+
+
+@pytest.mark.parametrize("bias", WRONG, ids=str)
 def test_a_wrong_bias_is_named(alphabet_chat: Chat, bias: Any) -> None:
     with pytest.raises(ApiError, match="logit_bias"):
         asking.asked(COMPLETION, {"prompt": "abc", "logit_bias": bias}, alphabet_chat[0])
