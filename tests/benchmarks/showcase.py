@@ -301,7 +301,7 @@ def write(text: str, found: dict[str, dict[str, Cell]]) -> None:
             if (cell := rows.get(f"{what}, ÷ llama.cpp")) is not None:
                 bars.append(f'    ["{name + ", " if n == 0 else ""}{what}", {median(cell.ratios):.2f}],\n')
     figures = FIGURES.read_text(encoding="utf-8")
-    figures = re.sub(r"(?<=bars = \[\n).*?(?=\])", lambda _: "".join(bars), figures, count=1, flags=re.DOTALL)
+    figures = re.sub(r"(?<=bars = \[\n).*?(?=^\])", lambda _: "".join(bars), figures, count=1, flags=re.DOTALL | re.M)
     FIGURES.write_text(figures, encoding="utf-8")
 
 
