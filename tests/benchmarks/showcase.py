@@ -102,8 +102,8 @@ class Cell:
 
     def __str__(self) -> str:
         if self.ratios:
-            return f"**{median(self.ratios):.2f}** ({min(self.ratios):.2f} to {max(self.ratios):.2f})"
-        return f"{self.ours} / {self.theirs}" if self.theirs else self.ours
+            return f"**{median(self.ratios):.2f}** ({min(self.ratios):.2f}–{max(self.ratios):.2f})"
+        return f"{self.ours}/{self.theirs}" if self.theirs else self.ours
 
 
 Cells = Iterator[tuple[str, Cell]]
@@ -273,7 +273,7 @@ def measured(known: Known, file: Path | None, args: argparse.Namespace) -> dict[
 def table(found: dict[str, dict[str, Cell]]) -> str:
     """A row for each figure, a column for each model."""
     whats = list(dict.fromkeys(what for rows in found.values() for what in rows))
-    lines = [f"| ours / llama.cpp's | {' | '.join(found)} |", f"|{' --- |' * (1 + len(found))}"]
+    lines = [f"| ours/llama.cpp's | {' | '.join(found)} |", f"|{' --- |' * (1 + len(found))}"]
     lines += [f"| {what} | {' | '.join(str(rows.get(what, '')) for rows in found.values())} |" for what in whats]
     return "\n".join(lines) + "\n"
 
@@ -285,7 +285,7 @@ def machine() -> str:
     amx = "with AMX" if "amx_int8" in cpu else "without AMX"
     with Worker("llama.cpp", "side_by_side.llama_cpp_engine") as peer:
         try:
-            build = peer.ask("describe")["build"]
+            build = re.sub(r"(?<=\w) (?=[A-Z])", ",", peer.ask("describe")["build"])
         except EngineError as failure:
             build = str(failure)
     return f"{name[1] if name else 'unknown'} ({ISA.name}, {amx}), {threads()} threads; llama.cpp {build}"
