@@ -45,8 +45,9 @@ class MatrixStore:
         """Where kernels look for matrices; `fill` says where they are."""
         self._under_way: dict[int, int] = {}
         """Units on their way, and the batches of their reads."""
-        pinned = plan.slots if plan.slots == units else max(0, plan.slots - len(_READS))
-        spread = np.linspace(0, units - 1, pinned).round().astype(int) if self._experts == 1 else ()
+        layers = np.array([n for n, parts in enumerate(self._parts_L) if parts])  # some may have no FFN
+        pinned = len(layers) if plan.slots >= len(layers) else max(0, plan.slots - len(_READS))
+        spread = layers[np.linspace(0, len(layers) - 1, pinned).round().astype(int)] if self._experts == 1 else ()
         self._own = {int(unit): slot for slot, unit in enumerate(spread)}
         """Slots of layers that stay, spread so that others come meanwhile; experts have none of their own."""
         self._unused = set[int]()

@@ -156,12 +156,16 @@ class Awaited(Generic[S]):
             raise end.error
 
 
-class Scores(Awaited[ScoreSequence]):
-    """Log-probabilities of a prompt that are being computed. Scores that nobody refers to any more are cancelled."""
+class Wanted(Awaited[S]):
+    """A sequence whose result is wanted. One that nobody refers to any more is cancelled."""
 
-    def __init__(self, sequence: ScoreSequence) -> None:
+    def __init__(self, sequence: S) -> None:
         super().__init__(sequence)
         weakref.finalize(self, sequence.cancel).atexit = False
+
+
+class Scores(Wanted[ScoreSequence]):
+    """Log-probabilities of a prompt that are being computed."""
 
     def result(self) -> list[TokenLogprobs]:
         """Wait for the log-probabilities; of a cancelled request those found. Raises what ended it, or the engine."""
@@ -169,12 +173,8 @@ class Scores(Awaited[ScoreSequence]):
         return self._sequence.logprobs
 
 
-class Vector(Awaited[EmbeddingSequence]):
-    """The vector of a text that is being computed. One that nobody refers to any more is cancelled."""
-
-    def __init__(self, sequence: EmbeddingSequence) -> None:
-        super().__init__(sequence)
-        weakref.finalize(self, sequence.cancel).atexit = False
+class Vector(Wanted[EmbeddingSequence]):
+    """The vector of a text that is being computed."""
 
     def result(self) -> list[float]:
         """Wait for the vector. Raises what ended it, or the engine."""

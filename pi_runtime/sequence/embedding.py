@@ -3,20 +3,20 @@
 Shape letters: T tokens, D model width.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from pi_runtime.errors import ArtifactError, ContextError, PromptError
-from pi_runtime.sequence.sequence import Floats, Ints, TokenSequence
+from pi_runtime.sequence.sequence import Floats, Rank, ReadSequence
 
 Pooling = Literal["mean", "last"]
 """What a text's vector is made of: the mean over all tokens, or the last token alone."""
 
 
-class EmbeddingSequence(TokenSequence):
+class EmbeddingSequence(ReadSequence):
     """A text whose vector is wanted. All of its tokens run, dense as those of prompts do."""
 
     def __init__(
@@ -33,18 +33,8 @@ class EmbeddingSequence(TokenSequence):
             raise PromptError("there is no token to embed", remedy="give a text of at least one character")
         if len(ids) > context:
             raise ContextError(f"{len(ids)} tokens", expected=f"at most the context of {context}")
-        super().__init__(ids)
+        super().__init__(ids, Rank.ASKED)
         self._layers, self._norm, self._pooling, self._sum_D = layers, norm, pooling, np.zeros(0)
-
-    @property
-    def max_positions(self) -> int:
-        """Most positions that its cache will hold."""
-        return len(self.tokens)
-
-    @property
-    def complete(self) -> bool:
-        """Whether all its tokens have run."""
-        return self.num_pending == 0
 
     @property
     def num_reusable(self) -> int:
@@ -55,11 +45,6 @@ class EmbeddingSequence(TokenSequence):
     def states(self) -> tuple[int, ...]:
         """What leaves the last layer."""
         return (self._layers,)
-
-    def advance(self, logits_TV: Floats, rows_L2: Ints | None) -> Iterator[str]:  # noqa: ARG002  of no use here
-        """Count the tokens that have run."""
-        self.num_computed += self.num_scheduled
-        return iter(())
 
     def take_states(self, first: int, states_TC: Floats | None) -> None:
         """Add those of tokens from position `first` on to the vector. Sums go token by token, however a text is cut."""

@@ -243,7 +243,7 @@ class TokenSequence(ABC):
 
 
 class ReadSequence(TokenSequence):
-    """A sequence that runs only to have its keys and values stored, with which a later prompt begins."""
+    """A sequence whose tokens only run: its keys and values are stored, with which a later prompt begins."""
 
     def __init__(self, tokens: Sequence[int], rank: Rank = Rank.AHEAD) -> None:
         super().__init__(tokens)

@@ -127,6 +127,13 @@ def _routed(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
     return {
         "num_hidden_layers": layers - drafting,
         "first_k_dense_replace": keys.pop("leading_dense_block_count", 0),
+        **_grouped_routing(keys),
+    }
+
+
+def _grouped_routing(keys: _Fields) -> _Fields:
+    """How experts are weighed that are chosen among groups."""
+    return {
         "routed_scaling_factor": keys.pop("expert_weights_scale", 0.0) or 1.0,
         "norm_topk_prob": keys.pop("expert_weights_norm", False),
         "n_group": keys.pop("expert_group_count", 0) or 1,
@@ -431,10 +438,7 @@ def _nemotron_h(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
         "moe_intermediate_size": fields["intermediate_size"],
         "intermediate_size": _largest(neurons),
         "moe_shared_expert_intermediate_size": keys.pop("expert_shared_feed_forward_length", 0),
-        "routed_scaling_factor": keys.pop("expert_weights_scale", 0.0) or 1.0,
-        "norm_topk_prob": keys.pop("expert_weights_norm", False),
-        "n_group": keys.pop("expert_group_count", 0) or 1,
-        "topk_group": keys.pop("expert_group_used_count", 0) or 1,
+        **_grouped_routing(keys),
     }
 
 
