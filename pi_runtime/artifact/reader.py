@@ -151,12 +151,15 @@ def open_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _suggested(path: Path) -> str:
-    """Suggest what the user may have meant: the most similar artifact in the folder that `path` is, or is in."""
+    """Suggest what the user may have meant: a model with a similar name, or any artifact of a folder that was named."""
     folder = path if path.is_dir() else path.parent
     if (folder / "config.json").is_file() and folder == path:
         return f"this looks like a checkpoint: {pack_commands(path)}"
-    there = sorted(other.name for other in folder.glob("*.pi")) if folder.is_dir() else []
-    if not there:
-        return "name an artifact that `pi-compile build` wrote"
-    best = difflib.get_close_matches(path.name, there, 1, 0) or there
+    kinds = ("*.pi",) if path.is_dir() else ("*.pi", "*.gguf")
+    there = sorted(other.name for kind in kinds for other in folder.glob(kind)) if folder.is_dir() else []
+    best = difflib.get_close_matches(path.name, there, 1, 0 if path.is_dir() else 0.5) or (
+        there if path.is_dir() else ()
+    )
+    if not best:
+        return "name an artifact that `pi-compile build` wrote, a GGUF file, a checkpoint or a hub name"
     return f"did you mean {folder / best[0]}?"
