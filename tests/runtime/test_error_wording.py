@@ -198,9 +198,7 @@ def test_files(run: Run, alphabet: Path, tmp_path: Path, how: str) -> None:
 
 
 def test_names(run: Run, alphabet: Path, tmp_path: Path) -> None:
-    remedy = (
-        "  try: name an artifact that `pi-compile build` wrote, a GGUF file, a checkpoint or a hub name"
-    )
+    remedy = "  try: name an artifact that `pi-compile build` wrote, a GGUF file, a checkpoint or a hub name"
     for path in (tmp_path / "none.pi", tmp_path / "none" / "none.pi"):
         assert_answer(run(path, "-p", "a"), 3, ("{path}: no such file", remedy), path=path)
     folder = "{path}: not an artifact", "  expected: a .pi file", "  found: a folder", remedy
