@@ -2,6 +2,7 @@
 
     PiError                      exit code 1   a fault of this program
     ├── UsageError                         2   the command asks for something impossible
+    │   ├── ClosedError                        an engine or a model that was closed, or has failed
     │   ├── DeviceError                        a device that is not there
     │   └── MissingExtraError                  an optional dependency that is not installed
     ├── InputError                         3   something that was read is not usable
@@ -110,6 +111,10 @@ class PiError(Exception):
 
 class UsageError(PiError):
     exit_code = 2
+
+
+class ClosedError(UsageError):
+    pass
 
 
 class DeviceError(UsageError):
