@@ -224,9 +224,10 @@ def pack(
     from pi_compile.files import artifact_path
     from pi_compile.pipeline.packed import pack_model, pack_plain
 
-    source = str(options.recipe)
+    source = options.recipe.as_posix()  # a hub name too, on Windows
     if names_model(source):
-        path = artifact_path(Path(f"{Path(source).name if Path(source).is_dir() else Path(source).stem}.toml"), output)
+        name = Path(source).resolve().name.removesuffix(".gguf").replace(":", "-")
+        path = artifact_path(Path(f"{name}.toml"), output)
         _agree(fetch_offer(source))
         packed = pack_model(source, path, layout=layout, progress=console.progress, notice=console.say)
     else:

@@ -165,7 +165,7 @@ def _pack(model: Path, target: Path) -> None:
     console.say(f"{model}: not packed yet; packing it once, as `pi-compile init` proposes")
     began = time.perf_counter()
     # -P: nothing is imported from the working folder.
-    command = [sys.executable, "-P", "-m", "pi_compile", "pack", "--plain", str(model), "-o", str(target)]
+    command = [sys.executable, "-P", "-m", "pi_compile", "pack", "--plain", model.as_posix(), "-o", str(target)]
     remove_unfinished(target.parent)
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     with _ended_with(child):
