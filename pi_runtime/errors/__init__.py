@@ -125,6 +125,11 @@ class MissingExtraError(UsageError):
     pass
 
 
+def install(extra: str = "") -> str:
+    """What installs an extra. No registry has this project: it is installed from a clone."""
+    return f"pip install '.{f'[{extra}]' if extra else ''}', in your clone of pi-toolchain"
+
+
 class InputError(PiError):
     exit_code = 3
 
