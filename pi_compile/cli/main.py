@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pi_compile.cli import artifact, planning, sparsifying
+from pi_compile.cli.examples import epilog
 from pi_compile.cli.options import BuildOptions, Debug, Export, IgnoreConfig, Json, LayoutOption, Output, RecipePath
 from pi_compile.cli.rendering import emit, findings_text, show, show_artifact, show_placements
 from pi_runtime import console
@@ -335,6 +336,10 @@ def doctor(as_json: Json = False, debug: Debug = False) -> None:
     findings = diagnose()
     report = {f.topic: {"found": f.found, "remedy": f.remedy} for f in findings}
     emit(report, as_json, lambda _: findings_text(findings))
+
+
+for _info in app.registered_commands:
+    _info.epilog = epilog(str(_info.name or getattr(_info.callback, "__name__", "")))
 
 
 def steps_after_init(recipe: Path, checkpoint: "Checkpoint") -> list[str]:
