@@ -64,10 +64,13 @@ class ApiError(Exception):
         self.message, self.param = _unicode(message), None if param is None else _unicode(param)
         self.type = type or TYPES.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
         self.headers = dict(headers or {})
+        self.figures: Mapping[str, int] = {}
+        """Further fields of OpenAI's form, by llama-server's names."""
 
     def body(self) -> dict[str, Any]:
         """The JSON of the answer."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        known = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": {**known, **self.figures}}
 
     def body_at(self, path: str) -> dict[str, Any]:
         """The JSON of the answer to a request of this path."""

@@ -24,7 +24,8 @@ def options(app: typer.Typer) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("program", "name"), [(program, name) for program in APPS for name in sorted(LLAMA_CPP.keys() - options(APPS[program]))]
+    ("program", "name"),
+    [(program, name) for program in APPS for name in sorted(LLAMA_CPP.keys() - options(APPS[program]))],
 )
 def test_what_to_write_is_said(program: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     for given in ([name, "1"], [f"{name}=1"], ["--threads", "2", name]):
