@@ -100,6 +100,7 @@ class Metrics:
         self.cancelled = 0
         """Requests whose client left before the end."""
         self.first_token_s, self.between_tokens_s = Histogram(TTFT_S), Histogram(BETWEEN_S)
+        self._started_s = time.time()
         self._prefill_s = self._decode_s = self._rows_read = 0.0
         self._rows_read_tokens = 0
 
@@ -118,6 +119,8 @@ class Metrics:
     def _lines(self, engine: EngineStats | None, slots: int, open_requests: int) -> Iterator[str]:
         yield from _head("build_info", "gauge", "1; the versions are in the labels.")
         yield f'pi_build_info{{version="{version("pi-toolchain")}",python="{python_version()}"}} 1'
+        yield "# TYPE process_start_time_seconds gauge"  # the name that Prometheus has for it
+        yield f"process_start_time_seconds {self._started_s:.3f}"
         yield from _sample("slots", "gauge", "Most answers that run at once.", slots)
         yield from _sample("open_requests", "gauge", "Requests that are being answered, or wait.", open_requests)
         for name, kind, text, field in ENGINE if engine is not None else ():

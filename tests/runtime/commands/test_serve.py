@@ -134,7 +134,7 @@ def test_without_the_extra_it_says_which(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "starlette", None)
     assert run(alphabet) == USAGE
-    assert "pip install 'pi-toolchain[serve]'" in capsys.readouterr().err
+    assert "pip install '.[serve]', in your clone" in capsys.readouterr().err
 
 
 def test_an_artifact_is_checked_while_it_is_served(random_path: Path, tmp_path: Path) -> None:
