@@ -170,9 +170,9 @@ def _after_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, y_BTD: Tensor) -> Ten
     if d.block == "reordered":
         return x_BTD + norm(d, w, "ffn/norm", y_BTD)
     if d.beside_ff and d.block == "sandwich":
-        sums = [y_BTD, _beside(d, w, F.rms_norm(x_BTD, (d.d_model,), w["ffn/beside_norm"], d.norm_eps))]
-        norms = (w[f"ffn/{name}_out_norm"] for name in ("experts", "beside"))
-        y_BTD = sum(F.rms_norm(y, (d.d_model,), n, d.norm_eps) for y, n in zip(sums, norms, strict=True))
+        beside = _beside(d, w, F.rms_norm(x_BTD, (d.d_model,), w["ffn/beside_norm"], d.norm_eps))
+        beside = F.rms_norm(beside, (d.d_model,), w["ffn/beside_out_norm"], d.norm_eps)
+        y_BTD = F.rms_norm(y_BTD, (d.d_model,), w["ffn/experts_out_norm"], d.norm_eps) + beside
     if d.block == "sandwich":
         return x_BTD + norm(d, w, "ffn/out_norm", y_BTD)
     x_BTD = x_BTD + y_BTD

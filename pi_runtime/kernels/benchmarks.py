@@ -137,7 +137,6 @@ def _gated(width: int, neurons: int) -> Decoder:
         family="measured",
         vocab_size=1,
         d_model=width,
-        neuron_width=width,
         d_embedding=width,
         n_layers=1,
         n_heads=1,
