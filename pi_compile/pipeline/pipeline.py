@@ -142,8 +142,8 @@ class Pipeline:
         checkpoint = recipe_checkpoint(self.recipe, self.folder)
         for line in checkpoint.notices:
             self.notice(line)
-        whole = checkpoint.in_layout(WHOLE) if self._is_dense(checkpoint.decoder) else checkpoint
-        return whole if whole is checkpoint or self.holds(whole, self.recipe.pack.model_dump()) else checkpoint
+        whole = checkpoint.in_layout(WHOLE) if _is_dense(self.recipe, checkpoint.decoder) else checkpoint
+        return whole if whole is checkpoint or _in_memory(self, whole, self.recipe.pack.model_dump()) else checkpoint
 
     @cached_property
     def streams(self) -> Streams:
@@ -222,12 +222,9 @@ class Pipeline:
         if not recipe.bits.tokens:
             return None
         settings, tokens = divide_settings(recipe), self.streams.fit[: recipe.bits.tokens]
-        key = key_of(
-            checkpoint=self.checkpoint.digest(),
-            text=token_digest(tokens),
-            settings={**settings, "layout": self.checkpoint.layout},
-            code=code_digest("pi_compile.pipeline.division"),
-        )
+        digest, code = self.checkpoint.digest(), code_digest("pi_compile.pipeline.division")
+        told = {**settings, "layout": self.checkpoint.layout}
+        key = key_of(checkpoint=digest, text=token_digest(tokens), settings=told, code=code)
 
         def make(_work: WorkFolder) -> Division:
             with self.progress("dividing the bits", "steps") as bar:
@@ -240,11 +237,6 @@ class Pipeline:
         """Number formats: of each part as the recipe says, or of each matrix where it has a budget of bits."""
         pack, divided = self.recipe.pack.model_dump(), self.divided
         return pack if divided is None else {**divided.formats, "predictor": pack["predictor"]}
-
-    @property
-    def weighed(self) -> Checkpoint:
-        """The checkpoint, with what errors of its columns cost where a division has found it."""
-        return self.checkpoint if self.divided is None else replace(self.checkpoint, importance=self.divided.importance)
 
     @cached_property
     def quantised(self) -> QuantisedWeights | None:
@@ -288,22 +280,17 @@ class Pipeline:
     @cached_property
     def only_dense(self) -> bool:
         """Whether no layer can be anything but dense, whatever profiling and training would find; says so if it is."""
-        found = self._is_dense(self.checkpoint.decoder)
-        if found:
+        if found := _is_dense(self.recipe, self.checkpoint.decoder):
             self.notice(
                 f"profile and train are left out: with {self.checkpoint.decoder.activation} no neuron is ever exactly "
                 "zero, so every layer is dense"
             )
         return found
 
-    def _is_dense(self, d: Decoder) -> bool:
-        """The same; experts are profiled in any case: how often each one is taken decides where it is placed."""
-        rungs = self.recipe.train.rungs
-        return not d.sparse and d.n_experts == 1 and DENSE in rungs and not searches_for(rungs, d)
-
-    def holds(self, checkpoint: Checkpoint, formats: Mapping[str, str]) -> bool:
-        """Whether the machine has no GPU, and its RAM, or what the recipe allows of it, holds all."""
-        return stages.in_memory(checkpoint, part_formats(checkpoint, PackSpec(formats=formats)), self.allowed_machine)
+    @property
+    def skips_nothing(self) -> bool:
+        """Whether every layer is dense, of itself or by choice."""
+        return self.only_dense or all(row.kind.dense for row in self.trained.rows)
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
@@ -337,11 +324,15 @@ class Pipeline:
             return known
 
         def write() -> None:
-            check = RoundingCheck(self.weighed, self.recipe, self.formats, self.notice, self.progress)
+            weighed = replace(self.checkpoint, importance=self.divided.importance if self.divided else {})
+            kept = mixed and self.skips_nothing and not self.checkpoint.decoder.sparse
+            check = RoundingCheck(
+                weighed.in_layout(WHOLE) if kept else weighed, self.recipe, self.formats, self.notice, self.progress
+            )
             loss = check.report(lambda: self.streams.report, quantised)
             with self.progress("packing") as progress:
                 result = stages.pack(
-                    self.weighed,
+                    weighed,
                     output,
                     profile=profile,
                     predictors=trained,
@@ -380,20 +371,37 @@ def _pack_key(pipeline: Pipeline, output: Path) -> str:
     )
 
 
+def _is_dense(recipe: Recipe, d: Decoder) -> bool:
+    """Whether no layer can be anything but dense.
+
+    Experts are profiled in any case: how often each one is taken decides where it is placed.
+    """
+    rungs = recipe.train.rungs
+    return not d.sparse and d.n_experts == 1 and DENSE in rungs and not searches_for(rungs, d)
+
+
+def _in_memory(pipeline: Pipeline, checkpoint: Checkpoint, formats: Mapping[str, str]) -> bool:
+    """Whether the machine has no GPU, and its RAM, or what the recipe allows of it, holds all."""
+    formats = part_formats(checkpoint, PackSpec(formats=formats))
+    return stages.in_memory(checkpoint, formats, pipeline.allowed_machine)
+
+
 def has_matrices(pipeline: Pipeline) -> bool:
     """Whether the FFNs of dense layers are stored as matrices, without plans."""
     checkpoint = pipeline.checkpoint
     dense = pipeline.only_dense or any(row.kind.dense for row in pipeline.trained.rows)
     alone = checkpoint.layout == WHOLE or (checkpoint.decoder.n_experts == 1 and pipeline.quantised is None)
-    return dense and alone and pipeline.holds(checkpoint, pipeline.formats)
+    return dense and alone and _in_memory(pipeline, checkpoint, pipeline.formats)
 
 
 def forecast(pipeline: Pipeline, artifact: Path) -> str:
-    """What a token takes by the recipe's machine, in a line; empty where it has a GPU, or too little memory."""
-    if not pipeline.holds(pipeline.checkpoint, pipeline.formats):
+    """What a token takes by the recipe's machine, in a line.
+
+    Empty where that has a GPU, or too little memory, and where nothing is skipped.
+    """
+    if pipeline.skips_nothing or not _in_memory(pipeline, pipeline.checkpoint, pipeline.formats):
         return ""
-    profile = profile_of_dense(pipeline.checkpoint.decoder) if pipeline.only_dense else pipeline.refined
-    return forecast_line(artifact, profile, pipeline.recipe.place.context, pipeline.machine)
+    return forecast_line(artifact, pipeline.refined, pipeline.recipe.place.context, pipeline.machine)
 
 
 def train_settings(recipe: Recipe) -> dict[str, Any]:

@@ -205,8 +205,8 @@ class Sensitivity:
         columns_kD = self.columns_kD.astype(np.float32)
         mean_k1 = columns_kD.mean(1, keepdims=True)
         known = mean_k1 > 0
-        found: Array = np.where(known, columns_kD, np.float32(1))
-        return found / np.where(known, mean_k1, np.float32(1)).astype(np.float32)
+        found: Array = (np.where(known, columns_kD, 1) / np.where(known, mean_k1, 1)).astype(np.float32)
+        return found
 
 
 def rounded(fmt: Format, rows_RD: Array, importance_D: Array) -> Array:

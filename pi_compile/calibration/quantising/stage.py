@@ -55,7 +55,7 @@ from pi_compile.workers import WorkFolder
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.quantisation import dequantise, quantise
-from pi_runtime.artifact.sizes import ALL_MATRICES, BESIDE
+from pi_runtime.artifact.sizes import ALL_MATRICES, BESIDE, NARROWING
 
 Tokens = npt.NDArray[np.integer]
 Progress = Callable[[int, int], None]
@@ -88,10 +88,12 @@ class QuantiseSpec:
     """cpu or cuda:N."""
 
     def arrays(self, layer: int) -> dict[str, Format]:
-        """The matrices of a layer that are rounded if it has them, with their formats. An FFN beside experts is not;
-        nor are queries where values have a format of their own, as in files."""
+        """The matrices of a layer that are rounded if it has them, with their formats; nothing beside experts is.
+
+        Nor are queries where values have a format of their own, as in files.
+        """
         parts, named = ALL_MATRICES.items(), self.formats
-        left = {*BESIDE, *([QKV] if f"layers/{layer}/attention/v" in named else ())}
+        left = {*BESIDE, *NARROWING, *([QKV] if f"layers/{layer}/attention/v" in named else ())}
         found = {name: named.get(f"layers/{layer}/{name}", named[part]) for name, part in parts if name not in left}
         return {name: FORMATS[fmt] for name, fmt in found.items() if coarse(FORMATS[fmt])}
 
