@@ -147,7 +147,7 @@ def _run_rung(
 ) -> torch.Tensor:  # fmt: skip
     """The neuron values that a layer's rung keeps; adds to the sums."""
     read, kept = ffn_of(layer).apply(d, w, inputs, h)
-    sums[batch][layer].add(h, kept, read, w["ffn/rest"][:, -1])
+    sums[batch][layer].add(h, kept, read, w)
     return kept
 
 
