@@ -12,10 +12,11 @@ from pi_runtime.kernels.codegen import isa
 
 def main() -> None:
     library, *sys.argv = sys.argv[1:]
-    ctypes.CDLL(library)
+    met, lacking = ctypes.c_long.in_dll(ctypes.CDLL(library), "met"), isa.ask() != 0
     isa.ask = lambda: 0
     isa.ISA = isa.choose(isa.host_features() | isa.TILES, "amx")
     runpy.run_path(sys.argv[0], run_name="__main__")
+    assert met.value or not lacking, "nothing went by tiles"
 
 
 if __name__ == "__main__":

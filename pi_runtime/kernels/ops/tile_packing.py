@@ -35,7 +35,7 @@ BY_TILES = ISA.tiles
 TILE, LINE = amx.ROWS, amx.ROW_NBYTES
 """Rows and vectors of a tile, and bytes of four columns of 16 vectors."""
 FEWEST = 2 * TILE
-"""So few vectors are not laid as tiles: vector instructions are quicker."""
+"""Fewer vectors are not laid as tiles: vector instructions are quicker."""
 ROWS, VECTORS = 2 * TILE, 4 * TILE
 """Rows that share scales of vectors, and vectors that share tiles of weights."""
 GROUPS = 4

@@ -209,15 +209,18 @@ def test_groups_with_scales_of_their_own(fmt: str, by_numpy: Any, by_amx: Any) -
 
 @pytest.mark.slow
 def test_a_process_with_amx_has_the_bits_of_one_without(emulator: Path, tmp_path: Path) -> None:
-    """Operators, and a model that reads prompts of 64 tokens, by any number of threads: inputs are laid as tiles."""
+    """Operators, and models that read prompts of 64 tokens, by any number of threads: all lay inputs as tiles."""
     if "avx512" not in isa.available(isa.host_features()):
         pytest.skip("no AVX-512, which kernels for AMX are made of besides")
-    shape = small_decoder(d_model=72, d_ff=300, context_length=100)
-    path = random_artifact(tmp_path / "one.pi", shape, format="q8", ranks=[9, 9])
+    latents = {"n_kv_heads": 1, "latent_rank": 37, "value_dim": 17, "rotary_frequencies": (1.0, 0.03)}
+    paths = []
+    for name, facts in (("one", {}), ("latents", latents)):
+        decoder = small_decoder(d_model=72, d_ff=300, context_length=100, **facts)
+        paths.append(str(random_artifact(tmp_path / f"{name}.pi", decoder, format="q8", ranks=[9, 9])))
     given = {"NUMBA_NUM_THREADS": "3", "PYTHONPATH": os.pathsep.join(sys.path)}
     amx, vectors = (
         subprocess.run(
-            [sys.executable, *with_amx, SUPPORT / "thread_bits.py", "q8", path, "1", "3"],
+            [sys.executable, *with_amx, SUPPORT / "thread_bits.py", "q8", os.pathsep.join(paths), "1", "3"],
             capture_output=True,
             text=True,
             env=os.environ | given | {"PI_ISA": "avx512"},
