@@ -104,8 +104,8 @@ def _emit_unpack(group: bool, f: BlockFormat, b: Any, call: Sequence[Any]) -> No
             v.store(b, w_J, to, v.offset(lane * GROUPS * WEIGHTS_TILE))
     else:
         runs = [f.single(b, row, b.add(block, v.offset(start))) for start in range(0, 2, f.per_byte)]
-        zeros = v.const(v.I8, BLOCK, 0)
-        for n, w_J in enumerate(w_J for run in runs for w_J in f.signed(b, run, 0, BLOCK)):
+        two, zeros = [w_J for run in runs for w_J in f.signed(b, run, 0, BLOCK)], v.const(v.I8, BLOCK, 0)
+        for n, w_J in enumerate(two):
             for lane in range(LANES):
                 own = [k + BLOCK * (k // 4 != lane) for k in range(BLOCK)]
                 v.store(b, v.shuffle(b, w_J, zeros, own), to, v.offset((n * LANES + lane) * WEIGHTS_TILE))
