@@ -208,6 +208,7 @@ def test_groups_with_scales_of_their_own(fmt: str, by_numpy: Any, by_amx: Any) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)  # all kernels are compiled for both
 def test_a_process_with_amx_has_the_bits_of_one_without(emulator: Path, tmp_path: Path) -> None:
     """Operators, and models that read prompts of 64 tokens, by any number of threads: all lay inputs as tiles."""
     if "avx512" not in isa.available(isa.host_features()):
