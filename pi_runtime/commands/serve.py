@@ -42,7 +42,7 @@ _LOG: dict[str, Any] = {"rich_help_panel": "Log"}
 class ListenOptions(SourceOptions):
     """Where a server listens, who may use it, and what it takes on."""
 
-    host: Annotated[str, typer.Option(help="Address; any but loopback needs a key.")] = "127.0.0.1"
+    host: Annotated[str, typer.Option(help="Address, or A,B; any but loopback needs a key.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8080
     api_key_file: Annotated[
         Path | None,

@@ -228,6 +228,7 @@ class Engine:
             **vars(core.drafts),
             preemptions=core.preemptions,
             **self._store.disk_figures(),
+            steps=self._loop.steps,
             busy_s=self._loop.busy_s,
             disk=self._executor.disk,
         )

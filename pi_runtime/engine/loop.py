@@ -123,8 +123,8 @@ class Loop:
     def __init__(self, core: Core, store: PrefixStore) -> None:
         self._core, self._store = core, store
         self.inbox, self.watch = Inbox(), StepWatch()
-        self.busy_s = 0.0
-        """Seconds in steps."""
+        self.steps, self.busy_s = 0, 0.0
+        """Steps, and the seconds in them."""
         self._close_s = 0.0
         self._thread = threading.Thread(target=self._run, name="pi-engine", daemon=True)
         self._thread.start()
@@ -147,7 +147,7 @@ class Loop:
                 self.watch.begin()
                 self._core.step()
                 self.watch.end()
-                self.busy_s += time.perf_counter() - began
+                self.steps, self.busy_s = self.steps + 1, self.busy_s + time.perf_counter() - began
         except BaseException as failure:  # whatever it is, those who read streams must hear of it
             # Whoever asks next is somebody else, and the message of what is no error of ours may quote a request.
             said = f": {failure}" if isinstance(failure, PiError) else ""

@@ -52,6 +52,7 @@ ENGINE = (
     ("head_guessed_tokens_total", "counter", "Guessed tokens of a guess head that ran.", "head_guessed_tokens"),
     ("head_accepted_tokens_total", "counter", "Those of them that were right.", "head_accepted_tokens"),
     ("preemptions_total", "counter", "Answers that had to wait again because pages ran out.", "preemptions"),
+    ("steps_total", "counter", "Steps of the engine, each of which computes all answers that run.", "steps"),
     ("busy_seconds_total", "counter", "Time in which the engine worked.", "busy_s"),
 )
 """Name, kind, help, and field of the engine's figures."""

@@ -42,6 +42,7 @@ SPELLED = {
     b"pi_prompt_tokens_total": b"llamacpp:prompt_tokens_total",
     b"pi_cached_tokens_total": b"llamacpp:prompt_tokens_cached_total",
     b"pi_generated_tokens_total": b"llamacpp:tokens_predicted_total",
+    b"pi_steps_total": b"llamacpp:n_decode_total",
     b'"system_fingerprint":"fp': b'"system_fingerprint":"b-',
     b'"delta":{"role":"assistant","content":""}': b'"delta":{"role":"assistant","content":null}',
 }
@@ -171,8 +172,8 @@ class Running:
         given = {"temperature": float(flags["temp"])} if "temp" in flags else {}
         most = int(flags.get("n-predict", -1))
         settings = ServerSettings(
-            host="localhost" if "," in flags.get("host", "") else "127.0.0.1",
-            port=int(flags["port"]), model_name=names[0], aliases=tuple(names[1:]), slots=slots, api_keys=keys,
+            host=flags.get("host", "127.0.0.1"), port=int(flags["port"]),
+            model_name=names[0], aliases=tuple(names[1:]), slots=slots, api_keys=keys,
             sampling=given, max_tokens=most if most > 0 else None, drain_s=0.2, cors=True,
             allowed_origins=tuple(flags.get("cors-origins", "*").split(",")),
             embeddings=POOLING.get(flags.get("pooling", "mean")) if "embedding" in flags else None,
