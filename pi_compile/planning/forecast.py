@@ -295,7 +295,8 @@ def block_ps(problem: Problem, a: Assignment, tokens: int, rows: Sequence[RowCho
     handover = interconnect.ps(4 * work.decoder.d_model * tokens) if interconnect else 0
     total, before = 0, a.embedding
     for n, (side, cut) in enumerate(zip(a.sides, a.cuts, strict=True)):
-        cold = work.decoder.neurons - cut
+        neurons = 0 if n in work.decoder.mixer_only_layers else work.decoder.neurons
+        cold = neurons - cut
         attention = part_ps(side, parts.attention, weights["attention"], "attention")
         hot_ps = part_ps(GPU, cut * parts.neuron, work.of_routed_experts(cut * weights["neuron"]), "ffn") if cut else 0
         cold_ps = (
@@ -303,15 +304,15 @@ def block_ps(problem: Problem, a: Assignment, tokens: int, rows: Sequence[RowCho
         )
         if rows and problem.rows is not None:
             cold_ps = max(cold_ps, problem.rows.reads.range_ps(problem.rows.on_disk(n, cold, rows[n])))
-        split = cut != (0 if side == CPU else work.decoder.neurons)
+        split = cut != (0 if side == CPU else neurons)
         total += attention + max(hot_ps, cold_ps) + (2 * handover if split else 0) + (handover if side != before else 0)
         before = side
     return total
 
 
 def _weights(work: Workload) -> dict[str, int]:
-    """Number of weights in one layer's attention, and in one neuron."""
-    specs = array_specs(work.decoder, work.formats, [None], profiled=False)
-    names = ("layers/0/attention/qkv", "layers/0/attention/out")
-    neuron = sum(prod(specs[f"layers/0/ffn/{name}"].shape) for name in ("first", "rest")) // work.decoder.neurons
-    return {"attention": sum(prod(specs[name].shape) for name in names), "neuron": neuron}
+    """Number of weights in one layer's attention, the mean where layers differ, and in one neuron."""
+    d = work.decoder
+    specs = array_specs(d, work.formats, [None] * d.n_layers, profiled=False)
+    attention = sum(prod(s.shape) for name, s in specs.items() if name.endswith(("attention/qkv", "attention/out")))
+    return {"attention": attention // d.n_layers, "neuron": d.neuron_width * (3 if d.ffn == "gated" else 2)}
