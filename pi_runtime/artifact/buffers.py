@@ -29,7 +29,7 @@ from pi_runtime.artifact.footprint import (
     input_nbytes,
     padded_width,
 )
-from pi_runtime.artifact.formats import BLOCK, FORMATS, Format
+from pi_runtime.artifact.formats import BLOCK, FORMATS, GROUP, Format
 from pi_runtime.artifact.sizes import BY_NEURON
 
 
@@ -166,7 +166,7 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
     mixed, made, gates, cached = (max(getattr(one, f"{of}_width") for one in d.kinds) for of in widths)
     t, latents = tokens, d.n_heads if d.latent_rank else 0
     packed = cache in CACHE_FORMATS and CACHE_FORMATS[cache].numbers.quantised
-    widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank, d.beside_ff), chunk_places(d.d_ff)
+    widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank, d.beside_ff, d.layer_embedding), chunk_places(d.d_ff)
     # A product with `down` has the factors of all neurons as its input.
     low = rank if layout == BY_NEURON else max(rank, d.d_ff)
     return {
@@ -175,6 +175,8 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "attended_TD": Buffer((t, d.d_model)),
         "residual_TD": Buffer((t if d.block == "sandwich" else 0, d.d_model)),
         "beside_TF": Buffer((2 * t, d.beside_ff)),
+        "layer_embedding_TP": Buffer((2 * t, d.layer_embedding)),
+        "token_row": Buffer((GROUP * BLOCK + d.layer_embedding if d.layer_embedding else 0,)),
         "embedding_TW": Buffer((t, narrow_width(d))),
         "qkv_TQ": Buffer((t, made)),
         "gate_TQ": Buffer((t, gates)),

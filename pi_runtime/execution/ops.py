@@ -92,7 +92,8 @@ class CpuOps:
     def after_ffn(self, layer: int) -> None:
         h = self.host
         for part, _ in self.blocks:
-            after_ffn(h.cfg, h.table_LX[layer, 0], h.eps, self.residual_TD[part], h.workspace, self.x_TD[part])
+            of = h.ends, h.table_LX[layer, 0], h.eps, self.tokens_T[part]
+            after_ffn(h.cfg, *of, self.residual_TD[part], h.workspace, self.x_TD[part])
 
     def head(self, _layer: int) -> None:
         """The logits of the tokens for which they are wanted."""

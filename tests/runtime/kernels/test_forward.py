@@ -73,6 +73,7 @@ DECODERS: dict[str, dict[str, Any]] = {
         **ODD,
         "n_kv_heads": 1,
     },
+    "shared-keys": FACTS["keys of earlier layers, a wider FFN there, an embedding of each layer"],
     "short-conv": {**FACTS["a short convolution"], **ODD, "n_kv_heads": 1},
     "relu2-plain": {"activation": "relu2", "ffn": "plain", "norm": "layer", "rotary_frequencies": (1.0,)},
     "inner-norms": {**ODD, "activation": "relu2", "inner_norms": True},

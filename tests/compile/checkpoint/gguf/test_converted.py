@@ -198,7 +198,8 @@ def made(case: str, folder: Path, sizes: Mapping[str, Any] = MappingProxyType({}
     usual = {key: value for key, value in USUAL.items() if key in fields or (key == "activation" and "falcon" in case)}
     # More rows than words: some tokenizers add words of their own. The converter cuts those of Gemma 3 off.
     rows = words + (len(tokenizer["added_tokens"]) if case.startswith("gemma") else 9)
-    changes = {"vocab_size": rows, **usual, **CHANGES.get(case, {}), **sizes}
+    own = dict.fromkeys({"vocab_size", "vocab_size_per_layer_input"} & {"vocab_size", *fields}, rows)
+    changes = {**own, **usual, **CHANGES.get(case, {}), **sizes}
     model = random_checkpoint(folder, case, tokenizer=False, sizes=changes)
     if case == "falcon-7b":
         edit_json(folder / "config.json", num_kv_heads=1)
