@@ -104,8 +104,8 @@ def layers(
     states, keys = list(states), [Keys() for _ in states]
     for layer, w in enumerate(map(_by_neuron, weights), first):
         own, p = d.of_layer(layer), d.layer_embedding
-        for batch, (x_BTD, kept) in enumerate(zip(states, keys, strict=True)):
-            x_BTD, rows = x_BTD[..., : d.d_model], x_BTD[..., d.d_model :]
+        for batch, (state, kept) in enumerate(zip(states, keys, strict=True)):
+            x_BTD, rows = state[..., : d.d_model], state[..., d.d_model :]
             if not own.has_ffn:
                 normed = norm(d, w, "attention/norm", x_BTD)
                 states[batch] = x_BTD + attention(own, w, normed, on_input)

@@ -166,7 +166,8 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
     mixed, made, gates, cached = (max(getattr(one, f"{of}_width") for one in d.kinds) for of in widths)
     t, latents = tokens, d.n_heads if d.latent_rank else 0
     packed = cache in CACHE_FORMATS and CACHE_FORMATS[cache].numbers.quantised
-    widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank, d.beside_ff, d.layer_embedding), chunk_places(d.d_ff)
+    widest = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank, d.beside_ff, d.layer_embedding)
+    places = chunk_places(d.d_ff)
     # A product with `down` has the factors of all neurons as its input.
     low = rank if layout == BY_NEURON else max(rank, d.d_ff)
     return {

@@ -16,7 +16,16 @@ from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.codegen.threads import advanced
 from pi_runtime.kernels.data import weight_table
-from pi_runtime.kernels.data.matrix_view import F32, Floats, Ints, address_of, is_quantised, matrix, strided_rows, vector
+from pi_runtime.kernels.data.matrix_view import (
+    F32,
+    Floats,
+    Ints,
+    address_of,
+    is_quantised,
+    matrix,
+    strided_rows,
+    vector,
+)
 from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.data.weight_formats import GROUP_COLUMNS
 from pi_runtime.kernels.data.weight_table import Ends, KernelConfig, LayerRecord, LayerRecords

@@ -15,7 +15,7 @@ ROOMS = {"pi_compile": (22, 82), "pi_runtime": (16, 47)}
 """Most rooms of each package, and most arrows between them."""
 ROOM_LINES = {
     ("pi_runtime/server",): 7050,
-    ("pi_runtime/engine",): 6050,
+    ("pi_runtime/engine",): 6240,
     ("pi_runtime/execution", "pi_runtime/disk"): 5500,
     ("pi_runtime/kernels",): 9400,
     ("pi_runtime/cuda",): 4300,
