@@ -182,7 +182,7 @@ def _before_ffn(
 def after_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, y_BTD: Tensor, row_BTP: Tensor | None = None) -> Tensor:
     """The block's output, from the residual and the FFN's output, and what the layer reads of its own embedding."""
     left = _after_ffn(d, w, x_BTD, y_BTD)
-    if d.layer_embedding:
+    if d.layer_embedding and row_BTP is not None:
         h = activate_(d, F.linear(left, w["ffn/embedding_gate"])) * row_BTP
         left = left + norm(d, w, "ffn/embedding_norm", F.linear(h, w["ffn/embedding_out"]))
     return left * w["ffn/block_scale"] if d.block_scale else left

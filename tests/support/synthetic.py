@@ -87,8 +87,8 @@ FACTS: dict[str, dict[str, Any]] = {
         "beside_ff": 37, "activation": "gelu_tanh",
     },
     "keys of earlier layers, a wider FFN there, an embedding of each layer": {
-        "n_layers": 5, "block": "sandwich", "tied_head": True, "layer_embedding": 37, "shared_key_layers": (3, 4),
-        "narrow_ff": 23, "window": 9, "windowed_layers": (0, 2, 3), "windowed_head_dim": 12, "qk_norm": True,
+        "n_layers": 3, "block": "sandwich", "tied_head": True, "layer_embedding": 37, "shared_key_layers": (2,),
+        "narrow_ff": 23, "window": 9, "windowed_layers": (0, 2), "windowed_head_dim": 12, "qk_norm": True,
         "v_norm": True, "keys_as_values": True, "activation": "gelu_tanh",
     },
     "shared experts, dense layers, a bias for choosing in groups": {
