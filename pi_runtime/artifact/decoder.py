@@ -299,10 +299,9 @@ class Facts:
         "layers without attention, or what stands in its place, and its norm", LAYERS, *ALONE, bodies=WITHOUT_GPU
     )
     layer_embedding: int = fact(
-        "P: numbers of a further embedding, of which each layer reads a row of its own a token, below", COUNT,
+        "P, numbers that each layer has of a token in an embedding of its own, below", COUNT,
         Rule("in a sandwich block of `rms` norms", lambda d: d.block == "sandwich" and d.norm == "rms"),
-        Rule("with a tied head, and without learned positions", lambda d: d.tied_head and d.positions != "learned"),
-        Rule("without activations of gated FFNs only", lambda d: d.activation not in GATED_ACTIVATIONS),
+        Rule("with a tied head and no learned positions", lambda d: d.tied_head and d.positions != "learned"),
         bodies=WITHOUT_GPU,
     )
     shared_norm: bool = fact(
@@ -325,16 +324,15 @@ class Facts:
         of="v_norm", bodies=WITHOUT_GPU,
     )
     shared_key_layers: tuple[int, ...] = fact(
-        "layers without keys and values of their own: they read those of the last layer before them that has its own "
-        "and, as they do, a window or none",
-        LAYERS, Rule("behind such layers", lambda d: all(d.keys_of(n) < n for n in d.shared_key_layers)),
-        Rule("without `joint_qk_norm`, `latent_rank`, a recurrence and layers without attention",
+        "layers that read keys and values of the last other one before them that has the same window, or none",
+        LAYERS, Rule("behind such a one", lambda d: all(d.keys_of(n) < n for n in d.shared_key_layers)),
+        Rule("without `joint_qk_norm` and `latent_rank`, with attention in all layers",
              lambda d: not (d.joint_qk_norm or d.latent_rank or d.recurs or d.ffn_only_layers)),
         bodies=WITHOUT_GPU,
     )
     narrow_ff: int = fact(
-        "neurons of an FFN in the other layers; those behind them are zeros, which whole matrices lack", COUNT,
-        Rule("up to F of a single expert without biases",
+        "neurons of an FFN in the other layers; by neuron, zeros follow them", COUNT,
+        Rule("up to F of one expert without biases",
              lambda d: d.narrow_ff <= d.d_ff and d.n_experts == 1 and not d.ffn_bias),
         of="shared_key_layers", bodies=WITHOUT_GPU,
     )
