@@ -91,9 +91,7 @@ def plan(spec: PlanSpec) -> dict[str, Any]:
         "machine_source": spec.machine.source,
         "formats": dict(spec.formats),
         "context": spec.context,
-        "activation": activation.source,
-        "experts": decoder.n_experts,
-        "density": round(float(activation.counts.mean() / work.of_routed_experts(activation.tokens)), 4),
+        **firing(activation, work),
         "rung": ", ".join(rung for rung in RUNGS if rung in rungs),
         "predictor_rank": max((layer.rank or 0 for layer in work.layers), default=0) or None,
         "trained": bool(activation.layers),
@@ -103,6 +101,12 @@ def plan(spec: PlanSpec) -> dict[str, Any]:
         "disk": None if spec.machine.disk is None else spec.machine.disk.name,
         "ram_budgets": [_ram_budget(problem, placement) for placement in ram_budgets(problem, spec.ram)],
     }
+
+
+def firing(activation: ActivationProfile, work: Workload) -> dict[str, Any]:
+    """How the neurons fire, and where that is known from."""
+    density = float(activation.counts.mean() / work.of_routed_experts(activation.tokens))
+    return {"activation": activation.source, "experts": activation.decoder.n_experts, "density": round(density, 4)}
 
 
 def on_usable_machine(spec: PlanSpec) -> PlanSpec:

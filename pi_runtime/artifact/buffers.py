@@ -176,8 +176,9 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "attended_TD": Buffer((t, d.d_model)),
         "residual_TD": Buffer((t if d.block == "sandwich" else 0, d.d_model)),
         "beside_TF": Buffer((2 * t, d.beside_ff)),
-        "layer_embedding_TP": Buffer((2 * t, d.layer_embedding)),
-        "token_row": Buffer((GROUP * BLOCK + d.layer_embedding if d.layer_embedding else 0,)),
+        **_layer_embedding(d.layer_embedding, t),
+        "narrow_TL": Buffer((t, d.expert_width)),
+        "narrow_sum_TL": Buffer((t, d.expert_width)),
         "embedding_TW": Buffer((t, narrow_width(d))),
         "qkv_TQ": Buffer((t, made)),
         "gate_TQ": Buffer((t, gates)),
@@ -210,11 +211,16 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "asking_T": Buffer((t,), "int64"),
         "tally_CT3": Buffer((CHUNKS, t, 3), "int64"),
         "squares_CT": Buffer((CHUNKS, t if d.inner_norms else 0)),
-        "sums_CTP": Buffer((CHUNKS, min(t, FEW_TOKENS), padded_width(d.d_model))),
+        "sums_CTP": Buffer((CHUNKS, min(t, FEW_TOKENS), padded_width(d.neuron_width))),
         "scratch_CX": Buffer((CHUNKS, ffn_floats(d.d_ff))),
         "counts_LT3": Buffer((d.n_layers, t, 3), "int64", fill=0),
         "logits_TV": Buffer((t, d.vocab_size)),
     }
+
+
+def _layer_embedding(width: int, tokens: int) -> dict[str, Buffer]:
+    row = GROUP * BLOCK + width if width else 0
+    return {"layer_embedding_TP": Buffer((2 * tokens, width)), "token_row": Buffer((row,))}
 
 
 def workspace_bytes(d: Decoder, rank: int, tokens: int, context: int) -> int:

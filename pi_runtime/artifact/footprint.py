@@ -137,7 +137,9 @@ class PartBytes:
             positions=total("positions"),
             head=total("head"),
             final_norm=total("final_norm"),
-            attention=of_layers(every, "attention/", "ffn/norm/", "ffn/router", "ffn/beside", "ffn/embedding"),
+            attention=of_layers(
+                every, "attention/", "ffn/norm/", "ffn/router", "ffn/beside", "ffn/embedding", "ffn/experts_"
+            ),
             ffn_bias=total(f"{ffn}down_bias"),
             neuron=(first + total(f"{ffn}rest")) // d.neurons,
             first=first // d.neurons,

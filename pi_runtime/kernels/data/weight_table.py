@@ -87,6 +87,10 @@ class LayerRecord:
     embedding_out_scales: Annotated[int, "ffn/embedding_out_scales"]
     embedding_norm: Annotated[int, "ffn/embedding_norm/weight"]
     block_scale: Annotated[int, "ffn/block_scale"]
+    experts_in: Annotated[int, "ffn/experts_in"]
+    experts_in_scales: Annotated[int, "ffn/experts_in_scales"]
+    experts_out: Annotated[int, "ffn/experts_out"]
+    experts_out_scales: Annotated[int, "ffn/experts_out_scales"]
     first: Annotated[int, "ffn/first"]
     first_scales: Annotated[int, "ffn/first_scales"]
     first_bias: Annotated[int, "ffn/first_bias"]
@@ -115,6 +119,8 @@ class LayerRecord:
     beside_down_format: int
     embedding_gate_format: int
     embedding_out_format: int
+    experts_in_format: int
+    experts_out_format: int
     first_format: int
     rest_format: int
     up_format: int
@@ -202,6 +208,7 @@ class KernelConfig(NamedTuple):
     score_scale: float
     attention_format: int
     """The format of matrices that have none of their own."""
+    neuron_width: int
     d_ff: int
     experts: int
     experts_per_token: int

@@ -14,7 +14,8 @@ from support.hf import edit_json
 from support.small_project import no_progress, small_project
 
 from pi_compile.pipeline.packed import pack_plain
-from pi_compile.pipeline.pipeline import Pipeline
+from pi_compile.pipeline.pipeline import Pipeline, forecast
+from pi_compile.pipeline.summary import built_line
 from pi_runtime import load
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.verification import verify
@@ -54,6 +55,18 @@ def test_profile_and_train_are_left_out(recipe: Path) -> None:
         assert artifact.manifest.plans
         assert artifact.manifest.profiled_tokens == 0
     assert built(recipe)[0] == []
+
+
+def test_what_is_built_says_that_nothing_is_gained(recipe: Path) -> None:
+    for machine, stored in (
+        ("stand-in", ";"),
+        ("laptop", ", stored as whole matrices, and runs as fast as `pack --plain`;"),
+    ):
+        recipe.write_text(recipe.read_text().replace('"stand-in"', f'"{machine}"'))
+        _, _, output = built(recipe)
+        line = f"nothing is gained by skipping here: every layer is dense{stored} the quality budget is not spent"
+        assert built_line(None, 0.01, output) == line
+        assert forecast(Pipeline(recipe, "cpu", print, no_progress), output) == ""
 
 
 def test_without_a_gpu_ffns_are_those_of_a_plain_artifact(recipe: Path) -> None:
