@@ -5,9 +5,9 @@ Shape letters: D model width, F neurons. `ffn/rest` has one row for each neuron 
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,8 @@ class Checkpoint(ResolvedCheckpoint):
     """How the arrays of FFNs, or those of each layer, are made of its tensors (see `sizes.LAYOUTS`)."""
     apart: frozenset[str] = frozenset()
     """Matrices of keys and values that stand apart from queries."""
+    importance: Mapping[str, Array] = field(default_factory=dict)
+    """What a plain error of each column (D,), or (k, D), of a matrix costs where that is known: it weighs rounding."""
     drafts: bool = False
     """Whether the layer behind the last, which drafts tokens, is among its arrays."""
 

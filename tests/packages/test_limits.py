@@ -19,7 +19,7 @@ ROOM_LINES = {
     ("pi_runtime/execution", "pi_runtime/disk"): 5500,
     ("pi_runtime/kernels",): 9530,
     ("pi_runtime/cuda",): 4300,
-    ("pi_compile/checkpoint",): 8220,
+    ("pi_compile/checkpoint",): 8225,
     ("pi_compile/sparsification",): 2650,
 }
 """Most lines of rooms: what they had when this was written, rounded up to 50."""

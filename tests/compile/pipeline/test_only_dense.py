@@ -131,22 +131,29 @@ def quantised(recipe: Path) -> Path:
     return recipe
 
 
-def test_weights_are_rounded_on_text(recipe: Path) -> None:
-    ran, said, output = built(quantised(recipe))
+@pytest.mark.parametrize(
+    ("machine", "names"), [("stand-in", ("ffn/first", "ffn/rest")), ("laptop", ("ffn/first", "ffn/up", "ffn/down"))]
+)
+def test_weights_are_rounded_on_text(recipe: Path, machine: str, names: tuple[str, ...]) -> None:
+    """By neuron and as whole matrices, by a build and packed plainly."""
+    nearest, plain = (recipe.with_name(f"{name}.pi") for name in ("nearest", "plain"))
+    layout = "neurons" if machine == "stand-in" else "matrices"
+    recipe.write_text(recipe.read_text().replace('"stand-in"', f'"{machine}"'))
+    quantised(recipe)
+    ran, said, output = built(recipe)
     assert ran == ["corpus", "quantise", "pack"]
     assert any(line.startswith("quantising on 640 tokens") for line in said)
     assert any(line.startswith("rounding costs ") for line in said)
     assert built(recipe)[0] == []
-    plain = recipe.with_name("plain.pi")
-    pack_plain(recipe, plain, layout="neurons", progress=no_progress, notice=said.append)
-    assert said[-1] == "without profiling weights are rounded to nearest: [quantise] has no effect"
-    with Artifact.open(output) as rounded, Artifact.open(plain) as nearest:
-        assert rounded.manifest.recipe["quantise"] == {"tokens": 640}
-        pairs = [
-            (name, e.sha256 == nearest.manifest.arrays[name].sha256) for name, e in rounded.manifest.arrays.items()
-        ]
-    assert {name.split("/", 2)[-1] for name, same in pairs if not same} == {
-        *("ffn/first", "ffn/first_scales", "ffn/rest", "ffn/rest_scales")
-    }
-    with load(output) as model, load(plain) as other:
-        assert not np.array_equal(model.logits([1, 5, 9]), other.logits([1, 5, 9]))
+    pack_plain(recipe, plain, layout=layout, progress=no_progress, notice=said.append)
+    recipe.write_text(recipe.read_text().replace("tokens = 640", "tokens = 0"))
+    pack_plain(recipe, nearest, layout=layout, progress=no_progress, notice=said.append)
+    with Artifact.open(nearest) as artifact:
+        digests = {name: entry.sha256 for name, entry in artifact.manifest.arrays.items()}
+    for path in (output, plain):
+        with Artifact.open(path) as artifact:
+            assert artifact.manifest.recipe["quantise"] == {"tokens": 640}
+            other = {n for n, entry in artifact.manifest.arrays.items() if entry.sha256 != digests[n]}
+        assert {n.split("/", 2)[-1] for n in other} == {*names, *(f"{name}_scales" for name in names)}
+        with load(path) as model, load(nearest) as unfitted:
+            assert not np.array_equal(model.logits([1, 5, 9]), unfitted.logits([1, 5, 9]))
