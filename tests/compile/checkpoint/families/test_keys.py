@@ -213,8 +213,7 @@ WITH_OTHERS = {
         {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 140},
         "refused",
     ),
-    "keys of other layers": ("Gemma4Text", {"num_kv_shared_layers": 1, "use_double_wide_mlp": True}, "equal"),
-    "keys of no layer": ("Gemma4Text", {"num_kv_shared_layers": 2}, "no model"),
+    "keys of no layer": ("Gemma4Text", {"num_kv_shared_layers": 1}, "no model"),
     "text that sees what follows": ("Gemma4Text", {"use_bidirectional_attention": "all"}, "refused"),
     "pictures that do": ("Gemma4Text", {"use_bidirectional_attention": "vision"}, "equal"),
     "a single expert of Gemma 4": (
