@@ -269,9 +269,12 @@ class Checkpoint(ResolvedCheckpoint):
             apart = [end for name, end in ends.items() if f"{layer}/attention/{name}" in self.apart]
             return tuple(tensor for tensor in whole if tensor not in apart) if local == "qkv" else (ends[local],)
         layer, _, local = array.rpartition("/ffn/")
-        if local not in ("up", "down"):
-            return tuple(self.adapter.source_tensors(array, self.prefix, self.decoder))
-        rest = self.adapter.source_tensors(f"{layer}/ffn/rest", self.prefix, self.decoder)
+        is_matrix = local in ("up", "down")
+        rest = self.adapter.source_tensors(f"{layer}/ffn/rest" if is_matrix else array, self.prefix, self.decoder)
+        if f"{layer}/ffn/down" in self.array_shapes:  # without zeros, which no matrix has that is cut into experts
+            rest = tuple(replace(tensor, rows=None, padded=0) if tensor.padded else tensor for tensor in rest)
+        if not is_matrix:
+            return rest
         rows = 2 if self.decoder.ffn == "gated" else 1  # of a neuron, whose last one is that of `down`
         if local == "up":
             return tuple(rest[::rows])

@@ -29,7 +29,7 @@ from pi_runtime.artifact.footprint import (
     input_nbytes,
     padded_width,
 )
-from pi_runtime.artifact.formats import BLOCK, FORMATS, Format
+from pi_runtime.artifact.formats import BLOCK, FORMATS, GROUP, Format
 from pi_runtime.artifact.sizes import BY_NEURON
 
 
@@ -166,7 +166,8 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
     mixed, made, gates, cached = (max(getattr(one, f"{of}_width") for one in d.kinds) for of in widths)
     t, latents = tokens, d.n_heads if d.latent_rank else 0
     packed = cache in CACHE_FORMATS and CACHE_FORMATS[cache].numbers.quantised
-    widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank, d.beside_ff), chunk_places(d.d_ff)
+    widest = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank, d.beside_ff, d.layer_embedding)
+    places = chunk_places(d.d_ff)
     # A product with `down` has the factors of all neurons as its input.
     low = rank if layout == BY_NEURON else max(rank, d.d_ff)
     return {
@@ -175,6 +176,7 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "attended_TD": Buffer((t, d.d_model)),
         "residual_TD": Buffer((t if d.block == "sandwich" else 0, d.d_model)),
         "beside_TF": Buffer((2 * t, d.beside_ff)),
+        **_layer_embedding(d.layer_embedding, t),
         "narrow_TL": Buffer((t, d.expert_width)),
         "narrow_sum_TL": Buffer((t, d.expert_width)),
         "embedding_TW": Buffer((t, narrow_width(d))),
@@ -214,6 +216,11 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "counts_LT3": Buffer((d.n_layers, t, 3), "int64", fill=0),
         "logits_TV": Buffer((t, d.vocab_size)),
     }
+
+
+def _layer_embedding(width: int, tokens: int) -> dict[str, Buffer]:
+    row = GROUP * BLOCK + width if width else 0
+    return {"layer_embedding_TP": Buffer((2 * tokens, width)), "token_row": Buffer((row,))}
 
 
 def workspace_bytes(d: Decoder, rank: int, tokens: int, context: int) -> int:

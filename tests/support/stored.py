@@ -242,7 +242,7 @@ class Layer:
         found = self.record_X.copy()
         for field, value in weight_table.settings_of(self.decoder, self.settings(rung), "auto").items():
             found[field] = value
-        found["has_ffn"] = 1
+        found["d_ff"] = self.decoder.d_ff
         return found
 
     @property
