@@ -78,7 +78,7 @@ def test_sparse_layers_get_a_predictor_that_reads_less(trained: PredictorSet) ->
             assert [a.shape for a in predictor] == [(RANK, D_MODEL), (D_FF, RANK), (D_FF,)]
             assert row.ffn_bytes < 0.8 * row.gate_bytes
             assert 0.01 < row.density < 0.2
-            assert row.recall > 0.5
+            assert row.recall > 0.4
             assert row.error < 1e-3
             assert row.rows_read_over_active < 2
             assert row.precision == pytest.approx(row.recall / row.rows_read_over_active)
