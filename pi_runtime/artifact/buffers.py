@@ -168,7 +168,8 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
     packed = cache in CACHE_FORMATS and CACHE_FORMATS[cache].numbers.quantised
     widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank, d.beside_ff), chunk_places(d.d_ff)
     # A product with `down` has the factors of all neurons as its input.
-    low = rank if layout == BY_NEURON else max(rank, d.d_ff)
+    low = rank if layout == BY_NEURON else max(rank, d.widest_ff)
+    factors = Buffer((CHUNKS, t, chunk_places(d.widest_ff)))
     return {
         "x_TD": Buffer((t, d.d_model)),
         "normed_TD": Buffer((t, d.d_model)),
@@ -201,8 +202,8 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "score_TF": Buffer((t, d.d_ff)),
         "list_CK": Buffer((CHUNKS, places), "int64"),
         "count_C": Buffer((CHUNKS,), "int64"),
-        "h_CTK": Buffer((CHUNKS, t, places)),
-        "up_CTK": Buffer((CHUNKS, t, places)),
+        "h_CTK": factors,
+        "up_CTK": factors,
         "scored_T": Buffer((t,), "int64"),
         "asking_T": Buffer((t,), "int64"),
         "tally_CT3": Buffer((CHUNKS, t, 3), "int64"),

@@ -271,6 +271,11 @@ class Facts:
         "neurons of a dense layer's FFN", COUNT,
         Rule("up to X · F, with several experts", lambda d: d.dense_experts <= d.n_experts > 1), of="dense_layers",
     )
+    last_ff: int = fact(
+        "neurons of the last expert, where it alone is shared, if any is; a dense layer is then one FFN",
+        COUNT, Rule("with one shared expert at most", lambda d: d.experts_shared <= 1),
+        Rule("without `ffn_bias`", lambda d: not d.ffn_bias), of="n_experts", bodies=WITHOUT_GPU,
+    )
     beside_ff: int = fact(
         "neurons of a gated FFN beside the experts, with norms of its own, below", COUNT,
         Rule("in a sandwich block of `rms` norms, with several gated experts",
@@ -440,6 +445,14 @@ class Decoder(Facts):
         router, heads or an FFN, and without facts of attention where a recurrence stands in its place."""
         return replace(self, **_differences(self, layer))
 
+    def uncut(self) -> Self:
+        """The same with what every token takes, shared experts or a dense layer's FFN, in one piece."""
+        shared, more = self.experts_shared, max(0, self.experts_shared - 1)
+        if not (shared or self.dense_layers) or self.last_ff:
+            return self
+        experts = {"n_experts": self.n_experts - more, "experts_per_token": self.experts_per_token - more}
+        return replace(self, **experts, experts_shared=min(1, shared), last_ff=max(1, shared) * self.d_ff)
+
     def problems(self) -> Iterator[str]:
         """Yield values that no model has; where all are possible, those that contradict others. Names stand first."""
         value, every = vars(self), facts().items()
@@ -568,7 +581,22 @@ class Decoder(Facts):
     @property
     def dense_experts(self) -> int:
         """Experts that a dense layer's FFN is made of."""
-        return -(-self.dense_ff // self.d_ff)
+        return 1 if self.last_ff else -(-self.dense_ff // self.d_ff)
+
+    @property
+    def uncut_layers(self) -> tuple[int, ...]:
+        """Dense layers with an FFN in one piece, beside layers of experts."""
+        return self.dense_layers if self.last_ff else ()
+
+    @property
+    def experts_alike(self) -> int:
+        """Experts of F neurons, whose matrices lie in the same arrays."""
+        return self.experts_routed if self.last_ff else self.n_experts
+
+    @property
+    def widest_ff(self) -> int:
+        """Neurons of the expert that has most."""
+        return max(self.d_ff, self.last_ff, self.dense_ff if self.last_ff else 0)
 
     @property
     def most_experts(self) -> int:
@@ -595,7 +623,9 @@ def _differences(d: Decoder, layer: int) -> dict[str, Any]:
         found["rotary_scale"] = d.windowed_scale or d.rotary_scale
     if layer in d.unrotated_layers:
         found["rotary_frequencies"] = ()
-    if layer in d.dense_layers:
+    if layer in d.uncut_layers:
+        found |= {"n_experts": 1, "experts_per_token": 1, "experts_shared": 0, "d_ff": d.dense_ff, "last_ff": 0}
+    elif layer in d.dense_layers:
         found |= dict.fromkeys(("experts_per_token", "experts_shared"), d.dense_experts)
     if layer in d.mixer_only_layers:
         found["d_ff"] = 0

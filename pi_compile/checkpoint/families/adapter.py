@@ -210,6 +210,13 @@ def cut_into_experts(
     return tuple(SourceTensor(name, transposed, own, padded=of_expert) for own in rows)
 
 
+def joined_cuts(tensors: Sequence[SourceTensor]) -> SourceTensor:
+    """The matrix of which `cut_into_experts` has made these."""
+    ends = [tensor.rows for tensor in tensors if tensor.rows is not None]
+    rows = replace(ends[0], stop=ends[-1].stop)
+    return replace(tensors[0], rows=None if rows.stop - rows.start == rows.size else rows, padded=0)
+
+
 def cut_ffn(names: Sequence[str], neurons: int, of_expert: int, n_experts: int) -> dict[str, tuple[SourceTensor, ...]]:
     """The arrays of one FFN, cut into experts; `names` are those of its gate, up and down, or of a plain one's two."""
     cuts = [cut_into_experts(name, neurons, of_expert, n_experts, transposed=name == names[-1]) for name in names]
