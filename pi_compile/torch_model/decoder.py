@@ -231,7 +231,7 @@ def tokens_by_expert(taken_NK: Tensor, weight_NK: Tensor, experts: int) -> Itera
 def _split_by_expert(w: NamedTensors, widths: list[int]) -> list[NamedTensors]:
     """The weights of each expert's neurons."""
     names = [name for name in ("ffn/first", "ffn/first_bias", "ffn/up_bias", "ffn/rest") if name in w]
-    chunks = (w[name].split(widths) for name in names)
+    chunks = (torch.split(w[name], widths) for name in names)
     return [dict(zip(names, expert_w, strict=True)) for expert_w in zip(*chunks, strict=True)]
 
 

@@ -263,8 +263,7 @@ class Facts:
         bodies=WITHOUT_GPU,
     )
     dense_layers: tuple[int, ...] = fact(
-        "layers whose FFN is dense. It is cut into experts, the last ones, which every token takes; what is left of "
-        "these, and all experts before them, are zeros",
+        "layers whose FFN is dense: cut into experts, the last ones, unless there is `last_ff`",
         LAYERS, Rule("without `ffn_bias`", lambda d: not d.ffn_bias), NOT_EARLY, of="dense_ff", bodies=WITHOUT_GPU,
     )
     dense_ff: int = fact(
@@ -272,7 +271,7 @@ class Facts:
         Rule("up to X · F, with several experts", lambda d: d.dense_experts <= d.n_experts > 1), of="dense_layers",
     )
     last_ff: int = fact(
-        "neurons of the last expert, where it alone is shared, if any is; a dense layer is then one FFN",
+        "neurons of the last expert, in the layout `matrices`: the shared one, if any is",
         COUNT, Rule("with one shared expert at most", lambda d: d.experts_shared <= 1),
         Rule("without `ffn_bias`", lambda d: not d.ffn_bias), of="n_experts", bodies=WITHOUT_GPU,
     )
@@ -447,11 +446,16 @@ class Decoder(Facts):
 
     def uncut(self) -> Self:
         """The same with what every token takes, shared experts or a dense layer's FFN, in one piece."""
-        shared, more = self.experts_shared, max(0, self.experts_shared - 1)
-        if not (shared or self.dense_layers) or self.last_ff:
+        if not (self.experts_shared or self.dense_layers) or self.last_ff:
             return self
-        experts = {"n_experts": self.n_experts - more, "experts_per_token": self.experts_per_token - more}
-        return replace(self, **experts, experts_shared=min(1, shared), last_ff=max(1, shared) * self.d_ff)
+        less = max(0, self.experts_shared - 1)
+        return replace(
+            self,
+            n_experts=self.n_experts - less,
+            experts_per_token=self.experts_per_token - less,
+            experts_shared=self.experts_shared - less,
+            last_ff=(1 + less) * self.d_ff,
+        )
 
     def problems(self) -> Iterator[str]:
         """Yield values that no model has; where all are possible, those that contradict others. Names stand first."""
