@@ -20,7 +20,7 @@ from pi_compile.workers import Worker
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.sizes import BY_NEURON, WHOLE
 from pi_runtime.console import Progress
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import UsageError, install
 
 if TYPE_CHECKING:
     from pi_compile.corpus import Streams
@@ -119,8 +119,8 @@ class PlainPacking:
             return {}
         names = sorted({name for names in parts.values() for name in names})
         if find_spec("torch") is None and all(FORMATS[name].bits >= 8 for name in names):
-            remedy = "pip install 'pi-toolchain[compile]'"
-            self.notice(f"what rounding to {', '.join(names)} costs is not measured, for that needs torch: {remedy}")
+            lacks = f"for that needs torch: {install('compile')}"
+            self.notice(f"what rounding to {', '.join(names)} costs is not measured, {lacks}")
             return {}
         from pi_compile.pipeline.rounding_check import RoundingCheck  # noqa: PLC0415
 

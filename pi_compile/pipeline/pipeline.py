@@ -43,6 +43,7 @@ from pi_compile.workers import HEARTBEAT, LONE, Rank, Worker, WorkFolder
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.rungs import DENSE
 from pi_runtime.artifact.schema import Plan
+from pi_runtime.artifact.sizes import WHOLE
 from pi_runtime.console import Progress
 
 Result = TypeVar("Result", Streams, ActivationProfile, PredictorSet, Division, QuantisedWeights)
@@ -284,6 +285,11 @@ class Pipeline:
             )
         return found
 
+    @property
+    def skips_nothing(self) -> bool:
+        """Whether every layer is dense, of itself or by choice."""
+        return self.only_dense or all(row.kind.dense for row in self.trained.rows)
+
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
         """Placements for all GPU budgets. They are not stored: solving takes seconds and reads no model."""
@@ -316,7 +322,9 @@ class Pipeline:
             return known
 
         def write() -> None:
-            check = RoundingCheck(self.checkpoint, self.recipe, self.formats, self.notice, self.progress)
+            kept = mixed and self.skips_nothing and not self.checkpoint.decoder.sparse
+            stored = self.checkpoint.in_layout(WHOLE) if kept else self.checkpoint
+            check = RoundingCheck(stored, self.recipe, self.formats, self.notice, self.progress)
             loss = check.report(lambda: self.streams.report, quantised)
             with self.progress("packing") as progress:
                 result = stages.pack(
@@ -372,11 +380,13 @@ def has_matrices(pipeline: Pipeline) -> bool:
 
 
 def forecast(pipeline: Pipeline, artifact: Path) -> str:
-    """What a token takes by the recipe's machine, in a line; empty where it has a GPU, or too little memory."""
-    if not _in_memory(pipeline):
+    """What a token takes by the recipe's machine, in a line.
+
+    Empty where that has a GPU, or too little memory, and where nothing is skipped.
+    """
+    if pipeline.skips_nothing or not _in_memory(pipeline):
         return ""
-    profile = profile_of_dense(pipeline.checkpoint.decoder) if pipeline.only_dense else pipeline.refined
-    return forecast_line(artifact, profile, pipeline.recipe.place.context, pipeline.machine)
+    return forecast_line(artifact, pipeline.refined, pipeline.recipe.place.context, pipeline.machine)
 
 
 def train_settings(recipe: Recipe) -> dict[str, Any]:

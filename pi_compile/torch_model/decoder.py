@@ -123,12 +123,18 @@ def norm(d: Decoder, w: NamedTensors, name: str, x: Tensor) -> Tensor:
 def before_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | None = None) -> tuple[Tensor, Tensor]:
     """The first half of a block: the residual that the FFN's output is added to, and the FFN's input.
 
-    Where the router reads something else, its values (…, X) stand behind the input's D numbers. Biases of the experts
-    that a token takes are in the residual already.
+    The input is what neurons read; where the router reads something else, its values (…, X) stand behind it. Biases of
+    the experts that a token takes, and without norms the FFN beside these, are in the residual already.
     """
     residual, inputs = _before_ffn(d, w, x_BTD, on_input)
+    read = x_BTD if d.router_early else inputs
+    if d.router_norm:
+        read = F.rms_norm(residual, (d.d_model,), w["ffn/router_norm"], d.norm_eps)
+    if d.beside_ff and d.block == "sequential":
+        residual = residual + _beside(d, w, inputs)
+    if "ffn/experts_in" in w:
+        inputs = F.linear(inputs, w["ffn/experts_in"])
     if d.router_apart and "ffn/router" in w:
-        read = F.rms_norm(residual, (d.d_model,), w["ffn/router_norm"], d.norm_eps) if d.router_norm else x_BTD
         inputs = torch.cat([inputs, _router_values(w, read)], -1)
     if "ffn/expert_bias" in w:
         residual = residual + routing(d, w, inputs) @ w["ffn/expert_bias"]
@@ -137,7 +143,7 @@ def before_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | N
 
 def input_width(d: Decoder) -> int:
     """Numbers of an FFN's input; see `before_ffn`."""
-    return d.d_model + (d.experts_routed if d.router_apart else 0)
+    return d.neuron_width + (d.experts_routed if d.router_apart else 0)
 
 
 def _before_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | None) -> tuple[Tensor, Tensor]:
@@ -168,8 +174,10 @@ def after_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, y_BTD: Tensor) -> Tens
 def _after_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
     if d.block == "reordered":
         return x_BTD + norm(d, w, "ffn/norm", y_BTD)
-    if d.beside_ff:
-        y_BTD = F.rms_norm(y_BTD, (d.d_model,), w["ffn/experts_out_norm"], d.norm_eps) + _beside(d, w, x_BTD)
+    if d.beside_ff and d.block == "sandwich":
+        beside = _beside(d, w, F.rms_norm(x_BTD, (d.d_model,), w["ffn/beside_norm"], d.norm_eps))
+        beside = F.rms_norm(beside, (d.d_model,), w["ffn/beside_out_norm"], d.norm_eps)
+        y_BTD = F.rms_norm(y_BTD, (d.d_model,), w["ffn/experts_out_norm"], d.norm_eps) + beside
     if d.block == "sandwich":
         return x_BTD + norm(d, w, "ffn/out_norm", y_BTD)
     x_BTD = x_BTD + y_BTD
@@ -177,10 +185,9 @@ def _after_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, y_BTD: Tensor) -> Ten
 
 
 def _beside(d: Decoder, w: NamedTensors, x: Tensor) -> Tensor:
-    """What the FFN beside the experts gives, normed."""
-    inputs = F.rms_norm(x, (d.d_model,), w["ffn/beside_norm"], d.norm_eps)
-    h = activate_(d, F.linear(inputs, w["ffn/beside_first"])) * F.linear(inputs, w["ffn/beside_up"])
-    return F.rms_norm(F.linear(h, w["ffn/beside_down"]), (d.d_model,), w["ffn/beside_out_norm"], d.norm_eps)
+    """What the FFN beside the experts gives."""
+    h = activate_(d, F.linear(x, w["ffn/beside_first"]))
+    return F.linear(h * F.linear(x, w["ffn/beside_up"]) if d.ffn == "gated" else h, w["ffn/beside_down"])
 
 
 def activate_(d: Decoder, z: Tensor, threshold: float = 0.0) -> Tensor:
@@ -211,7 +218,7 @@ def neurons(d: Decoder, w: NamedTensors, x: Tensor, threshold: float = 0.0) -> T
         return _expert_neurons(d, w, x, threshold)
     widths = [d.d_ff] * d.experts_alike + [d.last_ff] * (d.n_experts - d.experts_alike)
     x_ND, expert_w_X = x.flatten(0, -2), _split_by_expert(w, widths)
-    taken, inputs_ND = _taken(d, w, x_ND), x_ND[:, : d.d_model]
+    taken, inputs_ND = _taken(d, w, x_ND), x_ND[:, : d.neuron_width]
     h_NF = x.new_zeros(len(x_ND), sum(widths))
     for e, tokens, weight in tokens_by_expert(*taken, d.n_experts):
         if not len(tokens):  # autograd takes saved tensors without values for one another
@@ -259,7 +266,7 @@ def _taken(d: Decoder, w: NamedTensors, x: Tensor) -> tuple[Tensor, Tensor]:
     always = torch.arange(d.n_experts - shared, d.n_experts, device=x.device).expand(*x.shape[:-1], shared)
     if "ffn/router" not in w:
         return always, torch.ones_like(always, dtype=x.dtype)
-    values = x[..., d.d_model :] if d.router_apart else _router_values(w, x)
+    values = x[..., d.neuron_width :] if d.router_apart else _router_values(w, x)
     of_shared = torch.ones_like(always, dtype=values.dtype)
     if d.shared_gate:
         values, gate = torch.split(values, [d.experts_routed, 1], -1)
@@ -292,10 +299,15 @@ def _choices(d: Decoder, choices: Tensor) -> Tensor:
 
 
 def ffn_output(w: NamedTensors, h: Tensor) -> Tensor:
-    """(…, X·F) neuron values → (…, D) outputs: Σ h_i rest_i + bias."""
+    """(…, X·F) neuron values → (…, D) outputs: Σ h_i rest_i + bias, or a matrix times that sum."""
     rest = w["ffn/rest"][:, -1]
-    y = _sum_experts(rest, h, len(w["ffn/router"])) if "ffn/router" in w else h @ rest
+    y = widened(w, _sum_experts(rest, h, len(w["ffn/router"])) if "ffn/router" in w else h @ rest)
     return y + w["ffn/down_bias"] if "ffn/down_bias" in w else y
+
+
+def widened(w: NamedTensors, y: Tensor) -> Tensor:
+    """What a sum of neurons adds to the FFN's output."""
+    return F.linear(y, w["ffn/experts_out"]) if "ffn/experts_out" in w else y
 
 
 def _sum_experts(rest: Tensor, h: Tensor, experts: int) -> Tensor:

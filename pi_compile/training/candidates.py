@@ -278,7 +278,7 @@ class Ladder:
 
     def warm_starts(self) -> WarmStarts:
         """The predictors of all ranks, before training."""
-        moment = second_moment(self.fit.blocks(), self.d.d_model)
+        moment = second_moment(self.fit.blocks(), self.d.neuron_width)
         return WarmStarts.of(self.w["ffn/first"], self.w.get("ffn/first_bias"), moment, self.d.n_experts)
 
     def _rows(self) -> int:
@@ -403,5 +403,5 @@ def initial_ranks(d: Decoder, formats: Sequence[str], density: float, top_share:
 
 def _rank_step(d: Decoder, columns: int) -> tuple[int, int]:
     """The step between ranks that fill lines of so many columns, and the full rank."""
-    full = min(d.d_model, d.d_ff)
+    full = min(d.neuron_width, d.d_ff)
     return min(columns, full), full

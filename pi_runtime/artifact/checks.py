@@ -100,8 +100,8 @@ def _layers(m: Manifest) -> Iterator[str]:
 def _layer(layer: Layer, rung: Rung, d: Decoder) -> Iterator[str]:
     if rung.parameter == "rank" and layer.rank is None:
         yield f": rung {rung.name} without a predictor"
-    if layer.rank is not None and not 1 <= layer.rank <= d.d_model:
-        yield f".rank: {layer.rank} is not in 1…{d.d_model}"
+    if layer.rank is not None and not 1 <= layer.rank <= d.neuron_width:
+        yield f".rank: {layer.rank} is not in 1…{d.neuron_width}"
     if not layer.threshold >= 0 or (layer.threshold > 0 and rung.parameter != "threshold"):
         yield f".threshold: {layer.threshold} on the rung {rung.name}"
 

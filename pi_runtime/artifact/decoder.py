@@ -16,8 +16,9 @@ The FFN is, per neuron i with activation a,
 and with experts  y = Σ_e p_e y_e  over the experts_per_token experts e with the largest router_e · x, p the softmax of
 these values over those experts, or over all; or  p_e = s(router_e · x), with s(z) = 1 / (1 + e⁻ᶻ), and mostly over
 their sum. The router reads what the FFN reads, or x as it enters the block. Experts that every token takes, p_e = 1 or
-s(gate · x), stand behind those of the router; a dense layer is made of such experts alone. In a sandwich block another
-FFN may be beside the experts, with n₃ its norm, and m₃ and m₄ those of both sums:  m₂(m₃(ffn(n₃(x))) + m₄(y)).
+s(gate · x), stand behind those of the router; a dense layer is made of such experts alone. Another
+FFN may be beside the experts; in a sandwich block with n₃ its norm, and m₃ and m₄ those of both sums:
+m₂(m₃(ffn(n₃(x))) + m₄(y)). Experts may be narrower than the model:  y = out · Σ_e p_e y_e(in · x).
 
 In some layers a recurrence may stand in attention's place: each head has a state S of a fixed size, and no keys and
 values. Sources: Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464; Dao and Gu 2024, Mamba-2, arXiv:2405.21060;
@@ -275,10 +276,17 @@ class Facts:
         COUNT, Rule("with one shared expert at most", lambda d: d.experts_shared <= 1),
         Rule("without `ffn_bias`", lambda d: not d.ffn_bias), of="n_experts", bodies=WITHOUT_GPU,
     )
+    expert_width: int = fact(
+        "numbers that experts read and make, between two matrices; 0 for D", COUNT,
+        Rule("up to D in a sequential block", lambda d: d.block == "sequential" and d.expert_width <= d.d_model),
+        Rule("without `router_early`, `experts_shared`, `dense_layers` and `ffn_bias`",
+             lambda d: not (d.router_early or d.experts_shared or d.dense_layers or d.ffn_bias)),
+        of="n_experts", bodies=WITHOUT_GPU,
+    )
     beside_ff: int = fact(
-        "neurons of a gated FFN beside the experts, with norms of its own, below", COUNT,
-        Rule("in a sandwich block of `rms` norms, with several gated experts",
-             lambda d: d.block == "sandwich" and d.norm == "rms" and d.n_experts > 1 and d.ffn == "gated"),
+        "neurons of an FFN beside several experts, below", COUNT,
+        Rule("in a sequential block, or a sandwich one of `rms` norms",
+             lambda d: d.n_experts > 1 and (d.block == "sequential" or (d.block, d.norm) == ("sandwich", "rms"))),
         Rule("without `ffn_bias` and activations of gated FFNs only",
              lambda d: not d.ffn_bias and d.activation not in GATED_ACTIVATIONS),
         bodies=WITHOUT_GPU,
@@ -489,7 +497,7 @@ class Decoder(Facts):
     @property
     def router_apart(self) -> bool:
         """Whether the router reads something else than the experts."""
-        return self.router_early or self.router_norm
+        return self.router_early or self.router_norm or self.expert_width > 0
 
     def seen(self, layer: int, positions: int) -> int:
         """How many of so many positions the newest token sees in a layer."""
@@ -564,6 +572,11 @@ class Decoder(Facts):
         if self.latent_rank:
             return (self.query_rank or self.n_heads * self.head_dim) + self.cached_width
         return sum(self.qkv_parts)
+
+    @property
+    def neuron_width(self) -> int:
+        """Numbers that neurons read and make."""
+        return self.expert_width or self.d_model
 
     @property
     def neurons(self) -> int:

@@ -107,7 +107,7 @@ class PartBytes:
     """The matrix, or 0 where it is the embedding's (`tied_head`)."""
     final_norm: int
     attention: int
-    """One layer's attention, both norms, router, and the FFN beside its experts; the mean where layers differ."""
+    """One layer's attention, both norms, router, and what is beside its experts; the mean where layers differ."""
     ffn_bias: int
     """One layer's `down_bias`, which is added once where the residual is."""
     neuron: int
@@ -133,7 +133,7 @@ class PartBytes:
             positions=total("positions"),
             head=total("head"),
             final_norm=total("final_norm"),
-            attention=of_layers(every, "attention/", "ffn/norm/", "ffn/router", "ffn/beside"),
+            attention=of_layers(every, "attention/", "ffn/norm/", "ffn/router", "ffn/beside", "ffn/experts_"),
             ffn_bias=total(f"{ffn}down_bias"),
             neuron=(first + total(f"{ffn}rest")) // d.neurons,
             first=first // d.neurons,

@@ -59,7 +59,7 @@ class RowBuffers:
 
 def row_nbytes(d: Decoder, fmt: str) -> dict[str, int]:
     """Bytes of one neuron's stored values in each of `ROW_ARRAYS`."""
-    row = ArraySpec(fmt, (1, d.d_model)).nbytes
+    row = ArraySpec(fmt, (1, d.neuron_width)).nbytes
     return {"first": row, "rest": row * (2 if d.ffn == "gated" else 1)}
 
 
@@ -155,7 +155,7 @@ def _staged_nbytes(both: int) -> int:
 
 def token_nbytes(d: Decoder) -> int:
     """Bytes of one token of a long prompt: residual, FFN input, sums, and experts."""
-    return 8 * d.d_model + 4 * padded_width(d.d_model) + 12 * d.most_experts
+    return 8 * (d.d_model + d.expert_width) + 4 * padded_width(d.neuron_width) + 12 * d.most_experts
 
 
 def read_nbytes(d: Decoder) -> int:
@@ -173,5 +173,5 @@ def disk_workspace_bytes(d: Decoder, rank: int, tokens: int, context: int, cache
         buffers = cpu_workspace(d, rank, tokens, cache, layout), rotary_tables(d, context)
         return table_bytes(*buffers) + WORKERS * read_nbytes(d)
     buffers = cpu_workspace(d, rank, tokens, cache), cpu_workspace(d, rank, FEW_TOKENS, cache)
-    tables = 8 * (2 * d.n_layers * d.neurons + 6 * d.neurons) + 4 * tokens * padded_width(d.d_model)
+    tables = 8 * (2 * d.n_layers * d.neurons + 6 * d.neurons) + 4 * tokens * padded_width(d.neuron_width)
     return table_bytes(*buffers, rotary_tables(d, context)) + tables + WORKERS * read_nbytes(d)

@@ -31,7 +31,10 @@ rows of `rest` a neuron, R predictor rank.
     layers/N/ffn/shared_first [S, D]   …/shared_up [S, D]   …/shared_down [D, S]   of a shared expert of S neurons,
     which the arrays above then lack; those of a dense layer have its own neurons, as if they were one expert's
     layers/N/ffn/beside_first [B, D]   …/beside_up [B, D]   …/beside_down [D, B]   …/beside_norm [D]
-    …/beside_out_norm [D]   …/experts_out_norm [D]   of another FFN beside the experts
+    …/beside_out_norm [D]   …/experts_out_norm [D]   of another FFN beside the experts; `beside_up` only where it is
+    gated, and its norms only in a sandwich block
+    layers/N/ffn/experts_in [L, D]   …/experts_out [D, L]   where experts have L numbers: D of `first`, `rest`, `up`,
+    `down` and `predictor/down` is L then
     layers/N/ffn/router_norm [D]   …/expert_scale [X]   layers/N/ffn/block_scale [1]   layers/N/attention/v_norm [E]
     layers/N/ffn/router [X, D]   …/{router_bias,router_choice_bias} [X]    where the router takes experts; behind the
     router's rows that of a gate of the shared ones
@@ -62,9 +65,11 @@ BESIDE = ("ffn/beside_first", "ffn/beside_up", "ffn/beside_down")
 """Matrices of an FFN beside the experts."""
 SHARED = {f"ffn/shared_{name}": f"ffn/{name}" for name in ("first", "up", "down")}
 """Matrices of a shared expert of its own width, and those of the others."""
+NARROWING = ("ffn/experts_in", "ffn/experts_out")
+"""Matrices between the model's width and that of the experts."""
 _EVERY_LAYOUT = {
     **dict.fromkeys(("attention/qkv", "attention/gate", "attention/out"), "attention"),
-    **dict.fromkeys(BESIDE, "ffn"),
+    **dict.fromkeys((*BESIDE, *NARROWING), "ffn"),
 }
 MATRICES = {
     BY_NEURON: {**_EVERY_LAYOUT, **dict.fromkeys(("ffn/first", "ffn/rest"), "ffn")},
@@ -143,7 +148,7 @@ class FfnBytes:
     @property
     def first(self) -> int:
         """Bytes of one neuron's row of `first`."""
-        return ArraySpec(self.ffn_format, (1, self.d.d_model)).nbytes_with_scales
+        return ArraySpec(self.ffn_format, (1, self.d.neuron_width)).nbytes_with_scales
 
     @property
     def rest(self) -> int:
@@ -152,7 +157,7 @@ class FfnBytes:
 
     def predictor(self, rank: int) -> int:
         """Bytes of the predictor of one expert's neurons: down, up and bias."""
-        down = ArraySpec(self.predictor_format, (rank, self.d.d_model)).nbytes_with_scales
+        down = ArraySpec(self.predictor_format, (rank, self.d.neuron_width)).nbytes_with_scales
         return down + self.d.d_ff * self.predictor_row(rank)
 
     def predictor_row(self, rank: int) -> int:
@@ -249,6 +254,9 @@ def _ffn_specs(
     if d.block == "sandwich":
         yield from _norm(d, "ffn/out_norm")
     yield from _router_specs(d)
+    if d.expert_width:
+        shapes = (d.expert_width, d.d_model), (d.d_model, d.expert_width)
+        yield from ((name, ArraySpec(formats["ffn"], shape)) for name, shape in zip(NARROWING, shapes, strict=True))
     if d.beside_ff:
         yield from _beside_specs(d, formats["ffn"])
     if d.block_scale:
@@ -266,7 +274,7 @@ def _ffn_specs(
         yield "ffn/order", ArraySpec("u32", (d.neurons,))
         yield "ffn/counts", ArraySpec("u64", (d.neurons,))
     if rank is not None:
-        yield "predictor/down", ArraySpec(formats["predictor"], (d.n_experts * rank, d.d_model))
+        yield "predictor/down", ArraySpec(formats["predictor"], (d.n_experts * rank, d.neuron_width))
         yield "predictor/up", ArraySpec(formats["predictor"], (d.neurons, rank))
         yield "predictor/bias", ArraySpec("f32", (d.neurons,))
 
@@ -283,22 +291,23 @@ def _router_specs(d: Decoder) -> Iterator[tuple[str, ArraySpec]]:
 
 def _beside_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
     wide, narrow = (d.beside_ff, d.d_model), (d.d_model, d.beside_ff)
-    yield from ((name, ArraySpec(fmt, shape)) for name, shape in zip(BESIDE, (wide, wide, narrow), strict=True))
-    for name in ("beside_norm", "beside_out_norm", "experts_out_norm"):
+    matrices = zip(BESIDE, (wide, wide if d.ffn == "gated" else None, narrow), strict=True)
+    yield from ((name, ArraySpec(fmt, shape)) for name, shape in matrices if shape)
+    for name in ("beside_norm", "beside_out_norm", "experts_out_norm") if d.block == "sandwich" else ():
         yield f"ffn/{name}", ArraySpec("f32", (d.d_model,))
 
 
 def _ffn_matrices(d: Decoder, fmt: str, layout: str) -> Iterator[tuple[str, ArraySpec]]:
-    by_neuron = d.experts_alike * d.d_ff, d.d_model
+    by_neuron = d.experts_alike * d.d_ff, d.neuron_width
     yield "ffn/first", ArraySpec(fmt, by_neuron)
     if d.inner_norms:
         yield "ffn/inner_norm", ArraySpec("f32", (d.neurons,))
     if layout == BY_NEURON:
-        yield "ffn/rest", ArraySpec(fmt, (d.neurons, 2 if d.ffn == "gated" else 1, d.d_model))
+        yield "ffn/rest", ArraySpec(fmt, (d.neurons, 2 if d.ffn == "gated" else 1, d.neuron_width))
         return
     if d.ffn == "gated":
         yield "ffn/up", ArraySpec(fmt, by_neuron)
-    yield "ffn/down", ArraySpec(fmt, (d.experts_alike * d.d_model, d.d_ff))
+    yield "ffn/down", ArraySpec(fmt, (d.experts_alike * d.neuron_width, d.d_ff))
     if d.experts_alike < d.n_experts:
         one = replace(d, n_experts=1, d_ff=d.last_ff, last_ff=0)
         yield from ((name.replace("ffn/", "ffn/shared_"), spec) for name, spec in _ffn_matrices(one, fmt, layout))
@@ -351,7 +360,7 @@ def _norm(d: Decoder, name: str) -> list[tuple[str, ArraySpec]]:
 
 def active_parameters(d: Decoder) -> int:
     """Number of weights that a token meets: those of other experts are left out."""
-    idle = (d.n_experts - d.experts_per_token) * d.d_ff * d.d_model * (3 if d.ffn == "gated" else 2)
+    idle = (d.n_experts - d.experts_per_token) * d.d_ff * d.neuron_width * (3 if d.ffn == "gated" else 2)
     return parameters(d) - (len(d.ffn_layers) - len(d.dense_layers)) * idle
 
 

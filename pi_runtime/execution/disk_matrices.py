@@ -60,14 +60,14 @@ class DiskMatrices(PartlyOnDisk):
         elif self.are_in_memory:
             super().ffn(layer)
         else:
-            h, ws, (x_TD, input_TD, select_T) = self.host, self.host.workspace, self.tokens
+            h, ws, (x_TD, input_TD, sum_TD, select_T) = self.host, self.host.workspace, self.tokens
             w_X, tally_T3 = h.table_LX[layer], ws.counts_LT3[layer, : len(x_TD)]
             found = tokens_by_expert(ws.expert_TK[: len(x_TD)], ws.route_weight_TK, h.cfg.experts)
             taken = {e: whole_batch(h.ffn, w_X, e, token_N, select_T[token_N], w_N) for e, token_N, w_N in found}
             tally_T3[:] = 0
             steps.prepare(h.ffn, w_X[0], input_TD)
             for expert in self.store.arriving(layer, list(taken)):
-                steps.add_matrices(h.ffn, taken[expert], ws.attended_TD, tally_T3, x_TD)
+                steps.add_matrices(h.ffn, taken[expert], ws.attended_TD, tally_T3, sum_TD)
                 advance_progress()
 
     def _add_piece(self, layer: int, piece: Piece, blocks: Sequence[slice]) -> None:
@@ -80,5 +80,5 @@ class DiskMatrices(PartlyOnDisk):
                 if len(token_N):
                     batch = whole_batch(h.ffn, w_X, expert, token_N, np.zeros_like(token_N), weight_N)
                     steps.prepare(h.ffn, w_X[0], piece.input_TD[rows])
-                    steps.add_matrices(h.ffn, batch, h.workspace.attended_TD, tally_T3, piece.x_TD[rows])
+                    steps.add_matrices(h.ffn, batch, h.workspace.attended_TD, tally_T3, piece.sum_TD[rows])
                     advance_progress()

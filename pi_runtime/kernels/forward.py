@@ -27,6 +27,7 @@ from pi_runtime.kernels.ops.page_rows import row_nbytes
 from pi_runtime.kernels.ops.recurrence import Made, States, mix_states
 
 _load_row, _route = by_address(load_row), by_address(moe.route)
+_ends_of_ffn = device(moe.ends_of_ffn)
 _norm, _norm_heads, _mix_latents = by_address(norm), by_address(norm_heads), by_address(mix_latents)
 _mix_states = by_address(mix_states)
 
@@ -261,10 +262,15 @@ def _mix(
 def after_ffn(
     cfg: KernelConfig, w: LayerRecord, eps: np.float32, residual_TD: Floats, ws: Workspace, x_TD: Floats
 ) -> None:
-    """x ← x + the FFN's bias and that beside it, normed where the block ends with a norm; see `residual_of` for the
-    residual. `ws` has room for as many tokens where an FFN is beside."""
+    """x ← x + the FFN's bias, the sum of narrower experts, and the FFN beside them, normed where the block ends with a
+    norm; see `residual_of` for the residual. `ws` has room for as many tokens where either is there."""
     for t in range(x_TD.shape[0]):
         add_vector(w.down_bias, x_TD[t])
+    if w.experts_out != 0:
+        wide, y_TD = matrix(w.experts_out_format, w.experts_out, w.experts_out_scales, cfg.neuron_width), ws.attended_TD
+        linear(wide, cfg.d_model, 0, ws.narrow_sum_TL[: x_TD.shape[0]], address_of(ws.inputs), y_TD[: x_TD.shape[0]])
+        for t in range(x_TD.shape[0]):
+            _add(y_TD[t], x_TD[t])
     if w.beside_first != 0:
         _add_beside(cfg, w, eps, residual_TD, ws, x_TD)
     if cfg.block in (weight_table.POST_NORM, weight_table.REORDERED):
@@ -285,20 +291,27 @@ def after_ffn(
 def _add_beside(
     cfg: KernelConfig, w: LayerRecord, eps: np.float32, residual_TD: Floats, ws: Workspace, x_TD: Floats
 ) -> None:
-    """x ← the norm of x, the experts' sum, + the norm of the FFN beside them."""
+    """x ← x + the FFN beside the experts; or the norm of x, their sum, + the norm of what is beside them."""
     tokens, inputs, width = x_TD.shape[0], address_of(ws.inputs), ws.beside_TF.shape[1]
     h_TF, up_TF, y_TD = ws.beside_TF[:tokens], ws.beside_TF[tokens : 2 * tokens], ws.attended_TD[:tokens]
-    _norm(0, eps, w.beside_norm, 0, residual_TD, y_TD)
+    if w.beside_norm != 0:
+        _norm(0, eps, w.beside_norm, 0, residual_TD, y_TD)
+    else:
+        y_TD[:] = residual_TD
     linear(
         matrix(w.beside_first_format, w.beside_first, w.beside_first_scales, cfg.d_model), width, 0, y_TD, inputs, h_TF
     )
-    linear(matrix(w.beside_up_format, w.beside_up, w.beside_up_scales, cfg.d_model), width, 0, y_TD, inputs, up_TF)
+    if w.beside_up != 0:
+        linear(matrix(w.beside_up_format, w.beside_up, w.beside_up_scales, cfg.d_model), width, 0, y_TD, inputs, up_TF)
+    else:
+        up_TF[:] = np.float32(1)
     for t in range(tokens):
         for i in range(width):
             h_TF[t, i] = activate(cfg.activation, np.float32(cfg.threshold), h_TF[t, i]) * up_TF[t, i]
     linear(matrix(w.beside_down_format, w.beside_down, w.beside_down_scales, width), cfg.d_model, 0, h_TF, inputs, y_TD)
-    _norm(0, eps, w.beside_out_norm, 0, y_TD, y_TD)
-    _norm(0, eps, w.experts_out_norm, 0, x_TD, x_TD)
+    if w.beside_norm != 0:
+        _norm(0, eps, w.beside_out_norm, 0, y_TD, y_TD)
+        _norm(0, eps, w.experts_out_norm, 0, x_TD, x_TD)
     for t in range(tokens):
         _add(y_TD[t], x_TD[t])
 
@@ -359,7 +372,8 @@ def forward(
             select_T = _bring_forward(wanted_N, select_T, residual_of(cfg, ws), ws)
             tokens, x_TD = wanted, ws.x_TD[:wanted]
         tally_T3 = ws.counts_LT3[layer, :tokens]
-        _ffn(cfg, w_X, ws.normed_TD[:tokens], select_T, ws, tally_T3, x_TD)
+        input_TD, sum_TD = _ends_of_ffn(ws)
+        _ffn(cfg, w_X, input_TD[:tokens], select_T, ws, tally_T3, sum_TD[:tokens])
         after_ffn(cfg, w_X[0], eps, residual_of(cfg, ws)[:tokens], ws, x_TD)
     if wanted_alone:
         for n in range(wanted - 1, -1, -1):

@@ -151,7 +151,8 @@ def _block(d: Decoder, w: WeightSource, layer: Layer, x_TD: F32) -> F32:
         entered_TD = rms(d, x_TD) * w["ffn/router_norm"] if "ffn/router_norm" in w else entered_TD
         y_TD = ffn(d, w, normed_TD, selected(w, layer, normed_TD), layer.threshold, entered_TD)
         if d.beside_ff:
-            y_TD = rms(d, y_TD) * w["ffn/experts_out_norm"] + _beside(d, w, x_TD)
+            beside_TD = rms(d, beside(d, w, rms(d, x_TD) * w["ffn/beside_norm"])) * w["ffn/beside_out_norm"]
+            y_TD = rms(d, y_TD) * w["ffn/experts_out_norm"] + beside_TD
         return x_TD + norm(d, w, "ffn/out_norm", y_TD)
     normed_TD = norm(d, w, "attention/norm", x_TD)
     attended_TD = x_TD + attention(d, w, normed_TD)
@@ -168,11 +169,11 @@ def norm(decoder: Decoder, w: WeightSource, name: str, x_TD: F32) -> F32:
     return y_TD + w[f"{name}/bias"] if decoder.norm == "layer" else y_TD
 
 
-def _beside(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
-    """m₃(down (a(first n₃) · up n₃)), n₃ the norm of x: the FFN beside the experts."""
-    normed_TD = rms(d, x_TD) * w["ffn/beside_norm"]
-    h_TF = activate(d, w.product("ffn/beside_first", normed_TD)) * w.product("ffn/beside_up", normed_TD)
-    return rms(d, w.product("ffn/beside_down", h_TF)) * w["ffn/beside_out_norm"]
+def beside(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
+    """down (a(first x) [up x]): the FFN beside the experts."""
+    h_TF = activate(d, w.product("ffn/beside_first", x_TD))
+    h_TF = h_TF * w.product("ffn/beside_up", x_TD) if d.ffn == "gated" else h_TF
+    return w.product("ffn/beside_down", h_TF)
 
 
 def activate(decoder: Decoder, z: F32, threshold: float = 0.0) -> F32:
@@ -191,11 +192,16 @@ def selected(w: WeightSource, layer: Layer, x_TD: F32) -> Bools | None:
 
 
 def scores(w: WeightSource, x_TD: F32) -> F32:
-    """(T, X·F): the predictor's scores up · (down · x) + bias; each expert has its own R rows of `down`."""
-    up, r_TR = w["predictor/up"], w.product("predictor/down", x_TD)
+    """(T, X·F): the predictor's scores up · (down · x) + bias, x what experts read; each has its R rows of `down`."""
+    up, r_TR = w["predictor/up"], w.product("predictor/down", narrowed(w, x_TD))
     found = [w.product("predictor/up", r) for r in np.split(r_TR, r_TR.shape[1] // up.shape[1], axis=1)]
     own = np.split(np.arange(len(up)), len(found))
     return np.concatenate([s[:, rows] for s, rows in zip(found, own, strict=True)], axis=1) + w["predictor/bias"]
+
+
+def narrowed(w: WeightSource, x_TD: F32) -> F32:
+    """What experts read: the FFN's input, or fewer numbers that a matrix makes of it."""
+    return w.product("ffn/experts_in", x_TD) if "ffn/experts_in" in w else x_TD
 
 
 def sigmoid(z: F32) -> F32:
@@ -260,12 +266,13 @@ def ffn(
 
     `entered_TD` is what a router reads that does not read x: what entered the block, or a norm of its own.
     """
+    input_TD, x_TD = x_TD, narrowed(w, x_TD)
     h_TF = _factors(d, w, x_TD, threshold)
     if active_TF is not None:
         h_TF = np.where(active_TF, h_TF, np.float32(0))
     if d.inner_norms:
         h_TF = rms(d, h_TF) * w["ffn/inner_norm"]
-    read_TD = entered_TD if d.router_apart and entered_TD is not None else x_TD
+    read_TD = entered_TD if (d.router_early or d.router_norm) and entered_TD is not None else input_TD
     route_weight_TX = routing(d, w, read_TD)
     if "ffn/down" in w:
         y_TXD = _by_head(w, "ffn/down", h_TF.reshape(len(h_TF), d.experts_alike, d.d_ff))
@@ -275,6 +282,9 @@ def ffn(
     else:
         h_TF = h_TF * np.repeat(route_weight_TX, d.d_ff, axis=1) if d.n_experts > 1 else h_TF
         y_TD = h_TF @ w["ffn/rest"][:, -1]
+    y_TD = w.product("ffn/experts_out", y_TD) if d.expert_width else y_TD
+    if d.beside_ff and d.block == "sequential":
+        y_TD = y_TD + beside(d, w, input_TD)
     if d.expert_bias:
         return y_TD + route_weight_TX @ w["ffn/expert_bias"]
     return y_TD + w["ffn/down_bias"] if d.ffn_bias else y_TD

@@ -444,6 +444,7 @@ CASES: dict[str, Case] = {
     "nemotron-biases": Case("Nemotron", LLAMA | {"head_dim": 12, "attention_bias": True, "mlp_bias": True}),
     "nemotron-h": Case("NemotronH", NEMOTRON_H),
     "nemotron-h-experts": Case("NemotronH", NEMOTRON_EXPERTS),
+    "nemotron-h-latents": Case("NemotronH", NEMOTRON_EXPERTS | {"moe_latent_size": 21}),
     "nemotron-h-both": Case(
         "NemotronH",
         NEMOTRON_EXPERTS
@@ -555,6 +556,8 @@ def random_sizes(name: str, seed: int) -> dict[str, int]:
                 sizes |= drawn | {"num_key_value_heads": heads}
             if "n_routed_experts" in fields:
                 sizes["intermediate_size"] = 2 * neurons + 1
+            if "moe_latent_size" in fields:
+                sizes["moe_latent_size"] = int(rng.integers(1, hidden + 1))
     common = {"num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": context}
     return sizes | common
 

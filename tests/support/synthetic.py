@@ -86,6 +86,10 @@ FACTS: dict[str, dict[str, Any]] = {
         "block": "sandwich", "n_experts": 5, "experts_per_token": 2, "router_norm": True, "expert_scale": True,
         "beside_ff": 37, "activation": "gelu_tanh",
     },
+    "narrower experts, whose router reads the FFN's input, with a plain FFN beside them": {
+        "n_experts": 5, "experts_per_token": 2, "expert_width": 13, "beside_ff": 37, "activation": "relu2",
+        "ffn": "plain", "router_score": "sigmoid", "router_choice_bias": True,
+    },
     "shared experts, dense layers, a bias for choosing in groups": {
         "n_experts": 5, "experts_per_token": 3, "experts_shared": 1, "dense_layers": (0,), "dense_ff": 130,
         "router_score": "sigmoid", "router_choice_bias": True, "router_groups": 2, "router_scale": 1.5,

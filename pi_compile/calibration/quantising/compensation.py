@@ -162,7 +162,7 @@ def down(n: int) -> str:
 
 def sizes(d: Decoder) -> dict[str, int]:
     """K of each second moment of a layer."""
-    plain = {QKV: d.d_model, OUT: d.mixed_width, FIRST: d.d_model}
+    plain = {QKV: d.d_model, OUT: d.mixed_width, FIRST: d.neuron_width}
     return plain | {down(n): len(part) for n, part in enumerate(neuron_ranges(d))}
 
 
@@ -189,7 +189,7 @@ def second_moments(
         def on_ffn(
             _layer: int, _batch: int, _w: td.NamedTensors, inputs: torch.Tensor, h: torch.Tensor
         ) -> torch.Tensor:
-            seen[FIRST], seen["h"] = inputs[..., : d.d_model], h  # noqa: B023  called in this round
+            seen[FIRST], seen["h"] = inputs[..., : d.neuron_width], h  # noqa: B023  called in this round
             return h
 
         ((after,),) = td.layers(d, [w], [x], on_ffn, seen.__setitem__, first=layer)

@@ -55,7 +55,7 @@ from pi_compile.workers import WorkFolder
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, ROW_FORMATS, Format
 from pi_runtime.artifact.quantisation import dequantise, quantise
-from pi_runtime.artifact.sizes import BESIDE, BY_NEURON, MATRICES
+from pi_runtime.artifact.sizes import BESIDE, BY_NEURON, MATRICES, NARROWING
 
 Tokens = npt.NDArray[np.integer]
 Progress = Callable[[int, int], None]
@@ -86,9 +86,9 @@ class QuantiseSpec:
     """cpu or cuda:N."""
 
     def arrays(self, layer: int) -> dict[str, Format]:
-        """The matrices of a layer that are rounded if it has them, with their formats. An FFN beside experts is not."""
-        parts, named = MATRICES[BY_NEURON].items(), self.formats
-        found = {name: named.get(f"layers/{layer}/{name}", named[part]) for name, part in parts if name not in BESIDE}
+        """The matrices of a layer that are rounded if it has them, with their formats; nothing beside experts is."""
+        named, parts = self.formats, {n: p for n, p in MATRICES[BY_NEURON].items() if n not in BESIDE + NARROWING}
+        found = {name: named.get(f"layers/{layer}/{name}", named[part]) for name, part in parts.items()}
         return {name: FORMATS[fmt] for name, fmt in found.items() if coarse(FORMATS[fmt]) and fmt in ROW_FORMATS}
 
     @property

@@ -88,7 +88,10 @@ def family_layer(d: Decoder, usual: Table) -> Table:
     always = (
         cut_ffn(_parts(d, "_shexp"), d.experts_shared * d.d_ff, d.d_ff, d.experts_shared) if d.experts_shared else {}
     )
+    of_layer = {"beside_first": "up_shexp", "beside_down": "down_shexp"}
+    of_layer |= {"experts_in": "latent_down", "experts_out": "latent_up"}
     return {
+        **{f"ffn/{array}": stored(f"blk.{{n}}.ffn_{name}.weight") for array, name in of_layer.items()},
         **usual,
         "attention/sinks": stored("blk.{n}.attn_sinks.weight"),
         "ffn/router_bias": stored("blk.{n}.ffn_gate_inp.bias"),
@@ -430,6 +433,7 @@ def _largest(value: object) -> object:
 def _nemotron_h(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
     """The least step of Mamba-2 is in no file: the family's is taken."""
     keys.pop("expert_shared_count", None)
+    latents = keys.pop("moe_latent_size", 0) or None
     inner, neurons = fields.pop("inner_size"), file.metadata[f"{file.architecture}.feed_forward_length"]
     return {
         "layers_block_type": _layer_kinds(file, fields),
@@ -438,6 +442,7 @@ def _nemotron_h(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
         "moe_intermediate_size": fields["intermediate_size"],
         "intermediate_size": _largest(neurons),
         "moe_shared_expert_intermediate_size": keys.pop("expert_shared_feed_forward_length", 0),
+        "moe_latent_size": latents,
         **_grouped_routing(keys),
     }
 

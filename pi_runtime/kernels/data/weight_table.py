@@ -82,6 +82,10 @@ class LayerRecord:
     beside_out_norm: Annotated[int, "ffn/beside_out_norm"]
     experts_out_norm: Annotated[int, "ffn/experts_out_norm"]
     block_scale: Annotated[int, "ffn/block_scale"]
+    experts_in: Annotated[int, "ffn/experts_in"]
+    experts_in_scales: Annotated[int, "ffn/experts_in_scales"]
+    experts_out: Annotated[int, "ffn/experts_out"]
+    experts_out_scales: Annotated[int, "ffn/experts_out_scales"]
     first: Annotated[int, "ffn/first"]
     first_scales: Annotated[int, "ffn/first_scales"]
     first_bias: Annotated[int, "ffn/first_bias"]
@@ -108,6 +112,8 @@ class LayerRecord:
     beside_first_format: int
     beside_up_format: int
     beside_down_format: int
+    experts_in_format: int
+    experts_out_format: int
     first_format: int
     rest_format: int
     up_format: int
@@ -193,6 +199,7 @@ class KernelConfig(NamedTuple):
     score_scale: float
     attention_format: int
     """The format of matrices that have none of their own."""
+    neuron_width: int
     d_ff: int
     experts: int
     experts_per_token: int

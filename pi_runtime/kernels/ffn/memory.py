@@ -54,6 +54,7 @@ class Ffn(NamedTuple):
     """
 
     d_model: int
+    """Numbers that its neurons read and make."""
     d_ff: int
     gated: bool
     activation: int
@@ -103,7 +104,7 @@ class Batch(NamedTuple):
 def ffn_of(cfg: KernelConfig, ws: Workspace) -> Ffn:
     """The FFN of a model with the memory in a workspace, valid as long as that is."""
     return Ffn(
-        d_model=cfg.d_model,
+        d_model=cfg.neuron_width,
         d_ff=cfg.d_ff,
         gated=cfg.rows_per_neuron == 2,
         activation=cfg.activation,
