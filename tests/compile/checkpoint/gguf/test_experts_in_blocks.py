@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
 import gguf
+import torch
 from gguf import GGMLQuantizationType as Type
 from support.disk_models import within
 from support.gguf_files import (
@@ -24,6 +25,7 @@ from support.small_project import no_progress
 from pi_compile.checkpoint import open_checkpoint
 from pi_compile.packing import ALL_KEPT, PackSpec, pack
 from pi_compile.pipeline.packed import pack_model
+from pi_compile.torch_model import decoder as td
 from pi_runtime import load
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.sizes import PARTS, active_parameters, parameters
@@ -239,6 +241,25 @@ def test_which_layouts_a_mixture_has(tmp_path: Path) -> None:
     pack_model(str(tmp_path / "f16.gguf"), tmp_path / "f.pi", progress=no_progress, notice=print)
     with Artifact.open(tmp_path / "f.pi") as artifact:
         assert artifact.manifest.ffn_layout == "neurons"
+
+
+@pytest.mark.parametrize("case", ["glm4-moe", "glm4-moe-biases", "deepseek-v2-groups"])
+def test_torch_computes_the_same_of_both_layouts(tmp_path: Path, case: str) -> None:
+    """And a gradient goes through."""
+    rounded_checkpoint(tmp_path, case, "f16")
+    found = []
+    for layout in ("matrices", "neurons"):
+        checkpoint = open_checkpoint(tmp_path).in_layout(layout)
+        d, global_w = checkpoint.decoder, td.global_weights(checkpoint, "cpu")
+        weights = [
+            {name: w.requires_grad_() for name, w in layer.items()} for layer in td.stored_layers(checkpoint, "cpu")
+        ]
+        *_, (x_BTD,) = td.layers(d, weights, [td.embed(d, global_w, torch.tensor([TOKENS]))])
+        logits = td.logits(d, global_w, x_BTD)
+        logits.square().mean().backward()
+        assert all(w.grad is not None for name, w in weights[-1].items() if "ffn/" in name and "bias" not in name)
+        found.append(logits.detach())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5 * float(found[1].abs().max()))
 
 
 @pytest.mark.parametrize("case", ["glm4-moe", "glm4-moe-biases", "deepseek-v2-groups"])
