@@ -17,9 +17,9 @@ ROOM_LINES = {
     ("pi_runtime/server",): 7100,
     ("pi_runtime/engine",): 6050,
     ("pi_runtime/execution", "pi_runtime/disk"): 5500,
-    ("pi_runtime/kernels",): 9430,
+    ("pi_runtime/kernels",): 9450,
     ("pi_runtime/cuda",): 4300,
-    ("pi_compile/checkpoint",): 8160,
+    ("pi_compile/checkpoint",): 8180,
     ("pi_compile/sparsification",): 2650,
 }
 """Most lines of rooms: what they had when this was written, rounded up to 50."""
