@@ -5,9 +5,9 @@ Shape letters: D model width, F neurons. `ffn/rest` has one row for each neuron 
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pi_compile.checkpoint.families.adapter import SourceTensor, joined_cuts
+from pi_compile.checkpoint.families.adapter import SourceTensor, uncut
 from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES, find_checkpoint, hub_commit
 from pi_compile.checkpoint.resolution import ResolvedCheckpoint, resolve_checkpoint
 from pi_compile.checkpoint.tensors import Array, Index, RowReader, StoredRows, TensorSource, Values
@@ -52,6 +52,8 @@ class Checkpoint(ResolvedCheckpoint):
     """The decoder by neuron, as adapters know it, where whole matrices have another."""
     apart: frozenset[str] = frozenset()
     """Matrices of keys and values that stand apart from queries."""
+    importance: Mapping[str, Array] = field(default_factory=dict)
+    """What a plain error of each column (D,), or (k, D), of a matrix costs where that is known: it weighs rounding."""
     drafts: bool = False
     """Whether the layer behind the last, which drafts tokens, is among its arrays."""
 
@@ -285,11 +287,8 @@ class Checkpoint(ResolvedCheckpoint):
 
     def _uncut(self, array: str, tensors: tuple[SourceTensor, ...]) -> tuple[SourceTensor, ...]:
         """What an array has of these: where FFNs are not cut, that of one or that of experts."""
-        parts = [tensor for tensor in tensors if tensor.padded and self.decoder.last_ff]
-        if not parts:
-            return tensors
-        others = tuple(tensor for tensor in tensors if not tensor.padded)
-        return others if others and "/shared_" not in array else (joined_cuts(parts),)
+        is_whole = f"{array.rpartition('/ffn/')[0]}/ffn/down" in self.array_shapes
+        return uncut(tensors, shared="/shared_" in array) if is_whole else tensors
 
     def pieces(self, array: str, order: Order | None = None) -> Iterator[list[Piece]]:
         """What each block of an array is read from, one tensor after the other.

@@ -129,9 +129,9 @@ def _edge(bin_index: int) -> float:
     return float(torch.nextafter(lower, torch.tensor(-torch.inf)))
 
 
-LOST_ENERGY = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-"""Fractions of the neurons' energy that a threshold may lose."""
-KEPT_ACTIVATIONS = (0.98, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+LOST_ENERGY = tuple(1e-4 * 10 ** (n / 4) for n in range(12))
+"""Fractions of the neurons' energy that a threshold may lose, in steps small enough to come near to any budget."""
+KEPT_ACTIVATIONS = (0.99, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Fractions of the activations that a threshold on their magnitude keeps."""
 RANK_FACTORS = (0.5, 1.0, 1.5)
 """Ranks tried first, as multiples of the one that suits the layer."""

@@ -19,6 +19,8 @@ their sum. The router reads what the FFN reads, or x as it enters the block. Exp
 s(gate · x), stand behind those of the router; a dense layer is made of such experts alone. Another
 FFN may be beside the experts; in a sandwich block with n₃ its norm, and m₃ and m₄ those of both sums:
 m₂(m₃(ffn(n₃(x))) + m₄(y)). Experts may be narrower than the model:  y = out · Σ_e p_e y_e(in · x).
+Behind its FFN a sandwich block may read a further embedding, of which it has a row e of P numbers a token, with x₀
+what entered the first block, and n and m norms:  x ← x + m(out (a(gate · x) (n(in · x₀ / √D) + e √P) / √2)).
 
 In some layers a recurrence may stand in attention's place: each head has a state S of a fixed size, and no keys and
 values. Sources: Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464; Dao and Gu 2024, Mamba-2, arXiv:2405.21060;
@@ -46,9 +48,6 @@ from functools import partial
 from math import inf
 from types import MappingProxyType
 from typing import Any, Self
-
-import numpy as np
-import numpy.typing as npt
 
 BLOCKS = ("sequential", "parallel", "post-norm", "reordered", "sandwich")
 SPARSE_ACTIVATIONS = ("relu", "relu2", "drelu")
@@ -308,6 +307,12 @@ class Facts:
     ffn_only_layers: tuple[int, ...] = fact(
         "layers without attention, or what stands in its place, and its norm", LAYERS, *ALONE, bodies=WITHOUT_GPU
     )
+    layer_embedding: int = fact(
+        "P, numbers that each layer has of a token in an embedding of its own, below", COUNT,
+        Rule("in a sandwich block of `rms` norms", lambda d: d.block == "sandwich" and d.norm == "rms"),
+        Rule("with a tied head and no learned positions", lambda d: d.tied_head and d.positions != "learned"),
+        bodies=WITHOUT_GPU,
+    )
     shared_norm: bool = fact(
         "attention and FFN read the same norm", FLAG, Rule("in a parallel block", lambda d: d.block == "parallel")
     )
@@ -326,6 +331,19 @@ class Facts:
     keys_as_values: bool = fact(
         "in layers without a window values are keys before these norms, and have no rows of their own", FLAG,
         of="v_norm", bodies=WITHOUT_GPU,
+    )
+    shared_key_layers: tuple[int, ...] = fact(
+        "layers that read keys and values of the last other one before them that has the same window, or none",
+        LAYERS, Rule("behind such a one", lambda d: all(d.keys_of(n) < n for n in d.shared_key_layers)),
+        Rule("without `joint_qk_norm` and `latent_rank`, with attention in all layers",
+             lambda d: not (d.joint_qk_norm or d.latent_rank or d.recurs or d.ffn_only_layers)),
+        bodies=WITHOUT_GPU,
+    )
+    narrow_ff: int = fact(
+        "neurons of an FFN in the other layers; by neuron, zeros follow them", COUNT,
+        Rule("up to F of one expert without biases",
+             lambda d: d.narrow_ff <= d.d_ff and d.n_experts == 1 and not d.ffn_bias),
+        of="shared_key_layers", bodies=WITHOUT_GPU,
     )
     inner_norms: bool = fact(
         "what attention's last matrix reads, and the h of the FFN, go through an `rms` norm before it, below", FLAG,
@@ -499,6 +517,21 @@ class Decoder(Facts):
         """Whether the router reads something else than the experts."""
         return self.router_early or self.router_norm or self.expert_width > 0
 
+    def keys_of(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: mostly itself; without any before it, itself too."""
+        kind, own = layer in self.windowed_layers, (n for n in range(layer, -1, -1) if n not in self.shared_key_layers)
+        return next((n for n in own if (n in self.windowed_layers) == kind), layer)
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether this layer has no keys and values of its own (see `of_layer`)."""
+        return len(self.shared_key_layers) > 0
+
+    @property
+    def whole_ff(self) -> int:
+        """Neurons of this layer's FFN that are not zeros (see `of_layer`)."""
+        return self.d_ff if self.shares_keys else self.narrow_ff or self.d_ff
+
     def seen(self, layer: int, positions: int) -> int:
         """How many of so many positions the newest token sees in a layer."""
         return min(self.window, positions) if layer in self.windowed_layers else positions
@@ -558,7 +591,7 @@ class Decoder(Facts):
         if self.recurs:
             keys = self.state_key_heads * self.state_key_dim
             return (self.mixed_width, keys, keys) if self.recurrence == "mamba2" else (keys, keys, self.mixed_width)
-        keys = self.n_kv_heads * self.head_dim
+        keys = 0 if self.shares_keys else self.n_kv_heads * self.head_dim
         return self.n_heads * self.head_dim, keys, keys
 
     @property
@@ -628,7 +661,7 @@ class Decoder(Facts):
 
 def _differences(d: Decoder, layer: int) -> dict[str, Any]:
     """The fields of a decoder as one layer computes it that are not those of the model."""
-    found: dict[str, Any] = {"window": 0}
+    found: dict[str, Any] = {"window": 0, "shared_key_layers": ()}
     if d.recurrent_layers:
         found |= _NO_ATTENTION if layer in d.recurrent_layers else {"recurrence": "none"}
     if layer in d.windowed_layers:
@@ -638,6 +671,9 @@ def _differences(d: Decoder, layer: int) -> dict[str, Any]:
         found["n_kv_heads"] = d.windowed_kv_heads or d.n_kv_heads
         found["rotary_frequencies"] = d.windowed_frequencies or d.rotary_frequencies
         found["rotary_scale"] = d.windowed_scale or d.rotary_scale
+    if layer in d.shared_key_layers:
+        del found["shared_key_layers"]
+        found |= {"keys_as_values": False, "v_norm": False}
     if layer in d.unrotated_layers:
         found["rotary_frequencies"] = ()
     if layer in d.uncut_layers:
@@ -655,21 +691,3 @@ _NO_ATTENTION = dict.fromkeys(
     ("qkv_bias", "out_bias", "qk_norm", "v_norm", "keys_as_values", "output_gate", "attention_sinks"), False
 )
 """Facts that a layer lacks in which a recurrence stands in attention's place."""
-
-
-def rotary_table(decoder: Decoder, length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """cos and sin (length, J) of the angles position · frequency_j, times `rotary_scale`.
-
-    The angles are float32, as in transformers; cos and sin are rounded from 64 bits, because NumPy's in 32 depend on
-    the processor. J = 0 where positions are learned.
-    """
-    frequency_J = np.array(decoder.rotary_frequencies, np.float32)
-    angles = np.outer(np.arange(length, dtype=np.float32), frequency_J).astype(np.float64)
-    scale = np.float32(decoder.rotary_scale)
-    return np.cos(angles).astype(np.float32) * scale, np.sin(angles).astype(np.float32) * scale
-
-
-def query_factors(decoder: Decoder, length: int) -> npt.NDArray[np.float32]:
-    """(length,): scale · (1 + growth · ln(1 + ⌊position / period⌋)), the factors of queries; rounded from 64 bits."""
-    turns = np.arange(length) // max(1, decoder.query_period)
-    return (decoder.score_scale * (1 + decoder.query_growth * np.log1p(turns))).astype(np.float32)

@@ -22,6 +22,8 @@ UNITS = 2
 """Slots for whole matrices of an FFN, the fewest: one is used while another is read."""
 EMBEDDING_ARRAYS = ("embedding", scales_name("embedding"))
 """The arrays of an embedding whose rows are read when their tokens come, unless a tied head needs all of them."""
+MAPPED = ("layer_embedding", scales_name("layer_embedding"))
+"""Arrays that stay in the file, of which a token reads a row a layer: no memory is set aside for them."""
 PROCESS_NBYTES = 192 << 20
 """What a budget of RAM counts for the process itself: interpreter, libraries, compiled kernels, tokenizer, server, and
 what aligning arrays takes."""

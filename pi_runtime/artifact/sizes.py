@@ -7,6 +7,8 @@ rows of `rest` a neuron, R predictor rank.
     embedding [V, W]   positions [P, D]   head [V, W]   head_bias [V]   final_norm/weight [D]   final_norm/bias [D]
     embedding_norm/weight [D]   embedding_norm/bias [D]
     embedding_in [D, W]   embedding_out [W, D]   only where W is not D: x = in · e, and the head reads out · x
+    layer_embedding [V, L·P]   layer_embedding_in [L·P, D]   layer_embedding_norm [P]   the rows of L layers
+    layers/N/ffn/embedding_gate [P, D]   …/embedding_out [D, P]   …/embedding_norm/weight [D]   beside them
     layers/N/attention/norm/{weight,bias} [D]   …/qkv [(H+2G)·E, D]   …/qkv_bias   …/out [D, H·E]   …/out_bias [D]
     layers/N/attention/sinks [H]
     layers/N/attention/qkv [Q + L + P, D]   …/q_norm [Q]   …/k_norm [L]   …/q_up [H·E, Q]   …/k_up [H·L, E − P]
@@ -23,6 +25,7 @@ rows of `rest` a neuron, R predictor rank.
     layers/N/attention/inner_norm [H·E], or [H·U]   layers/N/ffn/inner_norm [F]
     layers/N/attention/out_norm/{weight,bias} [D], layers/N/ffn/out_norm/{weight,bias} [D] of a sandwich block
     layers/N/ffn/norm/{weight,bias} [D]         …/first [F, D]        …/first_bias [F]
+    layers/N/attention/qkv [H·E, D] and no …/k_norm and …/v_norm where the layer reads the keys of another
     layers/N/attention/v [G·E, D]   …/k [G·E, D]   where values, or keys too, have a format of their own: `qkv` has
     the other rows then
     layers/N/ffn/rest [F, k, D]                 …/up_bias [F]         …/down_bias [D], or …/expert_bias [X, D]
@@ -67,9 +70,11 @@ SHARED = {f"ffn/shared_{name}": f"ffn/{name}" for name in ("first", "up", "down"
 """Matrices of a shared expert of its own width, and those of the others."""
 NARROWING = ("ffn/experts_in", "ffn/experts_out")
 """Matrices between the model's width and that of the experts."""
+OF_EMBEDDING = ("ffn/embedding_gate", "ffn/embedding_out")
+"""Matrices of a layer that reads a row of its own of the layers' embedding."""
 _EVERY_LAYOUT = {
     **dict.fromkeys(("attention/qkv", "attention/gate", "attention/out"), "attention"),
-    **dict.fromkeys((*BESIDE, *NARROWING), "ffn"),
+    **dict.fromkeys((*BESIDE, *NARROWING, *OF_EMBEDDING), "ffn"),
 }
 MATRICES = {
     BY_NEURON: {**_EVERY_LAYOUT, **dict.fromkeys(("ffn/first", "ffn/rest"), "ffn")},
@@ -85,7 +90,7 @@ def part_of(array: str) -> str | None:
     """The part of the model (see `PARTS`) that an array belongs to; None for final norms and the head's bias."""
     if array.startswith("layers/"):
         return array.split("/")[2]
-    if array in ("embedding", "embedding_in", "embedding_out", "positions"):
+    if array in ("embedding", "embedding_in", "embedding_out", "positions", "layer_embedding", "layer_embedding_in"):
         return "embedding"
     return "head" if array == "head" else None
 
@@ -205,6 +210,10 @@ def _plain_specs(
         yield "positions", ArraySpec(formats["embedding"], (d.context_length + d.position_offset, d.d_model))
     if d.embedding_norm:
         yield from _norm(d, "embedding_norm")
+    if p := d.layer_embedding:
+        yield "layer_embedding", ArraySpec(formats["embedding"], (d.vocab_size, d.n_layers * p))
+        yield "layer_embedding_in", ArraySpec(formats["embedding"], (d.n_layers * p, d.d_model))
+        yield "layer_embedding_norm", ArraySpec("f32", (p,))
     for n, (rank, own) in enumerate(zip(ranks, layouts, strict=True)):
         for name, spec in layer_specs(d.of_layer(n), formats, rank, profiled, own):
             if name == "attention/qkv":
@@ -223,7 +232,7 @@ def _plain_specs(
 
 def _apart(d: Decoder, layer: str, formats: Mapping[str, str], qkv: ArraySpec) -> Iterator[tuple[str, ArraySpec]]:
     """The matrix of queries, keys and values, and what stands apart from it."""
-    rows = d.n_kv_heads * d.head_dim
+    rows = d.qkv_parts[1]
     apart = [layer + name for name in APART if layer + name in formats]
     yield f"{layer}attention/qkv", ArraySpec(qkv.format, (qkv.shape[0] - rows * len(apart), qkv.shape[1]))
     yield from ((name, ArraySpec(qkv.format, (rows, qkv.shape[1]))) for name in apart)
@@ -259,6 +268,10 @@ def _ffn_specs(
         yield from ((name, ArraySpec(formats["ffn"], shape)) for name, shape in zip(NARROWING, shapes, strict=True))
     if d.beside_ff:
         yield from _beside_specs(d, formats["ffn"])
+    if p := d.layer_embedding:
+        shapes = (p, d.d_model), (d.d_model, p)
+        yield from ((name, ArraySpec(formats["ffn"], shape)) for name, shape in zip(OF_EMBEDDING, shapes, strict=True))
+        yield from _norm(d, "ffn/embedding_norm")
     if d.block_scale:
         yield "ffn/block_scale", ArraySpec("f32", (1,))
     yield from _ffn_matrices(d, formats["ffn"], layout)
@@ -298,7 +311,8 @@ def _beside_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
 
 
 def _ffn_matrices(d: Decoder, fmt: str, layout: str) -> Iterator[tuple[str, ArraySpec]]:
-    by_neuron = d.experts_alike * d.d_ff, d.neuron_width
+    whole = d.experts_alike * d.whole_ff, d.neuron_width
+    by_neuron = (d.neurons, d.neuron_width) if layout == BY_NEURON else whole
     yield "ffn/first", ArraySpec(fmt, by_neuron)
     if d.inner_norms:
         yield "ffn/inner_norm", ArraySpec("f32", (d.neurons,))
@@ -307,7 +321,7 @@ def _ffn_matrices(d: Decoder, fmt: str, layout: str) -> Iterator[tuple[str, Arra
         return
     if d.ffn == "gated":
         yield "ffn/up", ArraySpec(fmt, by_neuron)
-    yield "ffn/down", ArraySpec(fmt, (d.experts_alike * d.neuron_width, d.d_ff))
+    yield "ffn/down", ArraySpec(fmt, (d.experts_alike * d.neuron_width, d.whole_ff))
     if d.experts_alike < d.n_experts:
         one = replace(d, n_experts=1, d_ff=d.last_ff, last_ff=0)
         yield from ((name.replace("ffn/", "ffn/shared_"), spec) for name, spec in _ffn_matrices(one, fmt, layout))
@@ -330,7 +344,8 @@ def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
     if d.qk_norm:
         queries, keys = (d.n_heads, d.n_kv_heads) if d.joint_qk_norm else (1, 1)
         yield "attention/q_norm", ArraySpec("f32", (queries * d.head_dim,))
-        yield "attention/k_norm", ArraySpec("f32", (keys * d.head_dim,))
+        if not d.shares_keys:
+            yield "attention/k_norm", ArraySpec("f32", (keys * d.head_dim,))
     if d.v_norm:
         yield "attention/v_norm", ArraySpec("f32", (d.head_dim,))
     if d.attention_sinks:

@@ -16,6 +16,7 @@ from pi_runtime.artifact.layer_classes import layer_classes, sequence_nbytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import (
     EMBEDDING_ARRAYS,
+    MAPPED,
     PROCESS_NBYTES,
     PROMPT_SHARE,
     PROMPT_TOKENS,
@@ -110,7 +111,7 @@ def resident_nbytes(manifest: Manifest, whole_embedding: bool) -> dict[str, int]
 
 def _is_resident(name: str, stay: tuple[str, ...]) -> bool:
     """A guess head is not run here: a block of drafted tokens would read more rows than it saves."""
-    return name.startswith(stay) or not (name.endswith(_NOT_RESIDENT) or name.startswith(PREFIX))
+    return name.startswith(stay) or not (name.endswith(_NOT_RESIDENT) or name.startswith(PREFIX) or name in MAPPED)
 
 
 def places_of(nbytes_of: Mapping[str, int]) -> tuple[dict[str, int], int]:

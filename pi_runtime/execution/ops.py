@@ -96,7 +96,8 @@ class CpuOps:
         for part, _ in self.blocks:
             if self._in_piece and self.piece is not None and self.piece.is_narrow:
                 h.workspace.narrow_sum_TL[: part.stop - part.start] = self.piece.sum_TD[part]
-            after_ffn(h.cfg, h.table_LX[layer, 0], h.eps, self.residual_TD[part], h.workspace, self.x_TD[part])
+            of = h.ends, h.table_LX[layer, 0], h.eps, self.tokens_T[part]
+            after_ffn(h.cfg, *of, self.residual_TD[part], h.workspace, self.x_TD[part])
 
     def head(self, _layer: int) -> None:
         """The logits of the tokens for which they are wanted."""

@@ -172,7 +172,7 @@ def ffn_of_experts(
     The results of a token's experts are added in the order of the experts, so that no other token changes it.
     """
     tokens, f = x_TD.shape[0], ffn_of(cfg, ws)
-    if w_X[0].has_ffn == 0:
+    if w_X[0].d_ff == 0:
         return
     prepare(f, w_X[0], x_TD)
     tally_T3[:] = 0

@@ -30,7 +30,7 @@ from pi_compile.training import stage
 from pi_runtime import Model, console, load
 from pi_runtime.artifact.reader import Artifact
 
-FIT_TOKENS, TRAIN_TOKENS = 65_536, 32_768
+FIT_TOKENS = 32_768
 PIECE = 16
 """Tokens that are decoded in a turn."""
 COLUMNS = "model | budget | used | refused | FFN bytes ÷ plain | speed ÷ plain | layers"
@@ -79,7 +79,7 @@ class Bench:
 
         stage._Training._measure = counted  # type: ignore[method-assign]
         try:
-            settings = {"tokens": TRAIN_TOKENS, "steps": 150, "window": self.args.window, "threads": 2}
+            settings = {"tokens": FIT_TOKENS, "steps": 150, "window": self.args.window, "threads": 2}
             with console.progress(f"budget {budget:g}", "steps") as progress:
                 found = train(
                     self.checkpoint, self.profile, self.corpus, self.args.machine, rungs=self.args.rungs.split(","),

@@ -210,11 +210,14 @@ def cut_into_experts(
     return tuple(SourceTensor(name, transposed, own, padded=of_expert) for own in rows)
 
 
-def joined_cuts(tensors: Sequence[SourceTensor]) -> SourceTensor:
-    """The matrix of which `cut_into_experts` has made these."""
-    ends = [tensor.rows for tensor in tensors if tensor.rows is not None]
+def uncut(tensors: Sequence[SourceTensor], *, shared: bool) -> tuple[SourceTensor, ...]:
+    """Those that are not cut, if there are any and none `shared` is asked for; else what the others are cut of."""
+    parts, others = (tuple(tensor for tensor in tensors if bool(tensor.padded) is cut) for cut in (True, False))
+    if not parts or (others and not shared):
+        return others
+    ends = [tensor.rows for tensor in parts if tensor.rows is not None]
     rows = replace(ends[0], stop=ends[-1].stop)
-    return replace(tensors[0], rows=None if rows.stop - rows.start == rows.size else rows, padded=0)
+    return (replace(parts[0], rows=None if rows.stop - rows.start == rows.size else rows, padded=0),)
 
 
 def cut_ffn(names: Sequence[str], neurons: int, of_expert: int, n_experts: int) -> dict[str, tuple[SourceTensor, ...]]:

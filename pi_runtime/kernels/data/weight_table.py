@@ -16,7 +16,7 @@ from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.layer_classes import layer_classes
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer, Manifest
-from pi_runtime.artifact.sizes import ALL_MATRICES, APART, SHARED, scales_name
+from pi_runtime.artifact.sizes import ALL_MATRICES, APART, SHARED, WHOLE, layer_layouts, scales_name
 from pi_runtime.kernels.codegen.indirect_calls import record_dtype
 
 
@@ -81,6 +81,11 @@ class LayerRecord:
     beside_norm: Annotated[int, "ffn/beside_norm"]
     beside_out_norm: Annotated[int, "ffn/beside_out_norm"]
     experts_out_norm: Annotated[int, "ffn/experts_out_norm"]
+    embedding_gate: Annotated[int, "ffn/embedding_gate"]
+    embedding_gate_scales: Annotated[int, "ffn/embedding_gate_scales"]
+    embedding_out: Annotated[int, "ffn/embedding_out"]
+    embedding_out_scales: Annotated[int, "ffn/embedding_out_scales"]
+    embedding_norm: Annotated[int, "ffn/embedding_norm/weight"]
     block_scale: Annotated[int, "ffn/block_scale"]
     experts_in: Annotated[int, "ffn/experts_in"]
     experts_in_scales: Annotated[int, "ffn/experts_in_scales"]
@@ -112,6 +117,8 @@ class LayerRecord:
     beside_first_format: int
     beside_up_format: int
     beside_down_format: int
+    embedding_gate_format: int
+    embedding_out_format: int
     experts_in_format: int
     experts_out_format: int
     first_format: int
@@ -120,8 +127,6 @@ class LayerRecord:
     down_format: int
     inputs_format: int
     """The one that inputs of the FFN are prepared for: a block format where any of its matrices has one."""
-    own_ff: int
-    """Neurons of the expert where they are not F, else 0."""
     dense: int
     """1: the rung counts every neuron as kept."""
     picks: int
@@ -137,11 +142,14 @@ class LayerRecord:
     rest_slots: int
     recurrence: int
     """The code of what stands in attention's place; 0: nothing does."""
-    has_ffn: int
+    d_ff: int
+    """Neurons of an expert; 0 without an FFN."""
     qkv_width: int
     mixed_width: int
     gate_width: int
     kv_heads: int
+    made_heads: int
+    """Of these heads those that the layer makes: all, or none where it reads the keys and values of another."""
     keys_as_values: int
     head_dim: int
     cached_width: int
@@ -158,7 +166,8 @@ class LayerRecord:
     page_class: int
     """Number of the class of layers that it belongs to."""
     page_layer: int
-    """Number of the layer among those of its class."""
+    """Number of the layer among those of its class, or of that whose keys and values it reads."""
+    layer: int
 
 
 ARRAYS = {field: kind.__metadata__[0] for field, kind in LayerRecord.__annotations__.items() if get_origin(kind)}
@@ -180,6 +189,8 @@ class KernelConfig(NamedTuple):
 
     d_model: int
     d_embedding: int
+    layer_embedding: int
+    n_layers: int
     heads: int
     head_dim: int
     latent_rank: int
@@ -248,6 +259,10 @@ class Ends(NamedTuple):
     norm: int
     """0 where there is no norm before the head."""
     norm_bias: int
+    layer_embedding: int
+    """0 where layers have none."""
+    layer_embedding_in: int
+    layer_embedding_norm: int
     embedding_norm: int
     """0 where there is none."""
     embedding_norm_bias: int
@@ -256,6 +271,8 @@ class Ends(NamedTuple):
     head: int
     head_bias: int
     embedding_scales: int
+    layer_embedding_scales: int
+    layer_embedding_in_scales: int
     positions_scales: int
     embedding_in_scales: int
     embedding_out_scales: int
@@ -332,12 +349,13 @@ def table_of(artifact: StoredArrays, mode: str, rows_at: RowsAt | None = None) -
     """
     m = artifact.manifest
     table_LX = np.zeros((len(m.layers), m.decoder.n_experts), LAYER)
-    for n, layer in enumerate(m.layers):
-        settings = settings_of(m.decoder, layer, mode) | _facts_of(m.decoder, n) | formats_of(m.formats, n)
+    layouts = layer_layouts(m.ffn_layout, (layer.rung for layer in m.layers))
+    for n, (layer, layout) in enumerate(zip(m.layers, layouts, strict=True)):
+        settings = settings_of(m.decoder, layer, mode) | _facts_of(m.decoder, n, layout) | formats_of(m.formats, n)
         own = m.decoder.of_layer(n)
         fill(table_LX[n], settings, partial(_address, artifact, f"layers/{n}/", alike=own.experts_alike))
         if own.experts_alike < own.n_experts:
-            for field, value in (formats_of(m.formats, n, shared=True) | {"own_ff": own.last_ff}).items():
+            for field, value in (formats_of(m.formats, n, shared=True) | {"d_ff": own.last_ff}).items():
                 table_LX[field][n, -1] = value
         if rows_at is not None:
             _point_to_rows(table_LX[n], partial(rows_at, n))
@@ -354,19 +372,20 @@ def _point_to_rows(w_X: LayerRecords, rows_at: Callable[[str], Sequence[tuple[in
             w_X[f"{field}_slots"][: len(place_X)] = [slots for _, slots in place_X]
 
 
-def _facts_of(d: Decoder, layer: int) -> dict[str, int]:
-    """The facts of a decoder in which its layers differ."""
-    own = d.of_layer(layer)
-    places = ((kind, of.layers.index(layer)) for kind, of in enumerate(layer_classes(d, "f32")) if layer in of.layers)
+def _facts_of(d: Decoder, layer: int, layout: str) -> dict[str, int]:
+    """The facts of a decoder in which its layers differ; the layout is that of the layer's FFN."""
+    own, keys = d.of_layer(layer), d.keys_of(layer)
+    places = ((kind, of.layers.index(keys)) for kind, of in enumerate(layer_classes(d, "f32")) if keys in of.layers)
     kind, place = next(places, (0, 0))
     shared = own.experts_shared or int(own.n_experts < d.n_experts)  # a dense FFN stands for the last expert
     return {
         "recurrence": CODES[own.recurrence],
-        "has_ffn": int(own.has_ffn),
+        "d_ff": own.whole_ff if layout == WHOLE else own.d_ff,
         "qkv_width": own.qkv_width,
         "mixed_width": own.mixed_width,
         "gate_width": own.gate_width,
         "kv_heads": own.n_kv_heads,
+        "made_heads": 0 if own.shares_keys else own.n_kv_heads,
         "keys_as_values": int(own.keys_as_values),
         "head_dim": own.head_dim,
         "cached_width": own.cached_width,
@@ -375,9 +394,9 @@ def _facts_of(d: Decoder, layer: int) -> dict[str, int]:
         "second_angles": int(layer in d.windowed_layers and d.windowed_frequencies != ()),
         "experts_shared": shared,
         "experts_chosen": own.experts_per_token - shared,
-        "own_ff": own.d_ff if own.d_ff != d.d_ff else 0,
         "page_class": kind,
         "page_layer": place,
+        "layer": layer,
     }
 
 

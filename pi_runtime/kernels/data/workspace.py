@@ -29,6 +29,10 @@ class Workspace(NamedTuple):
     """The residual beside the FFN, where its sum is normed alone and its input is another."""
     beside_TF: Floats
     """Factors of the FFN beside the experts, and behind them its products with `up`."""
+    layer_embedding_TP: Floats
+    """What a layer reads of the layers' embedding, and behind it what is multiplied by that."""
+    token_row: Floats
+    """A part of a row of that embedding, from where a group of columns begins."""
     narrow_TL: Floats
     """What experts read, where they are narrower than the model."""
     narrow_sum_TL: Floats

@@ -138,13 +138,13 @@ class CompletionChunk(Chunk):
 def completion_request(body: CompletionRequest, served: Served) -> Prompt:
     """Make the engine's prompt of a request for completions. Raises ApiError for what is wrong."""
     served.check_name(body.model)
-    is_one = not isinstance(body.prompt, list) or any(isinstance(part, int) for part in body.prompt)
-    count = body.count(served, 1 if is_one else len(body.prompt or ()))
+    given = body.prompt if isinstance(body.prompt, list) else [0]
+    count = body.count(served, 1 if any(isinstance(part, int) for part in given) else len(given))
     prompts = prompts_of(body.prompt)
     if body.suffix:
         if not isinstance(body.prompt, str):
             raise invalid("suffix", "allowed only with a prompt that is one text")
-        prompts = {"prompt": fill_in(served, body.prompt, body.suffix, "suffix")}
+        prompts = {"prompt": [*fill_in(served, body.prompt, body.suffix, "suffix")]}
     if body.best_of not in {None, count}:
         raise invalid("best_of", f"not supported: answers are not compared; only {count}, the value of n")
     most = served.most_tokens(body.most_tokens, DEFAULT_TOKENS)

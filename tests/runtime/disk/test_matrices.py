@@ -1,6 +1,7 @@
 """Whole matrices that come from disk give the bits of a run in memory, in any formats, budget and company."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,10 +31,19 @@ PIECES = {
 MIXED = {"layers/1/ffn/up": "q4_k", "layers/3/ffn/down": "q4_k", "layers/4/ffn/first": "q5_k"}
 
 
-def artifact(folder: Path, fmt: str, experts: int, matrices: dict[str, str] | None = None, d_ff: int = 512) -> Path:
-    shape = {"d_model": 256, "n_heads": 4, "n_kv_heads": 4, "head_dim": 64, "d_ff": d_ff, "n_layers": LAYERS}
+def artifact(
+    folder: Path, fmt: str, experts: int, matrices: dict[str, str] | None = None, d_ff: int = 512, **facts: Any
+) -> Path:
+    shape: dict[str, Any] = {
+        "d_model": 256,
+        "n_heads": 4,
+        "n_kv_heads": 4,
+        "head_dim": 64,
+        "d_ff": d_ff,
+        "n_layers": LAYERS,
+    }
     routed = {"n_experts": experts, "experts_per_token": min(2, experts)}
-    decoder = small_decoder(**shape, **routed, activation="silu", context_length=CONTEXT)
+    decoder = small_decoder(**shape, **routed, activation="silu", context_length=CONTEXT, **facts)
     return random_artifact(
         folder / "model.pi", decoder, format=fmt, matrices=matrices, seed=3, scale=3.0, ffn_layout="matrices",
         layers=(Layer(rung="dense"),) * LAYERS, text=Text(prefix_ids=(), end_ids=()),
@@ -115,6 +125,19 @@ def test_what_every_token_needs_stays(tmp_path: Path, kind: str, fmt: str) -> No
         with within(path, budget, threads, CONTEXT) as model:
             slots = rows_of(model).plan.slots
             assert rows_of(model).are_in_memory == (budget == "all") == (slots == count)
+            for found, wanted in zip(outputs(model), expected, strict=True):
+                np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("fmt", ["q4_k", "f16"])
+def test_bits_of_layers_of_two_widths_with_an_embedding_of_each(tmp_path: Path, fmt: str) -> None:
+    windows: dict[str, Any] = {"window": 40, "windowed_layers": (0, 2, 6)}
+    keys: dict[str, Any] = {"shared_key_layers": (6, 7), "narrow_ff": 256, "layer_embedding": 256}
+    path = artifact(tmp_path, fmt, 1, block="sandwich", tied_head=True, **windows, **keys)
+    with within(path, None, context=CONTEXT) as model:
+        expected = outputs(model)
+    for budget, threads in (("least", 1), ("half", 2)):
+        with within(path, budget, threads, CONTEXT) as model:
             for found, wanted in zip(outputs(model), expected, strict=True):
                 np.testing.assert_array_equal(found, wanted)
 

@@ -138,7 +138,7 @@ OTHERWISE = {
     **dict.fromkeys(("qwen3", "olmo2-biases", "arcee-biases"), "llama.cpp has no bias of attention's output there"),
 }
 """Cases that llama.cpp refuses, or computes otherwise than transformers, as which they are read."""
-LOOSE = dict.fromkeys(("gemma3-linear", "gemma3-six", "gemma4-six"), 2e-2)
+LOOSE = dict.fromkeys(("gemma3-linear", "gemma3-six", "gemma4-six", "gemma4-e", "gemma4-e-narrow"), 2e-2)
 """Tolerance where llama.cpp's table of GELU, in binary16, is seen: a cap leaves little of the logits."""
 
 
@@ -200,7 +200,8 @@ def made(case: str, folder: Path, sizes: Mapping[str, Any] = MappingProxyType({}
     usual = {key: value for key, value in USUAL.items() if key in fields or (key == "activation" and "falcon" in case)}
     # More rows than words: some tokenizers add words of their own. The converter cuts those of Gemma 3 off.
     rows = words + (len(tokenizer["added_tokens"]) if case.startswith("gemma") else 9)
-    changes = {"vocab_size": rows, **usual, **CHANGES.get(case, {}), **sizes}
+    own = dict.fromkeys({"vocab_size", "vocab_size_per_layer_input"} & {"vocab_size", *fields}, rows)
+    changes = {**own, **usual, **CHANGES.get(case, {}), **sizes}
     model = random_checkpoint(folder, case, tokenizer=False, sizes=changes)
     if case == "falcon-7b":
         edit_json(folder / "config.json", num_kv_heads=1)
