@@ -17,9 +17,11 @@ import torch.nn.functional as F  # noqa: N812  its usual name
 
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.errors import CorpusError
-from pi_runtime.artifact.decoder import CLAMP, LATENT_EPS, LENGTH_EPS, SWIGLU_SLOPE, Decoder, query_factors
+from pi_runtime.artifact.buffers import query_factors
+from pi_runtime.artifact.decoder import CLAMP, LATENT_EPS, LENGTH_EPS, SWIGLU_SLOPE, Decoder
 from pi_runtime.artifact.features import refuse_lacking
 from pi_runtime.artifact.guess_head import PREFIX
+from pi_runtime.artifact.sizes import SHARED
 from pi_runtime.errors import DoesNotFitError
 
 Tensor = torch.Tensor
@@ -111,7 +113,7 @@ def layers(
                 states[batch] = x_BTD + attention(own, w, normed, on_input)
                 continue
             residual, inputs = before_ffn(own, w, x_BTD, on_input, kept)
-            h = neurons(d, w, inputs)
+            h = neurons(own, w, inputs)
             if on_ffn is not None:
                 h = on_ffn(layer, batch, w, inputs, h)
             left = after_ffn(d, w, residual, ffn_output(w, h), rows[..., layer * p : (layer + 1) * p])
@@ -125,7 +127,11 @@ def _by_neuron(w: NamedTensors) -> NamedTensors:
         return w
     up, d_ff = [w["ffn/up"]] if "ffn/up" in w else [], w["ffn/down"].shape[1]
     down = w["ffn/down"].reshape(len(w["ffn/first"]) // d_ff, -1, d_ff).mT.reshape(len(w["ffn/first"]), -1)
-    return {**w, "ffn/rest": torch.stack([*up, down], 1)}
+    found = {**w, "ffn/rest": torch.stack([*up, down], 1)}
+    if "ffn/shared_down" in w:
+        last = _by_neuron({name: w[shared] for shared, name in SHARED.items() if shared in w})
+        found |= {name: torch.cat([found[name], last[name]]) for name in ("ffn/first", "ffn/rest")}
+    return found
 
 
 def norm(d: Decoder, w: NamedTensors, name: str, x: Tensor) -> Tensor:
@@ -239,14 +245,16 @@ def neurons(d: Decoder, w: NamedTensors, x: Tensor, threshold: float = 0.0) -> T
     """
     if d.n_experts == 1:
         return _expert_neurons(d, w, x, threshold)
-    x_ND, expert_w_X = x.flatten(0, -2), _split_by_expert(w, d.n_experts)
+    widths = [d.d_ff] * d.experts_alike + [d.last_ff] * (d.n_experts - d.experts_alike)
+    x_ND, expert_w_X = x.flatten(0, -2), _split_by_expert(w, widths)
     taken, inputs_ND = _taken(d, w, x_ND), x_ND[:, : d.neuron_width]
-    h_NXF = x.new_zeros(len(x_ND), d.n_experts, d.d_ff)
+    h_NF = x.new_zeros(len(x_ND), sum(widths))
     for e, tokens, weight in tokens_by_expert(*taken, d.n_experts):
         if not len(tokens):  # autograd takes saved tensors without values for one another
             continue
-        h_NXF[tokens, e] = _expert_neurons(d, expert_w_X[e], inputs_ND[tokens], threshold) * weight
-    return h_NXF.view(*x.shape[:-1], d.neurons)
+        own = slice(e * d.d_ff, e * d.d_ff + widths[e])
+        h_NF[tokens, own] = _expert_neurons(d, expert_w_X[e], inputs_ND[tokens], threshold) * weight
+    return h_NF.view(*x.shape[:-1], -1)
 
 
 def tokens_by_expert(taken_NK: Tensor, weight_NK: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -256,10 +264,10 @@ def tokens_by_expert(taken_NK: Tensor, weight_NK: Tensor, experts: int) -> Itera
         yield e, tokens, weight_NK[tokens, k, None]
 
 
-def _split_by_expert(w: NamedTensors, experts: int) -> list[NamedTensors]:
+def _split_by_expert(w: NamedTensors, widths: list[int]) -> list[NamedTensors]:
     """The weights of each expert's neurons."""
     names = [name for name in ("ffn/first", "ffn/first_bias", "ffn/up_bias", "ffn/rest") if name in w]
-    chunks = (w[name].chunk(experts) for name in names)
+    chunks = (torch.split(w[name], widths) for name in names)
     return [dict(zip(names, expert_w, strict=True)) for expert_w in zip(*chunks, strict=True)]
 
 

@@ -151,6 +151,24 @@ def rotary_tables(d: Decoder, positions: int) -> dict[str, Buffer]:
     return dict.fromkeys(("cos_SJ", "sin_SJ"), Buffer((rows, angles)))
 
 
+def rotary_table(decoder: Decoder, length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """cos and sin (length, J) of the angles position · frequency_j, times `rotary_scale`.
+
+    The angles are float32, as in transformers; cos and sin are rounded from 64 bits, because NumPy's in 32 depend on
+    the processor. J = 0 where positions are learned.
+    """
+    frequency_J = np.array(decoder.rotary_frequencies, np.float32)
+    angles = np.outer(np.arange(length, dtype=np.float32), frequency_J).astype(np.float64)
+    scale = np.float32(decoder.rotary_scale)
+    return np.cos(angles).astype(np.float32) * scale, np.sin(angles).astype(np.float32) * scale
+
+
+def query_factors(decoder: Decoder, length: int) -> npt.NDArray[np.float32]:
+    """(length,): scale · (1 + growth · ln(1 + ⌊position / period⌋)), the factors of queries; rounded from 64 bits."""
+    turns = np.arange(length) // max(1, decoder.query_period)
+    return (decoder.score_scale * (1 + decoder.query_growth * np.log1p(turns))).astype(np.float32)
+
+
 def narrow_width(d: Decoder) -> int:
     """Width of an embedding that is not as wide as the model, else 0."""
     return d.d_embedding if d.d_embedding != d.d_model else 0
@@ -168,8 +186,10 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
     packed = cache in CACHE_FORMATS and CACHE_FORMATS[cache].numbers.quantised
     widest = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank, d.beside_ff, d.layer_embedding)
     places = chunk_places(d.d_ff)
+    routed = (d.n_experts + d.shared_gate) * (2 if d.router_choice_bias or d.router_groups > 1 else 1)
     # A product with `down` has the factors of all neurons as its input.
-    low = rank if layout == BY_NEURON else max(rank, d.d_ff)
+    low = rank if layout == BY_NEURON else max(rank, d.widest_ff)
+    factors = Buffer((CHUNKS, t, chunk_places(d.widest_ff)))
     return {
         "x_TD": Buffer((t, d.d_model)),
         "normed_TD": Buffer((t, d.d_model)),
@@ -187,9 +207,7 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "latent_TQ": Buffer((t, latents * d.cached_width)),
         "latent_inputs": Buffer((min(CHUNKS, latents) * t * input_nbytes(max(d.head_dim, d.latent_rank)),), "uint8"),
         "mixed_TQ": Buffer((t, mixed)),
-        "router_TX": Buffer(
-            (t, (d.n_experts + d.shared_gate) * (2 if d.router_choice_bias or d.router_groups > 1 else 1))
-        ),
+        "router_TX": Buffer((t, routed)),
         "expert_TK": Buffer((t, d.most_experts), "int64", fill=0),
         "route_weight_TK": Buffer((t, d.most_experts), fill=1),
         "token_T": Buffer((t,), "int64"),
@@ -205,8 +223,8 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "score_TF": Buffer((t, d.d_ff)),
         "list_CK": Buffer((CHUNKS, places), "int64"),
         "count_C": Buffer((CHUNKS,), "int64"),
-        "h_CTK": Buffer((CHUNKS, t, places)),
-        "up_CTK": Buffer((CHUNKS, t, places)),
+        "h_CTK": factors,
+        "up_CTK": factors,
         "scored_T": Buffer((t,), "int64"),
         "asking_T": Buffer((t,), "int64"),
         "tally_CT3": Buffer((CHUNKS, t, 3), "int64"),

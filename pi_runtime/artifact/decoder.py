@@ -49,9 +49,6 @@ from math import inf
 from types import MappingProxyType
 from typing import Any, Self
 
-import numpy as np
-import numpy.typing as npt
-
 BLOCKS = ("sequential", "parallel", "post-norm", "reordered", "sandwich")
 SPARSE_ACTIVATIONS = ("relu", "relu2", "drelu")
 GATED_ACTIVATIONS = ("drelu", "clamped_swiglu")
@@ -266,13 +263,17 @@ class Facts:
         bodies=WITHOUT_GPU,
     )
     dense_layers: tuple[int, ...] = fact(
-        "layers whose FFN is dense. It is cut into experts, the last ones, which every token takes; what is left of "
-        "these, and all experts before them, are zeros",
+        "layers whose FFN is dense: cut into experts, the last ones, unless there is `last_ff`",
         LAYERS, Rule("without `ffn_bias`", lambda d: not d.ffn_bias), NOT_EARLY, of="dense_ff", bodies=WITHOUT_GPU,
     )
     dense_ff: int = fact(
         "neurons of a dense layer's FFN", COUNT,
         Rule("up to X · F, with several experts", lambda d: d.dense_experts <= d.n_experts > 1), of="dense_layers",
+    )
+    last_ff: int = fact(
+        "neurons of the last expert, in the layout `matrices`: the shared one, if any is",
+        COUNT, Rule("with one shared expert at most", lambda d: d.experts_shared <= 1),
+        Rule("without `ffn_bias`", lambda d: not d.ffn_bias), of="n_experts", bodies=WITHOUT_GPU,
     )
     expert_width: int = fact(
         "numbers that experts read and make, between two matrices; 0 for D", COUNT,
@@ -469,6 +470,19 @@ class Decoder(Facts):
         router, heads or an FFN, and without facts of attention where a recurrence stands in its place."""
         return replace(self, **_differences(self, layer))
 
+    def uncut(self) -> Self:
+        """The same with what every token takes, shared experts or a dense layer's FFN, in one piece."""
+        if not (self.experts_shared or self.dense_layers) or self.last_ff:
+            return self
+        less = max(0, self.experts_shared - 1)
+        return replace(
+            self,
+            n_experts=self.n_experts - less,
+            experts_per_token=self.experts_per_token - less,
+            experts_shared=self.experts_shared - less,
+            last_ff=(1 + less) * self.d_ff,
+        )
+
     def problems(self) -> Iterator[str]:
         """Yield values that no model has; where all are possible, those that contradict others. Names stand first."""
         value, every = vars(self), facts().items()
@@ -617,7 +631,22 @@ class Decoder(Facts):
     @property
     def dense_experts(self) -> int:
         """Experts that a dense layer's FFN is made of."""
-        return -(-self.dense_ff // self.d_ff)
+        return 1 if self.last_ff else -(-self.dense_ff // self.d_ff)
+
+    @property
+    def uncut_layers(self) -> tuple[int, ...]:
+        """Dense layers with an FFN in one piece, beside layers of experts."""
+        return self.dense_layers if self.last_ff else ()
+
+    @property
+    def experts_alike(self) -> int:
+        """Experts of F neurons, whose matrices lie in the same arrays."""
+        return self.experts_routed if self.last_ff else self.n_experts
+
+    @property
+    def widest_ff(self) -> int:
+        """Neurons of the expert that has most."""
+        return max(self.d_ff, self.last_ff, self.dense_ff if self.last_ff else 0)
 
     @property
     def most_experts(self) -> int:
@@ -647,7 +676,9 @@ def _differences(d: Decoder, layer: int) -> dict[str, Any]:
         found |= {"keys_as_values": False, "v_norm": False}
     if layer in d.unrotated_layers:
         found["rotary_frequencies"] = ()
-    if layer in d.dense_layers:
+    if layer in d.uncut_layers:
+        found |= {"n_experts": 1, "experts_per_token": 1, "experts_shared": 0, "d_ff": d.dense_ff, "last_ff": 0}
+    elif layer in d.dense_layers:
         found |= dict.fromkeys(("experts_per_token", "experts_shared"), d.dense_experts)
     if layer in d.mixer_only_layers:
         found["d_ff"] = 0
@@ -660,21 +691,3 @@ _NO_ATTENTION = dict.fromkeys(
     ("qkv_bias", "out_bias", "qk_norm", "v_norm", "keys_as_values", "output_gate", "attention_sinks"), False
 )
 """Facts that a layer lacks in which a recurrence stands in attention's place."""
-
-
-def rotary_table(decoder: Decoder, length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """cos and sin (length, J) of the angles position · frequency_j, times `rotary_scale`.
-
-    The angles are float32, as in transformers; cos and sin are rounded from 64 bits, because NumPy's in 32 depend on
-    the processor. J = 0 where positions are learned.
-    """
-    frequency_J = np.array(decoder.rotary_frequencies, np.float32)
-    angles = np.outer(np.arange(length, dtype=np.float32), frequency_J).astype(np.float64)
-    scale = np.float32(decoder.rotary_scale)
-    return np.cos(angles).astype(np.float32) * scale, np.sin(angles).astype(np.float32) * scale
-
-
-def query_factors(decoder: Decoder, length: int) -> npt.NDArray[np.float32]:
-    """(length,): scale · (1 + growth · ln(1 + ⌊position / period⌋)), the factors of queries; rounded from 64 bits."""
-    turns = np.arange(length) // max(1, decoder.query_period)
-    return (decoder.score_scale * (1 + decoder.query_growth * np.log1p(turns))).astype(np.float32)

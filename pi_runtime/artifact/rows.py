@@ -7,6 +7,7 @@ of a long prompt and a sixteenth for rows that are staged, and the rest holds ro
 """
 
 from dataclasses import dataclass
+from itertools import product
 
 from pi_runtime.artifact.buffers import cpu_workspace, rotary_tables, table_bytes
 from pi_runtime.artifact.decoder import Decoder
@@ -95,16 +96,25 @@ def useful_budgets(manifest: Manifest, fixed: int) -> tuple[int, int]:
     embedding = embedding_on_disk_nbytes(d, manifest.formats["embedding"])
     if manifest.ffn_layout == WHOLE:
         unit = unit_nbytes(manifest)
-        return fixed + UNITS * unit, fixed + d.n_layers * d.n_experts * unit + embedding
+        return fixed + UNITS * unit, fixed + len(units(manifest)) * unit + embedding
     least = fixed + least_row_buffers(d, both)
     return least, least + all_rows(d, both) + embedding
 
 
 def unit_matrices(manifest: Manifest, layer: int) -> dict[str, tuple[str, int]]:
-    """The whole matrices of a layer's FFN: (name of the array, bytes that one expert has of it) of each."""
-    arrays, experts = manifest.arrays, manifest.decoder.n_experts
+    """The whole matrices of a layer's FFN that are read when they are needed: (name of the array, bytes that one expert
+    has of it) of each. Those of a dense layer beside layers of experts, which every token needs, stay in memory."""
+    arrays, d = manifest.arrays, manifest.decoder
+    if layer in d.uncut_layers:
+        return {}
     found = {name: f"layers/{layer}/ffn/{name}" for name in ("first", "up", "down")}
-    return {name: (full, arrays[full].nbytes // experts) for name, full in found.items() if full in arrays}
+    return {name: (full, arrays[full].nbytes // d.experts_alike) for name, full in found.items() if full in arrays}
+
+
+def units(manifest: Manifest) -> list[tuple[int, int]]:
+    """(Layer, expert) of each unit of whole matrices."""
+    layers = [n for n in range(manifest.decoder.n_layers) if unit_matrices(manifest, n)]
+    return list(product(layers, range(manifest.decoder.experts_alike)))
 
 
 def unit_nbytes(manifest: Manifest) -> int:

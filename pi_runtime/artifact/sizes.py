@@ -31,6 +31,8 @@ rows of `rest` a neuron, R predictor rank.
     layers/N/ffn/rest [F, k, D]                 …/up_bias [F]         …/down_bias [D], or …/expert_bias [X, D]
     layers/N/ffn/up [F, D]   …/down [X·D, F / X]   in place of `rest` in the layout `matrices`; `up` only where it is
     gated; `down` has D rows an expert
+    layers/N/ffn/shared_first [S, D]   …/shared_up [S, D]   …/shared_down [D, S]   of a shared expert of S neurons,
+    which the arrays above then lack; those of a dense layer have its own neurons, as if they were one expert's
     layers/N/ffn/beside_first [B, D]   …/beside_up [B, D]   …/beside_down [D, B]   …/beside_norm [D]
     …/beside_out_norm [D]   …/experts_out_norm [D]   of another FFN beside the experts; `beside_up` only where it is
     gated, and its norms only in a sandwich block
@@ -49,7 +51,7 @@ by NAME_scales […, ⌈D / 32⌉], or […, 2, ⌈D / 32⌉] with its blocks' m
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Self
 
@@ -64,6 +66,8 @@ mixed: as matrices where the layer's rung is dense, else by neuron."""
 PARTS = ("embedding", "attention", "ffn", "head", "predictor")
 BESIDE = ("ffn/beside_first", "ffn/beside_up", "ffn/beside_down")
 """Matrices of an FFN beside the experts."""
+SHARED = {f"ffn/shared_{name}": f"ffn/{name}" for name in ("first", "up", "down")}
+"""Matrices of a shared expert of its own width, and those of the others."""
 NARROWING = ("ffn/experts_in", "ffn/experts_out")
 """Matrices between the model's width and that of the experts."""
 OF_EMBEDDING = ("ffn/embedding_gate", "ffn/embedding_out")
@@ -74,7 +78,7 @@ _EVERY_LAYOUT = {
 }
 MATRICES = {
     BY_NEURON: {**_EVERY_LAYOUT, **dict.fromkeys(("ffn/first", "ffn/rest"), "ffn")},
-    WHOLE: {**_EVERY_LAYOUT, **dict.fromkeys(("ffn/first", "ffn/up", "ffn/down"), "ffn")},
+    WHOLE: {**_EVERY_LAYOUT, **dict.fromkeys((*SHARED.values(), *SHARED), "ffn")},
 }
 """For each layout the matrices of a layer that may have a format of their own, and their parts."""
 ALL_MATRICES = MATRICES[BY_NEURON] | MATRICES[WHOLE]
@@ -307,7 +311,7 @@ def _beside_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
 
 
 def _ffn_matrices(d: Decoder, fmt: str, layout: str) -> Iterator[tuple[str, ArraySpec]]:
-    whole = d.n_experts * d.whole_ff, d.neuron_width
+    whole = d.experts_alike * d.whole_ff, d.neuron_width
     by_neuron = (d.neurons, d.neuron_width) if layout == BY_NEURON else whole
     yield "ffn/first", ArraySpec(fmt, by_neuron)
     if d.inner_norms:
@@ -317,7 +321,10 @@ def _ffn_matrices(d: Decoder, fmt: str, layout: str) -> Iterator[tuple[str, Arra
         return
     if d.ffn == "gated":
         yield "ffn/up", ArraySpec(fmt, by_neuron)
-    yield "ffn/down", ArraySpec(fmt, (d.n_experts * d.neuron_width, d.whole_ff))
+    yield "ffn/down", ArraySpec(fmt, (d.experts_alike * d.neuron_width, d.whole_ff))
+    if d.experts_alike < d.n_experts:
+        one = replace(d, n_experts=1, d_ff=d.last_ff, last_ff=0)
+        yield from ((name.replace("ffn/", "ffn/shared_"), spec) for name, spec in _ffn_matrices(one, fmt, layout))
 
 
 def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
@@ -373,8 +380,6 @@ def active_parameters(d: Decoder) -> int:
 
 
 def parameters(d: Decoder) -> int:
-    """Number of weights of a model, norms and biases included, and without the zeros of dense layers."""
-    specs = array_specs(d, dict.fromkeys(PARTS, "f32"), [None] * d.n_layers, profiled=False)
-    zeros = len(d.dense_layers) * (d.neurons - d.dense_ff) + sum(d.d_ff - d.of_layer(n).whole_ff for n in d.ffn_layers)
-    zeros *= d.d_model * (3 if d.ffn == "gated" else 2)
-    return sum(prod(spec.shape) for spec in specs.values()) - zeros
+    """Number of weights of a model, norms and biases included."""
+    specs = array_specs(d.uncut(), dict.fromkeys(PARTS, "f32"), [None] * d.n_layers, profiled=False, layout=WHOLE)
+    return sum(prod(spec.shape) for spec in specs.values())

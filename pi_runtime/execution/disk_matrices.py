@@ -23,7 +23,7 @@ from pi_runtime.execution.pages import Allowance
 from pi_runtime.execution.rows import Piece
 from pi_runtime.kernels.codegen.threads import advance_progress
 from pi_runtime.kernels.ffn import steps
-from pi_runtime.kernels.ffn.memory import tokens_by_expert, tokens_of, whole_batch
+from pi_runtime.kernels.ffn.memory import READ, tokens_by_expert, tokens_of, whole_batch
 
 
 class DiskMatrices(PartlyOnDisk):
@@ -35,19 +35,23 @@ class DiskMatrices(PartlyOnDisk):
         store.fill(host.table_LX)
 
     @contextmanager
+    def step(self) -> Iterator[None]:
+        """Within it matrices are asked for; each step, with prompts too, makes earlier uses count less."""
+        with super().step():
+            yield
+        self.store.heat.age()
+
+    @contextmanager
     def decoding(self, tokens: int) -> Iterator[None]:
         """Count what a step with a few tokens that select takes; matrices count as their neurons."""
         before, began = self._counted(), time.perf_counter()
         yield
-        found = self._counted() - before
-        self.store.heat.age()
-        there = len(self.whole_L) * self.host.cfg.experts_per_token * self.are_in_memory
-        hits, misses = (self.host.cfg.d_ff * n for n in (found.hits + there, found.misses))
-        self.disk += replace(found, tokens=tokens, seconds=time.perf_counter() - began, hits=hits, misses=misses)
+        found, asked = self._counted() - before, int(self.host.workspace.counts_LT3[:, :tokens, READ].sum())
+        self.disk += replace(found, tokens=tokens, seconds=time.perf_counter() - began, hits=asked - found.misses)
 
     def _counted(self) -> DiskStats:
-        s = self.store
-        return DiskStats(0, 0.0, self.reader.seconds_waited, s.hits, s.misses, self.reader.bytes_read)
+        misses = self.store.misses * self.host.cfg.d_ff
+        return DiskStats(0, 0.0, self.reader.seconds_waited, 0, misses, self.reader.bytes_read)
 
     def ffn(self, layer: int) -> None:
         """x ← x + the FFN, expert by expert as they come."""

@@ -13,7 +13,8 @@ from dataclasses import replace
 import numba
 import numpy as np
 
-from pi_runtime.artifact.decoder import Decoder, rotary_table
+from pi_runtime.artifact.buffers import rotary_table
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import BLOCK_TOKENS, CHUNKS, attention_floats, input_nbytes
 from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.guess_head import PREFIX, GuessHead, block_of

@@ -10,8 +10,8 @@ from functools import cached_property
 
 import numpy as np
 
-from pi_runtime.artifact.buffers import rotary_tables
-from pi_runtime.artifact.decoder import Decoder, rotary_table
+from pi_runtime.artifact.buffers import rotary_table, rotary_tables
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
 from pi_runtime.errors import ClosedError
 from pi_runtime.execution.executor import Ints, SequenceResult, SequenceStep

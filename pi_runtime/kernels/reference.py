@@ -14,14 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pi_runtime.artifact.buffers import query_factors, rotary_table
 from pi_runtime.artifact.decoder import (
     CLAMP,
     LATENT_EPS,
     LENGTH_EPS,
     SWIGLU_SLOPE,
     Decoder,
-    query_factors,
-    rotary_table,
 )
 from pi_runtime.artifact.features import refuse_lacking
 from pi_runtime.artifact.formats import BLOCK, FORMATS
@@ -284,12 +283,7 @@ def ffn(
     `entered_TD` is what a router reads that does not read x: what entered the block, or a norm of its own.
     """
     whole, input_TD, x_TD = "ffn/down" in w, x_TD, narrowed(w, x_TD)
-    z_TF = w.product("ffn/first", x_TD) + (w["ffn/first_bias"] if d.ffn_bias else np.float32(0))
-    h_TF = activate(d, z_TF, threshold)
-    if d.ffn == "gated":
-        up_TF = w.product("ffn/up", x_TD) if whole else w.product("ffn/rest", x_TD)[..., 0]
-        up_TF = up_TF + (w["ffn/up_bias"] if d.ffn_bias else np.float32(0))
-        h_TF = h_TF * (UPS[d.activation](up_TF) if d.activation in UPS else up_TF)
+    h_TF = _factors(d, w, x_TD, threshold)
     if active_TF is not None:
         h_TF = np.where(active_TF, h_TF, np.float32(0))
     if d.inner_norms:
@@ -297,8 +291,10 @@ def ffn(
     read_TD = entered_TD if (d.router_early or d.router_norm) and entered_TD is not None else input_TD
     route_weight_TX = routing(d, w, read_TD)
     if whole:
-        y_TXD = _by_head(w, "ffn/down", h_TF.reshape(len(h_TF), d.n_experts, -1))
-        y_TD = (y_TXD * route_weight_TX[..., None]).sum(1) if d.n_experts > 1 else y_TXD[:, 0]
+        y_TXD = _by_head(w, "ffn/down", h_TF.reshape(len(h_TF), d.experts_alike, -1))
+        y_TD = (y_TXD * route_weight_TX[:, : d.experts_alike, None]).sum(1) if d.n_experts > 1 else y_TXD[:, 0]
+        if d.experts_alike < d.n_experts:
+            y_TD += route_weight_TX[:, -1:] * w.product("ffn/shared_down", _factors(d, w, x_TD, threshold, "shared_"))
     else:
         h_TF = h_TF * np.repeat(route_weight_TX, d.d_ff, axis=1) if d.n_experts > 1 else h_TF
         y_TD = h_TF @ w["ffn/rest"][:, -1]
@@ -308,6 +304,17 @@ def ffn(
     if d.expert_bias:
         return y_TD + route_weight_TX @ w["ffn/expert_bias"]
     return y_TD + w["ffn/down_bias"] if d.ffn_bias else y_TD
+
+
+def _factors(d: Decoder, w: WeightSource, x_TD: F32, threshold: float, of: str = "") -> F32:
+    """h of each neuron, or of those of the shared expert where these are apart."""
+    z_TF = w.product(f"ffn/{of}first", x_TD) + (w["ffn/first_bias"] if d.ffn_bias else np.float32(0))
+    h_TF = activate(d, z_TF, threshold)
+    if d.ffn == "plain":
+        return h_TF
+    up_TF = w.product(f"ffn/{of}up", x_TD) if "ffn/down" in w else w.product("ffn/rest", x_TD)[..., 0]
+    up_TF = up_TF + (w["ffn/up_bias"] if d.ffn_bias else np.float32(0))
+    return h_TF * (UPS[d.activation](up_TF) if d.activation in UPS else up_TF)
 
 
 def rounded(x_TD: F32) -> F32:

@@ -16,7 +16,7 @@ from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.layer_classes import layer_classes
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer, Manifest
-from pi_runtime.artifact.sizes import ALL_MATRICES, APART, WHOLE, layer_layouts, scales_name
+from pi_runtime.artifact.sizes import ALL_MATRICES, APART, SHARED, WHOLE, layer_layouts, scales_name
 from pi_runtime.kernels.codegen.indirect_calls import record_dtype
 
 
@@ -125,6 +125,8 @@ class LayerRecord:
     rest_format: int
     up_format: int
     down_format: int
+    inputs_format: int
+    """The one that inputs of the FFN are prepared for: a block format where any of its matrices has one."""
     dense: int
     """1: the rung counts every neuron as kept."""
     picks: int
@@ -336,8 +338,8 @@ def ends_of(artifact: StoredArrays) -> Ends:
 
 
 RowsAt = Callable[[int, str], Sequence[tuple[int, int]] | None]
-"""(layer, array) → of each expert the address of its rows and that of their slots (0: they lie in order); None: they
-are where the array is."""
+"""(layer, array) → of each expert the address of its rows and that of their slots (0: they lie in order), without those
+behind the last that has them there; None: they are where the array is."""
 
 
 def table_of(artifact: StoredArrays, mode: str, rows_at: RowsAt | None = None) -> LayerRecords:
@@ -350,7 +352,11 @@ def table_of(artifact: StoredArrays, mode: str, rows_at: RowsAt | None = None) -
     layouts = layer_layouts(m.ffn_layout, (layer.rung for layer in m.layers))
     for n, (layer, layout) in enumerate(zip(m.layers, layouts, strict=True)):
         settings = settings_of(m.decoder, layer, mode) | _facts_of(m.decoder, n, layout) | formats_of(m.formats, n)
-        fill(table_LX[n], settings, partial(_address, artifact, f"layers/{n}/"))
+        own = m.decoder.of_layer(n)
+        fill(table_LX[n], settings, partial(_address, artifact, f"layers/{n}/", alike=own.experts_alike))
+        if own.experts_alike < own.n_experts:
+            for field, value in (formats_of(m.formats, n, shared=True) | {"d_ff": own.last_ff}).items():
+                table_LX[field][n, -1] = value
         if rows_at is not None:
             _point_to_rows(table_LX[n], partial(rows_at, n))
     return table_LX
@@ -361,9 +367,9 @@ def _point_to_rows(w_X: LayerRecords, rows_at: Callable[[str], Sequence[tuple[in
     for field, name in ARRAYS.items():
         if (place_X := rows_at(name)) is None:
             continue
-        w_X[field] = [address for address, _ in place_X]
+        w_X[field][: len(place_X)] = [address for address, _ in place_X]
         if f"{field}_slots" in LayerRecord.__annotations__:
-            w_X[f"{field}_slots"] = [slots for _, slots in place_X]
+            w_X[f"{field}_slots"][: len(place_X)] = [slots for _, slots in place_X]
 
 
 def _facts_of(d: Decoder, layer: int, layout: str) -> dict[str, int]:
@@ -371,6 +377,7 @@ def _facts_of(d: Decoder, layer: int, layout: str) -> dict[str, int]:
     own, keys = d.of_layer(layer), d.keys_of(layer)
     places = ((kind, of.layers.index(keys)) for kind, of in enumerate(layer_classes(d, "f32")) if keys in of.layers)
     kind, place = next(places, (0, 0))
+    shared = own.experts_shared or int(own.n_experts < d.n_experts)  # a dense FFN stands for the last expert
     return {
         "recurrence": CODES[own.recurrence],
         "d_ff": own.whole_ff if layout == WHOLE else own.d_ff,
@@ -385,8 +392,8 @@ def _facts_of(d: Decoder, layer: int, layout: str) -> dict[str, int]:
         "angles": own.rotary_dim // 2,
         "window": own.window,
         "second_angles": int(layer in d.windowed_layers and d.windowed_frequencies != ()),
-        "experts_shared": own.experts_shared,
-        "experts_chosen": own.experts_per_token - own.experts_shared,
+        "experts_shared": shared,
+        "experts_chosen": own.experts_per_token - shared,
         "page_class": kind,
         "page_layer": place,
         "layer": layer,
@@ -401,11 +408,16 @@ def fill(w_X: LayerRecords, settings: Mapping[str, int | np.float32], address_of
         w_X[field] = [address_of(name, expert) for expert in range(len(w_X))]
 
 
-def formats_of(formats: Mapping[str, str], layer: int) -> dict[str, int]:
-    """The fields of a layer's record that say which formats its matrices have."""
+def formats_of(formats: Mapping[str, str], layer: int, *, shared: bool = False) -> dict[str, int]:
+    """The fields of a layer's records that say which formats its matrices have; or those of a `shared` expert's own."""
     matrices = ALL_MATRICES | APART
     named = {name: formats.get(f"layers/{layer}/{name}", formats[part]) for name, part in matrices.items()}
-    return {f"{name.split('/')[1]}_format": FORMATS[fmt].code for name, fmt in named.items()}
+    inputs = [named[f"ffn/{name}"] for name in ("first", "rest", "up", "shared_first", "shared_up")]
+    prepared = next((fmt for fmt in inputs if FORMATS[fmt].quantised), inputs[0])
+    if shared:
+        named = {name: named[own] for own, name in SHARED.items()}
+    found = {f"{name.split('/')[1]}_format": fmt for name, fmt in named.items() if name not in SHARED}
+    return {field: FORMATS[fmt].code for field, fmt in (found | {"inputs_format": prepared}).items()}
 
 
 def settings_of(d: Decoder, layer: Layer, mode: str) -> dict[str, int | np.float32]:
@@ -421,9 +433,14 @@ def settings_of(d: Decoder, layer: Layer, mode: str) -> dict[str, int | np.float
     }
 
 
-def _address(artifact: StoredArrays, start: str, name: str, expert: int = 0) -> int:
-    """Address of an array, or of one expert's rows of it; 0 where there is none. Its name begins with `start`."""
+def _address(artifact: StoredArrays, start: str, name: str, expert: int = 0, alike: int = 1) -> int:
+    """Address of an array, or of one expert's rows of it, of which so many are `alike`; 0 where there is none. Its name
+    begins with `start`."""
+    own = name.startswith(EXPERT_ARRAYS) and name != "ffn/down_bias"
+    shared = f"{start}{name.replace('ffn/', 'ffn/shared_')}" if own and expert >= alike else ""
+    if shared in artifact.manifest.arrays:
+        return int(artifact.array(shared).ctypes.data)
     if start + name not in artifact.manifest.arrays:
         return 0
-    stored, own = artifact.array(start + name), name.startswith(EXPERT_ARRAYS) and name != "ffn/down_bias"
-    return int(stored.ctypes.data) + (expert * stored.nbytes // artifact.manifest.decoder.n_experts if own else 0)
+    stored = artifact.array(start + name)
+    return int(stored.ctypes.data) + (expert % alike * stored.nbytes // alike if own else 0)

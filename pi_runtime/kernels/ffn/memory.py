@@ -131,7 +131,8 @@ def ffn_of(cfg: KernelConfig, ws: Workspace) -> Ffn:
 
 def whole_batch(f: Ffn, w_X: LayerRecords, expert: int, token_N: Ints, select_N: Ints, route_weight_N: Floats) -> Batch:
     """All neurons of an expert for some tokens."""
-    return Batch(w_X, expert, 0, f.d_ff, token_N, select_N, route_weight_N, 0)
+    own = w_X[expert]["d_ff"]
+    return Batch(w_X, expert, 0, own if own > 0 else f.d_ff, token_N, select_N, route_weight_N, 0)
 
 
 whole_expert = device(whole_batch)
