@@ -17,7 +17,7 @@ ROOM_LINES = {
     ("pi_runtime/server",): 7050,
     ("pi_runtime/engine",): 6050,
     ("pi_runtime/execution", "pi_runtime/disk"): 5500,
-    ("pi_runtime/kernels",): 9400,
+    ("pi_runtime/kernels",): 9_480,
     ("pi_runtime/cuda",): 4300,
     ("pi_compile/checkpoint",): 8150,
     ("pi_compile/sparsification",): 2650,

@@ -282,10 +282,12 @@ def _emit_unpack_keys(b: Any, fmt: int, columns: Any, width: Any, blocks: Any, o
                 column = b.add(b.add(first, one.index), v.offset(_HALF * part))
                 with b.if_then(b.icmp_signed("<", column, width)):
                     word = b.mul(column, v.offset(4 * (bits - 4)))
-                    x = b.fmul(_emit_numbers(b, fmt, integers, planes, word), scale)
-                    if fmt != Q8:
+                    x = _emit_numbers(b, fmt, integers, planes, word)
+                    if fmt == Q8:
+                        x = b.fmul(x, scale)
+                    else:
                         reference = widen_half(b, v.load(b, references, b.mul(column, v.offset(2)), v.I16))
-                        x = b.fadd(x, v.splat(b, reference, POSITIONS))
+                        x = v.fma(b, x, scale, v.splat(b, reference, POSITIONS))
                     v.store(b, x, out, b.mul(column, v.offset(4 * POSITIONS)))
 
 
