@@ -191,6 +191,38 @@ def package(session: nox.Session) -> None:
         _use(session, folder / "pipx-bin")
 
 
+@nox.session
+def bare_root(session: nox.Session) -> None:
+    """Build the demo from the wheel alone, in a Debian that has its base system and Python. Outside CI: needs root.
+
+    debootstrap makes that Debian of the packages that this machine's apt reads.
+    """
+    if os.geteuid() != 0 or not shutil.which("debootstrap"):
+        session.error("this session needs root and debootstrap (apt-get install debootstrap)")
+    session.install("build==1.6.1", "hatchling==1.33.0")
+    root = Path(session.create_tmp()).absolute() / "root"
+    shutil.rmtree(root, ignore_errors=True)
+    run = lambda *command: session.run(*command, external=True, silent=True)  # noqa: E731
+    source = run("apt-get", "indextargets", "--format", "$(SITE) $(RELEASE)", "Created-By: Packages").split("\n")[0]
+    site, release = source.split()
+    run("debootstrap", "--variant=minbase", "--include=python3-venv,ca-certificates", release, str(root), site)
+    session.run("python", "-m", "build", "--no-isolation", "--wheel", "-o", str(root / "wheel"), silent=True)
+    # What pip needs of this machine: names, certificates, and the folders of wheels that it is told of.
+    folders = [folder for folder in os.environ.get("PIP_FIND_LINKS", "").split() if Path(folder).is_dir()]
+    for path in ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl/certs/ca-certificates.crt", *folders):
+        target = root / path[1:]
+        shutil.copytree(path, target) if Path(path).is_dir() else shutil.copyfile(path, target)
+    (wheel,) = (root / "wheel").glob("*.whl")
+    enter = ("unshare", "--root", str(root), "--mount-proc", "--pid", "--fork")
+    inside = lambda *command: session.run(*enter, *command, external=True)  # noqa: E731
+    inside("python3", "-m", "venv", "/pi")
+    inside("/pi/bin/pip", "install", "--quiet", TORCH, f"/wheel/{wheel.name}[compile]")
+    doctor = json.loads(run(*enter, "/pi/bin/pi-compile", "doctor", "--json"))
+    recipe = doctor["bundled data"]["found"].partition(": ")[0] + "/recipes/demo.toml"
+    inside("/pi/bin/pi-compile", "build", recipe, "-o", "/demo.pi")
+    inside("/pi/bin/pi-run", "/demo.pi", "--prompt", "The list", "--max-tokens", "24")
+
+
 def _use(session: nox.Session, scripts: Path) -> None:
     """Run what an installation can do without a checkpoint; place and plan name bundled profiles."""
     run = lambda *command: session.run(*command, external=True, silent=True)  # noqa: E731

@@ -1,5 +1,6 @@
 """What mkdocs does beside building: pages are made of the command lines, and nothing may come from elsewhere."""
 
+import inspect
 import logging
 import re
 from pathlib import Path
@@ -84,6 +85,8 @@ def commands_page() -> str:
             records = [console.help_record(parameter, typer.Context(one)) for parameter in one.params]
             rows = [row(*record) for record in records if record is not None]
             lines += ["", "| argument or flag | meaning |", "| --- | --- |", *rows]
+            examples = inspect.cleandoc((one.epilog or "").partition("Examples:")[2].partition("More:")[0])
+            lines += ["", "```console", examples, "```"] if examples else []
     return "\n".join(lines) + "\n"
 
 

@@ -57,6 +57,9 @@ def parse_toml(text: str, **options: Any) -> dict[str, Any]:
         data = tomllib.loads(text, **options)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    except tomllib.TOMLDecodeError as error:
+        is_path = "Unescaped" in str(error) or "hex value" in str(error)  # as "C:\\models" is read
+        raise ValueError(f"{error}{'; write a path with /, or in single quotes' if is_path else ''}") from None
     level: list[Any] = [data]
     while level:
         if any(isinstance(node, int) and not -(2**63) <= node < 2**63 for node in level):

@@ -153,7 +153,7 @@ def part_formats(checkpoint: Checkpoint, spec: PackSpec) -> dict[str, str]:
 def _kept(checkpoint: Checkpoint, formats: Mapping[str, str]) -> dict[str, str]:
     """The formats of FFNs' matrices that keep them bit for bit in fewer bytes than those in which a recipe has what no
     format keeps by neuron."""
-    if replace(checkpoint, layout=BY_NEURON).format("ffn") in FORMATS:
+    if checkpoint.in_layout(BY_NEURON).format("ffn") in FORMATS:
         return {}
     own = {name: fmt for name, fmt in checkpoint.array_formats.items() if part_of(name) == "ffn" and fmt in FORMATS}
     wide = {name: long_row_nbytes(formats.get(name, formats["ffn"])) for name in own}

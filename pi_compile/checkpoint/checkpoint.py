@@ -5,9 +5,9 @@ Shape letters: D model width, F neurons. `ffn/rest` has one row for each neuron 
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pi_compile.checkpoint.families.adapter import SourceTensor
+from pi_compile.checkpoint.families.adapter import SourceTensor, uncut
 from pi_compile.checkpoint.folder import CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILES, find_checkpoint, hub_commit
 from pi_compile.checkpoint.resolution import ResolvedCheckpoint, resolve_checkpoint
 from pi_compile.checkpoint.tensors import Array, Index, RowReader, StoredRows, TensorSource, Values
 from pi_compile.errors import CheckpointError
 from pi_compile.files import file_digest, json_digest
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.guess_head import guess_layer_arrays
 from pi_runtime.artifact.sizes import APART, BY_NEURON, MIXED, PARTS, WHOLE, ArraySpec, array_specs, part_of
@@ -47,8 +48,12 @@ class Checkpoint(ResolvedCheckpoint):
     """Commit of a hub model; None for a local folder."""
     layout: str | tuple[str, ...] = BY_NEURON
     """How the arrays of FFNs, or those of each layer, are made of its tensors (see `sizes.LAYOUTS`)."""
+    cut: Decoder | None = None
+    """The decoder by neuron, as adapters know it, where whole matrices have another."""
     apart: frozenset[str] = frozenset()
     """Matrices of keys and values that stand apart from queries."""
+    importance: Mapping[str, Array] = field(default_factory=dict)
+    """What a plain error of each column (D,), or (k, D), of a matrix costs where that is known: it weighs rounding."""
     drafts: bool = False
     """Whether the layer behind the last, which drafts tokens, is among its arrays."""
 
@@ -60,18 +65,18 @@ class Checkpoint(ResolvedCheckpoint):
         """The same checkpoint with FFNs in a layout. Raises UsageError for one that it cannot have."""
         if layout not in (BY_NEURON, WHOLE):
             raise UsageError(setting=Setting("layout", layout), expected=f"{BY_NEURON}, {WHOLE}")
-        if layout != BY_NEURON and (self.decoder.dense_layers or self.decoder.sparse):
+        if layout != BY_NEURON and self.decoder.sparse:
             raise UsageError(
                 f"{self.folder}: the layout {layout} is for models that compute every neuron",
-                expected=f"{BY_NEURON}, as the model is sparse, or some layers' FFN is cut into experts",
+                expected=f"{BY_NEURON}, as the model is sparse",
             )
-        return replace(self, layout=layout)
+        cut = self.cut or self.decoder
+        return replace(self, layout=layout, decoder=cut.uncut() if layout == WHOLE else cut, cut=cut)
 
     @property
     def keeps_whole(self) -> bool:
         """Whether FFNs that are not skipped keep their blocks as whole matrices, and not by neuron."""
-        d = self.decoder
-        if d.sparse or d.dense_layers or replace(self, layout=BY_NEURON).format("ffn") in FORMATS:
+        if self.decoder.sparse or self.in_layout(BY_NEURON).format("ffn") in FORMATS:
             return False
         return self.in_layout(WHOLE).format("ffn") in FORMATS
 
@@ -262,18 +267,28 @@ class Checkpoint(ResolvedCheckpoint):
     def _found_tensors(self, array: str) -> tuple[SourceTensor, ...]:
         layer, _, local = array.rpartition("/attention/")
         if local in ("qkv", "k", "v"):
-            whole = self.adapter.source_tensors(f"{layer}/attention/qkv", self.prefix, self.decoder)
+            whole = self._of_adapter(f"{layer}/attention/qkv")
             ends = dict(zip(("k", "v"), whole[1:], strict=False)) if self.apart else {}
             apart = [end for name, end in ends.items() if f"{layer}/attention/{name}" in self.apart]
             return tuple(tensor for tensor in whole if tensor not in apart) if local == "qkv" else (ends[local],)
         layer, _, local = array.rpartition("/ffn/")
-        if local not in ("up", "down"):
-            return tuple(self.adapter.source_tensors(array, self.prefix, self.decoder))
-        rest = self.adapter.source_tensors(f"{layer}/ffn/rest", self.prefix, self.decoder)
+        name = local.removeprefix("shared_")
+        if name not in ("up", "down"):
+            return self._uncut(array, self._of_adapter(f"{layer}/ffn/{name}" if name == "first" else array))
+        rest = self._of_adapter(f"{layer}/ffn/rest")
         rows = 2 if self.decoder.ffn == "gated" else 1  # of a neuron, whose last one is that of `down`
-        if local == "up":
-            return tuple(rest[::rows])
-        return tuple(replace(down, transposed=not down.transposed) for down in rest[rows - 1 :: rows])
+        if name == "up":
+            return self._uncut(array, rest[::rows])
+        downs = tuple(replace(down, transposed=not down.transposed) for down in rest[rows - 1 :: rows])
+        return self._uncut(array, downs)
+
+    def _of_adapter(self, array: str) -> tuple[SourceTensor, ...]:
+        return tuple(self.adapter.source_tensors(array, self.prefix, self.cut or self.decoder))
+
+    def _uncut(self, array: str, tensors: tuple[SourceTensor, ...]) -> tuple[SourceTensor, ...]:
+        """What an array has of these: where FFNs are not cut, that of one or that of experts."""
+        is_whole = f"{array.rpartition('/ffn/')[0]}/ffn/down" in self.array_shapes
+        return uncut(tensors, shared="/shared_" in array) if is_whole else tensors
 
     def pieces(self, array: str, order: Order | None = None) -> Iterator[list[Piece]]:
         """What each block of an array is read from, one tensor after the other.

@@ -59,7 +59,7 @@ def is_gguf(path: Path) -> bool:
 
 _HARMLESS_KEYS = """
     _name_or_path architectures auto_map dtype model_type name_or_path torch_dtype transformers_version
-    unsloth_version unsloth_fixed tokenizer_class prefix model_max_length max_sequence_length
+    unsloth_version unsloth_fixed model_name tokenizer_class prefix model_max_length max_sequence_length
     internal_version is_llama_config transformers.js_config custom_pipelines
     attention_dropout activation_dropout dropout embd_pdrop resid_pdrop attn_pdrop hidden_dropout attn_dropout layerdrop
     initializer_range init_std gradient_checkpointing use_cache output_past use_bfloat16 torchscript return_dict

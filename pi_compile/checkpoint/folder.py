@@ -70,7 +70,7 @@ def find_checkpoint(model: str | Path, revision: str | None = None) -> Path:
         return path
     if path.exists():
         raise CheckpointError(f"{model}: is a file", expected="a checkpoint folder", remedy=_advice_for_file(path))
-    named = _HUB_NAME.fullmatch(str(model))
+    named = _HUB_NAME.fullmatch(model.as_posix() if isinstance(model, Path) else model)
     if named is None:
         raise CheckpointError(
             f"{model}: no such folder",

@@ -245,7 +245,7 @@ def _check_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: Tens
     # With a tied head, a stored head is a copy of the embedding: `_resolve_tied_head` has compared them.
     known = expected.keys() | ({_head(adapter)} if decoder.tied_head else set())
     left = source.names - known - source.without_effect
-    left -= _draft_tensors(decoder, adapter, prefix, source) | _idle_routers(decoder, adapter, prefix)
+    left -= _draft_tensors(decoder, adapter, prefix, source) | _unread(decoder, adapter, prefix)
     extra = sorted(n for n in left if not any(re.search(pattern, n) for pattern in ignorable))
     if extra:
         raise CheckpointError(
@@ -258,12 +258,16 @@ def _check_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: Tens
     _check_dtypes(expected, source)
 
 
-def _idle_routers(decoder: Decoder, adapter: Adapter, prefix: str) -> set[str]:
-    """Routers of a single expert, to which a softmax gives the weight 1 whatever it reads."""
-    if decoder.n_experts > 1 or (decoder.router_score, decoder.router_scale) != ("softmax", 1.0):
-        return set()
-    tables = (adapter.layer_tensors(decoder.of_layer(n)).get("ffn/router", ()) for n in range(decoder.n_layers))
-    return {prefix + tensor.name.replace("{n}", str(n)) for n, tensors in enumerate(tables) for tensor in tensors}
+def _unread(decoder: Decoder, adapter: Adapter, prefix: str) -> set[str]:
+    """Routers of a single expert, to which a softmax gives the weight 1 whatever it reads; and keys and values of
+    layers that read those of others."""
+    every, arrays = decoder.without("shared_key_layers"), ("attention/qkv", "attention/qkv_bias", "attention/k_norm")
+    of_layers = dict.fromkeys(decoder.shared_key_layers, arrays)
+    if decoder.n_experts == 1 and (decoder.router_score, decoder.router_scale) == ("softmax", 1.0):
+        of_layers = {n: ("ffn/router", *of_layers.get(n, ())) for n in range(decoder.n_layers)}
+    tables = {n: adapter.layer_tensors(every.of_layer(n)) for n in of_layers}
+    found = ((n, tensor) for n, names in of_layers.items() for name in names for tensor in tables[n].get(name, ()))
+    return {prefix + tensor.name.replace("{n}", str(n)) for n, tensor in found}
 
 
 def _draft_tensors(decoder: Decoder, adapter: Adapter, prefix: str, source: TensorSource) -> set[str]:

@@ -54,8 +54,12 @@ def as_stored(checkpoint: Checkpoint, array: str, name: str) -> Iterator[Values]
             yield dequantise(fmt, block.stored, block.scales, columns)
 
 
-def rounded(checkpoint: Checkpoint, array: str, name: str, values: Values, *, own: bool = False) -> StoredBlock:
+def rounded(
+    checkpoint: Checkpoint, array: str, name: str, values: Values, weights: Array | None = None, *, own: bool = False
+) -> StoredBlock:
     """Rows of an array's values in a weight format; `own`: the tensor's, in which they need no check.
+
+    `weights` (D,) are what errors of the columns cost.
 
     Raises CheckpointError for values that are too large.
     """
@@ -68,7 +72,7 @@ def rounded(checkpoint: Checkpoint, array: str, name: str, values: Values, *, ow
     if not fmt.quantised:
         of = float(np.square(values, dtype=np.float64).sum()) if fmt.underflows_below else 0.0
         return StoredBlock(stored=fmt.encode(values), lost=lost, of=of)
-    stored, scales = quantise(fmt, values, powers=checkpoint.source.powers)
+    stored, scales = quantise(fmt, values, weights, powers=checkpoint.source.powers)
     error = RoundingError.between(values, dequantise(fmt, stored, scales, values.shape[-1]))
     return StoredBlock(stored=stored, scales=scales, error=error, lost=lost, of=error.of)
 
@@ -86,7 +90,9 @@ def check_underflow(checkpoint: Checkpoint, array: str, name: str, lost: float, 
 
 def _block(checkpoint: Checkpoint, array: str, name: str, pieces: Sequence[Piece]) -> StoredBlock:
     """A block of its pieces, which stand side by side in `ffn/rest`."""
-    found = [_piece(checkpoint, array, name, piece) for piece in pieces]
+    weights = checkpoint.importance.get(array)
+    each = [None] * len(pieces) if weights is None else weights.reshape(len(pieces), -1)
+    found = [_piece(checkpoint, array, name, piece, own) for piece, own in zip(pieces, each, strict=True)]
     errors = [part.error for part in found if part.error is not None]
     scales = [part.scales for part in found if part.scales is not None]
     return StoredBlock(
@@ -98,12 +104,12 @@ def _block(checkpoint: Checkpoint, array: str, name: str, pieces: Sequence[Piece
     )
 
 
-def _piece(checkpoint: Checkpoint, array: str, name: str, piece: Piece) -> StoredBlock:
+def _piece(checkpoint: Checkpoint, array: str, name: str, piece: Piece, weights: Array | None) -> StoredBlock:
     (tensor, matrix, rows), fmt = piece, FORMATS[name]
     found = None if tensor.is_changed else matrix.on_grid(fmt, rows)
     if found is None:
         own = checkpoint.source.dtype(tensor.name) == name and not (fmt.quantised or tensor.is_changed)
-        return rounded(checkpoint, array, name, checkpoint.read(*piece), own=own)
+        return rounded(checkpoint, array, name, checkpoint.read(*piece), weights, own=own)
     stored, scales = pack_rows(fmt, *found)
     with np.errstate(over="ignore"):
         for each in (*beside(fmt, scales, found[0].shape[1]), *([row_scales(scales)] if fmt.row_scaled else ())):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pi_compile.cli import artifact, planning, sparsifying
+from pi_compile.cli.examples import epilog
 from pi_compile.cli.options import BuildOptions, Debug, Export, IgnoreConfig, Json, LayoutOption, Output, RecipePath
 from pi_compile.cli.rendering import emit, findings_text, show, show_artifact, show_placements
 from pi_runtime import console
@@ -224,9 +225,10 @@ def pack(
     from pi_compile.files import artifact_path
     from pi_compile.pipeline.packed import pack_model, pack_plain
 
-    source = str(options.recipe)
+    source = options.recipe.as_posix()  # a hub name too, on Windows
     if names_model(source):
-        path = artifact_path(Path(f"{Path(source).name if Path(source).is_dir() else Path(source).stem}.toml"), output)
+        name = Path(source).resolve().name.removesuffix(".gguf").replace(":", "-")
+        path = artifact_path(Path(f"{name}.toml"), output)
         _agree(fetch_offer(source))
         packed = pack_model(source, path, layout=layout, progress=console.progress, notice=console.say)
     else:
@@ -334,6 +336,10 @@ def doctor(as_json: Json = False, debug: Debug = False) -> None:
     findings = diagnose()
     report = {f.topic: {"found": f.found, "remedy": f.remedy} for f in findings}
     emit(report, as_json, lambda _: findings_text(findings))
+
+
+for _info in app.registered_commands:
+    _info.epilog = epilog(str(_info.name or getattr(_info.callback, "__name__", "")))
 
 
 def steps_after_init(recipe: Path, checkpoint: "Checkpoint") -> list[str]:

@@ -116,14 +116,18 @@ def _planned_lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", f"{active} of them are active for a token"
     yield "machine", f"{found['machine']}; context {found['context']:,}"
     yield "", found["machine_source"]
+    yield from _firing_lines(found)
+    rank, how = found["predictor_rank"], "at most, as trained" if found["trained"] else "by rule"
+    yield "ffn", found["rung"] + ("" if rank is None else f", predictors of rank {rank} {how}")
+
+
+def _firing_lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     of_experts = " of its experts" if found["experts"] > 1 else ""
     if found["density"] < 1:
         yield "activation", f"{found['density']:.1%} of the neurons{of_experts} fire for a token"
         yield "", found["activation"]
     else:
         yield "activation", found["activation"]
-    rank, how = found["predictor_rank"], "at most, as trained" if found["trained"] else "by rule"
-    yield "ffn", found["rung"] + ("" if rank is None else f", predictors of rank {rank} {how}")
 
 
 def _placed_lines(found: Mapping[str, Any], main: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -190,6 +194,7 @@ def formats_text(found: Mapping[str, Any]) -> str:
         ("model", f"{found['model']}, {_in_words(found['parameters'])} parameters"),
         ("machine", f"{found['machine']}; context {found['context']:,}"),
         ("", found["machine_source"]),
+        *_firing_lines(found),
     ]
     return text_of(facts([line for line in lines if line[1]]), table([_format_row(row) for row in found["formats"]]))
 

@@ -64,7 +64,7 @@ class Processor:
         d = neuron.d
         if layer.kind.dense or d.n_experts > 1:  # experts are always stored by neuron
             return 0.0
-        return self.late_ps.get(neuron.ffn_format, 0.0) * d.d_ff * d.d_model * (1 + neuron.rest // neuron.first)
+        return self.late_ps.get(neuron.ffn_format, 0.0) * d.d_ff * d.neuron_width * (1 + neuron.rest // neuron.first)
 
     def cache_ps(self, nbytes: int, queries: int) -> int:
         """Picoseconds of attention over `nbytes` of keys and values that `queries` queries share."""

@@ -161,7 +161,7 @@ def untrained_layers(decoder: Decoder) -> tuple[LayerWork, ...]:
     """
     if not decoder.sparse:
         return (LayerWork(rung=DENSE),) * decoder.n_layers
-    per_rank = len(decoder.ffn_layers) * decoder.n_experts * (decoder.d_model + decoder.d_ff)
+    per_rank = len(decoder.ffn_layers) * decoder.n_experts * (decoder.neuron_width + decoder.d_ff)
     rank = parameters(decoder) * PREDICTOR_SHARE // per_rank // RANK_STEP * RANK_STEP
     predicted, without = LayerWork(rung=PREDICTED, rank=max(int(rank), RANK_STEP)), decoder.mixer_only_layers
     return tuple(LayerWork(rung=DENSE) if n in without else predicted for n in range(decoder.n_layers))

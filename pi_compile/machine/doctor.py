@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from pi_compile.files import bundled_folder
-from pi_runtime.errors import size
+from pi_runtime.errors import install, size
 from pi_runtime.execution.devices import available_memory, gpu_driver
 
 EXTRAS = {
@@ -123,5 +123,4 @@ def _extra(name: str, packages: tuple[str, ...]) -> Finding:
 
 
 def _install(extra: str) -> str:
-    package = "pi-toolchain" if extra == "runtime" else f"'pi-toolchain[{extra}]'"
-    return f"{sys.executable} -m pip install {package}"
+    return f"{sys.executable} -m {install('' if extra == 'runtime' else extra)}"

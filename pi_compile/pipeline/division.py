@@ -78,7 +78,8 @@ def divide(
     `perplexity_increase` the artifact is the smallest that is expected to lose no more.
 
     Returns the formats, for `place`, `quantise` and `pack`, with bytes and the divergence that they are expected to
-    cost. Raises NotMetError where the budget cannot be kept, CorpusError for fewer tokens than one window.
+    cost; and what errors of columns cost, which weighs the rounding of a checkpoint that has it as its `importance`.
+    Raises NotMetError where the budget cannot be kept, CorpusError for fewer tokens than one window.
     """
     widest = part_formats(checkpoint, PackSpec(formats={**dict.fromkeys(PARTS, KEEP), **formats}))
     ids_NT = text_windows(checkpoint.decoder, tokens, window)
@@ -118,6 +119,7 @@ def _divided(
         formats=named | ({"head": named["embedding"]} if d.tied_head else {}),
         nbytes=fixed + sum(option.nbytes for option in taken.values()),
         divergence=sum(option.cost for option in taken.values()) / _UNITS,
+        importance={name: sensitivity.importances for name, sensitivity in found.items()},
         inputs=inputs,
     )
 

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,12 @@ from pi_compile.pipeline.recipe_checkpoint import proposed_recipe, recipe_checkp
 from pi_compile.pipeline.store import Store
 from pi_compile.pipeline.summary import pack_report
 from pi_compile.recipe import Recipe, default_recipe, read_recipe
+from pi_compile.results import Division, QuantisedWeights
 from pi_compile.workers import Worker
 from pi_runtime.artifact.formats import FORMATS
 from pi_runtime.artifact.sizes import BY_NEURON, WHOLE
 from pi_runtime.console import Progress
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import UsageError, install
 
 if TYPE_CHECKING:
     from pi_compile.corpus import Streams
@@ -90,27 +91,40 @@ class PlainPacking:
     def write(self, output: Path) -> dict[str, Any]:
         """Write the artifact, and report on it."""
         recipe, checkpoint = self.recipe, self.checkpoint
-        spec = PackSpec(formats=self._divided(checkpoint) if recipe.bits.tokens else recipe.pack.model_dump())
-        loss = self._rounding_loss(checkpoint, spec)
+        spec = PackSpec(formats=recipe.pack.model_dump())
+        if recipe.bits.tokens:
+            divided = self._divided(checkpoint)
+            spec, checkpoint = PackSpec(formats=divided.formats), replace(checkpoint, importance=divided.importance)
+        quantised = self._quantised(checkpoint, spec.formats) if recipe.quantise.tokens else None
+        loss = self._rounding_loss(checkpoint, spec, quantised)
         with self.progress("packing") as bar:
-            result = pack(checkpoint, spec, output, recipe=recipe.model_dump(), progress=bar)
+            result = pack(checkpoint, spec, output, recipe=recipe.model_dump(), quantised=quantised, progress=bar)
         for line in (*checkpoint.notices, *result.notices):
             self.notice(line)
-        if recipe.quantise.tokens:
-            self.notice("without profiling weights are rounded to nearest: [quantise] has no effect")
         return pack_report(result) | loss
 
     # Below is what alone needs torch.
 
-    def _divided(self, checkpoint: Checkpoint) -> Mapping[str, str]:
-        """The formats among which the recipe's budget of bits is divided."""
+    def _divided(self, checkpoint: Checkpoint) -> Division:
+        """How the recipe's budget of bits is divided."""
         from pi_compile.pipeline.division import divide  # noqa: PLC0415
 
         tokens = self._corpus(self.recipe.bits.tokens).fit
         with self.progress("dividing the bits", "steps") as bar:
-            return divide(checkpoint, tokens, **divide_settings(self.recipe), progress=bar).formats
+            return divide(checkpoint, tokens, **divide_settings(self.recipe), progress=bar)
 
-    def _rounding_loss(self, checkpoint: Checkpoint, spec: PackSpec) -> dict[str, Any]:
+    def _quantised(self, checkpoint: Checkpoint, formats: Mapping[str, str]) -> QuantisedWeights:
+        """Matrices that are rounded on text."""
+        from pi_compile.pipeline.stages import quantise  # noqa: PLC0415
+
+        settings = self.recipe.profile.model_dump(include={"window", "batch", "threads"})
+        tokens = self._corpus(self.recipe.quantise.tokens).fit
+        with self.progress("quantising", "steps") as bar:
+            return quantise(checkpoint, tokens, formats=formats, **settings, notice=self.notice, progress=bar)
+
+    def _rounding_loss(
+        self, checkpoint: Checkpoint, spec: PackSpec, quantised: QuantisedWeights | None
+    ) -> dict[str, Any]:
         """What rounding costs. The extra `pack` alone does without, where no part goes below 8 bits."""
         parts = rounded_parts(checkpoint, part_formats(checkpoint, spec))
         if not parts:
@@ -119,13 +133,13 @@ class PlainPacking:
             return {}
         names = sorted({name for names in parts.values() for name in names})
         if find_spec("torch") is None and all(FORMATS[name].bits >= 8 for name in names):
-            remedy = "pip install 'pi-toolchain[compile]'"
-            self.notice(f"what rounding to {', '.join(names)} costs is not measured, for that needs torch: {remedy}")
+            lacks = f"for that needs torch: {install('compile')}"
+            self.notice(f"what rounding to {', '.join(names)} costs is not measured, {lacks}")
             return {}
         from pi_compile.pipeline.rounding_check import RoundingCheck  # noqa: PLC0415
 
         check = RoundingCheck(checkpoint, self.recipe, spec.formats, self.notice, self.progress)
-        return check.report(lambda: self._corpus().report, None)
+        return check.report(lambda: self._corpus().report, quantised)
 
     def _corpus(self, fit_tokens: int = 0) -> "Streams":
         from pi_compile.pipeline import stages  # noqa: PLC0415

@@ -11,7 +11,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,6 +43,7 @@ from pi_compile.workers import HEARTBEAT, LONE, Rank, Worker, WorkFolder
 from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.rungs import DENSE
 from pi_runtime.artifact.schema import Plan
+from pi_runtime.artifact.sizes import WHOLE
 from pi_runtime.console import Progress
 
 Result = TypeVar("Result", Streams, ActivationProfile, PredictorSet, Division, QuantisedWeights)
@@ -141,7 +142,8 @@ class Pipeline:
         checkpoint = recipe_checkpoint(self.recipe, self.folder)
         for line in checkpoint.notices:
             self.notice(line)
-        return checkpoint
+        whole = checkpoint.in_layout(WHOLE) if _is_dense(self.recipe, checkpoint.decoder) else checkpoint
+        return whole if whole is checkpoint or _in_memory(self, whole, self.recipe.pack.model_dump()) else checkpoint
 
     @cached_property
     def streams(self) -> Streams:
@@ -214,21 +216,27 @@ class Pipeline:
         return self.machine.model_copy(update={"cpu": cpu})
 
     @cached_property
-    def formats(self) -> Mapping[str, str]:
-        """Number formats: of each part as the recipe says, or of each matrix where it has a budget of bits."""
+    def divided(self) -> Division | None:
+        """How a budget of bits is divided; None where the recipe has none."""
         recipe = self.recipe
         if not recipe.bits.tokens:
-            return recipe.pack.model_dump()
+            return None
         settings, tokens = divide_settings(recipe), self.streams.fit[: recipe.bits.tokens]
         digest, code = self.checkpoint.digest(), code_digest("pi_compile.pipeline.division")
-        key = key_of(checkpoint=digest, text=token_digest(tokens), settings=settings, code=code)
+        told = {**settings, "layout": self.checkpoint.layout}
+        key = key_of(checkpoint=digest, text=token_digest(tokens), settings=told, code=code)
 
         def make(_work: WorkFolder) -> Division:
             with self.progress("dividing the bits", "steps") as bar:
                 return divide(self.checkpoint, tokens, **settings, inputs=key, progress=bar)
 
-        found = self._stored("divide", key, Division, make, alone=True)
-        return {**found.formats, "predictor": recipe.pack.predictor}
+        return self._stored("divide", key, Division, make, alone=True)
+
+    @property
+    def formats(self) -> Mapping[str, str]:
+        """Number formats: of each part as the recipe says, or of each matrix where it has a budget of bits."""
+        pack, divided = self.recipe.pack.model_dump(), self.divided
+        return pack if divided is None else {**divided.formats, "predictor": pack["predictor"]}
 
     @cached_property
     def quantised(self) -> QuantisedWeights | None:
@@ -241,7 +249,7 @@ class Pipeline:
         key = key_of(
             checkpoint=self.checkpoint.digest(),
             text=token_digest(tokens),
-            settings={**settings, "formats": formats, "device": self._kind},
+            settings={**settings, "formats": formats, "layout": self.checkpoint.layout, "device": self._kind},
             code=code_digest("pi_compile.calibration.quantising.stage"),
         )
         rounding = partial(stages.quantise, self.checkpoint, tokens, **settings, formats=formats, device=self.device)
@@ -271,18 +279,18 @@ class Pipeline:
 
     @cached_property
     def only_dense(self) -> bool:
-        """Whether no layer can be anything but dense, whatever profiling and training would find; says so if it is.
-
-        Experts are profiled in any case: how often each one is taken decides where it is placed.
-        """
-        d, rungs = self.checkpoint.decoder, self.recipe.train.rungs
-        found = not d.sparse and d.n_experts == 1 and DENSE in rungs and not searches_for(rungs, d)
-        if found:
+        """Whether no layer can be anything but dense, whatever profiling and training would find; says so if it is."""
+        if found := _is_dense(self.recipe, self.checkpoint.decoder):
             self.notice(
-                f"profile and train are left out: with {d.activation} no neuron is ever exactly zero, so every "
-                "layer is dense"
+                f"profile and train are left out: with {self.checkpoint.decoder.activation} no neuron is ever exactly "
+                "zero, so every layer is dense"
             )
         return found
+
+    @property
+    def skips_nothing(self) -> bool:
+        """Whether every layer is dense, of itself or by choice."""
+        return self.only_dense or all(row.kind.dense for row in self.trained.rows)
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
@@ -316,11 +324,15 @@ class Pipeline:
             return known
 
         def write() -> None:
-            check = RoundingCheck(self.checkpoint, self.recipe, self.formats, self.notice, self.progress)
+            weighed = replace(self.checkpoint, importance=self.divided.importance if self.divided else {})
+            kept = mixed and self.skips_nothing and not self.checkpoint.decoder.sparse
+            check = RoundingCheck(
+                weighed.in_layout(WHOLE) if kept else weighed, self.recipe, self.formats, self.notice, self.progress
+            )
             loss = check.report(lambda: self.streams.report, quantised)
             with self.progress("packing") as progress:
                 result = stages.pack(
-                    self.checkpoint,
+                    weighed,
                     output,
                     profile=profile,
                     predictors=trained,
@@ -351,6 +363,7 @@ def _pack_key(pipeline: Pipeline, output: Path) -> str:
         guess=pipeline.guess and pipeline.guess.digest,
         plans=[asdict(p) for p in pipeline.plans],
         formats=dict(pipeline.formats),
+        divided=pipeline.divided and pipeline.divided.inputs,
         mixed=has_matrices(pipeline),
         recipe=pipeline.recipe.model_dump(),
         output=str(output.resolve()),
@@ -358,25 +371,37 @@ def _pack_key(pipeline: Pipeline, output: Path) -> str:
     )
 
 
-def _in_memory(pipeline: Pipeline) -> bool:
+def _is_dense(recipe: Recipe, d: Decoder) -> bool:
+    """Whether no layer can be anything but dense.
+
+    Experts are profiled in any case: how often each one is taken decides where it is placed.
+    """
+    rungs = recipe.train.rungs
+    return not d.sparse and d.n_experts == 1 and DENSE in rungs and not searches_for(rungs, d)
+
+
+def _in_memory(pipeline: Pipeline, checkpoint: Checkpoint, formats: Mapping[str, str]) -> bool:
     """Whether the machine has no GPU, and its RAM, or what the recipe allows of it, holds all."""
-    formats = part_formats(pipeline.checkpoint, PackSpec(formats=pipeline.formats))
-    return stages.in_memory(pipeline.checkpoint, formats, pipeline.allowed_machine)
+    formats = part_formats(checkpoint, PackSpec(formats=formats))
+    return stages.in_memory(checkpoint, formats, pipeline.allowed_machine)
 
 
 def has_matrices(pipeline: Pipeline) -> bool:
     """Whether the FFNs of dense layers are stored as matrices, without plans."""
+    checkpoint = pipeline.checkpoint
     dense = pipeline.only_dense or any(row.kind.dense for row in pipeline.trained.rows)
-    alone = pipeline.checkpoint.decoder.n_experts == 1 and pipeline.quantised is None
-    return dense and alone and _in_memory(pipeline)
+    alone = checkpoint.layout == WHOLE or (checkpoint.decoder.n_experts == 1 and pipeline.quantised is None)
+    return dense and alone and _in_memory(pipeline, checkpoint, pipeline.formats)
 
 
 def forecast(pipeline: Pipeline, artifact: Path) -> str:
-    """What a token takes by the recipe's machine, in a line; empty where it has a GPU, or too little memory."""
-    if not _in_memory(pipeline):
+    """What a token takes by the recipe's machine, in a line.
+
+    Empty where that has a GPU, or too little memory, and where nothing is skipped.
+    """
+    if pipeline.skips_nothing or not _in_memory(pipeline, pipeline.checkpoint, pipeline.formats):
         return ""
-    profile = profile_of_dense(pipeline.checkpoint.decoder) if pipeline.only_dense else pipeline.refined
-    return forecast_line(artifact, profile, pipeline.recipe.place.context, pipeline.machine)
+    return forecast_line(artifact, pipeline.refined, pipeline.recipe.place.context, pipeline.machine)
 
 
 def train_settings(recipe: Recipe) -> dict[str, Any]:

@@ -112,9 +112,15 @@ def _source(source: str, recipe: Path) -> str:
 
 
 def _relative(path: Path, recipe: Path) -> str:
-    """The way from a recipe to a path. The names of links are kept: a hub's cache gives files no other."""
+    """The way from a recipe to a path. The names of links are kept: a hub's cache gives files no other.
+
+    To another drive of Windows there is no way, and its whole path is written.
+    """
     folder = Path(os.path.realpath(recipe)).parent
-    beside = Path(os.path.relpath(path, recipe.parent))
+    try:
+        beside = Path(os.path.relpath(path, recipe.parent))
+    except ValueError:
+        return path.absolute().as_posix()
     if os.pardir not in beside.parts and (folder / beside).exists() and (folder / beside).samefile(path):
         return beside.as_posix()
     # The system follows links before it goes up, so that only real folders have a way up that can be written down.

@@ -6,6 +6,7 @@ other: `docs/examples/python_api.py` has them in one piece.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from pi_compile.training import Texts, TrainSpec
 from pi_compile.workers import WorkFolder, work_folder
 from pi_runtime.artifact.layout import place_arrays
 from pi_runtime.artifact.rows import PROCESS_NBYTES
-from pi_runtime.artifact.sizes import PARTS
+from pi_runtime.artifact.sizes import PARTS, WHOLE
 from pi_runtime.console import Progress
 
 KEPT: Mapping[str, str] = {}
@@ -191,12 +192,22 @@ def train_spec(
     """The spec of a training; `settings` are fields of its own."""
     resolved, of = _formats(checkpoint, formats), _machine(machine)
     matrices = checkpoint.decoder.n_experts == 1 and in_memory(checkpoint, resolved, of)
+    processor = processors_of(of, matrices)[CPU]
+    if processor.matrices and checkpoint.keeps_whole:
+        whole, fmt = checkpoint.in_layout(WHOLE), resolved["ffn"]
+        nbytes = _ffn_nbytes(checkpoint, resolved), _ffn_nbytes(whole, _formats(whole, formats))
+        rate = processor.rate(fmt, "dense") * nbytes[0] // nbytes[1]  # a dense layer keeps its blocks, in fewer bytes
+        processor = replace(processor, access_per_s={**processor.access_per_s, "dense": {fmt: rate}})
     return TrainSpec(
         predictor_formats=PREDICTOR_FORMATS if formats.get("predictor") == AUTO else (resolved["predictor"],),
         ffn_format=resolved["ffn"],
-        processor=processors_of(of, matrices)[CPU],
+        processor=processor,
         **{**settings, "rungs": tuple(settings["rungs"])},
     )
+
+
+def _ffn_nbytes(checkpoint: Checkpoint, formats: Mapping[str, str]) -> int:
+    return sum(spec.nbytes for name, spec in specs_of(checkpoint, formats).items() if "/ffn/" in name)
 
 
 def in_memory(checkpoint: Checkpoint, formats: Mapping[str, str], machine: Machine) -> bool:

@@ -17,7 +17,7 @@ from pi_runtime.artifact.inspection import other_bytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rungs import DENSE
 from pi_runtime.artifact.schema import Manifest
-from pi_runtime.artifact.sizes import PARTS, FfnBytes, part_of, scales_name
+from pi_runtime.artifact.sizes import BY_NEURON, PARTS, FfnBytes, part_of, scales_name
 
 if TYPE_CHECKING:
     from pi_compile.packing import PackResult
@@ -72,11 +72,15 @@ def train_report(t: PredictorSet) -> dict[str, Any]:
 
 
 def built_line(t: PredictorSet | None, budget: float, artifact: Path) -> str:
-    """What was built, in a line: rungs, what a token reads, and what it costs beside what the recipe allows."""
-    if t is None:
-        return "every layer is dense, and nothing is skipped"
+    """What was built, in a line: rungs, what a token reads, and what it costs beside what the recipe allows.
+
+    Without a rung that skips, that nothing is gained.
+    """
     with closing(Artifact.open(artifact)) as opened:
         m = opened.manifest
+    if t is None or all(row.kind.dense for row in t.rows):
+        whole = "" if m.ffn_layout == BY_NEURON else ", stored as whole matrices, and runs as fast as `pack --plain`"
+        return f"nothing is gained by skipping here: every layer is dense{whole}; the quality budget is not spent"
     neuron, others = FfnBytes.of(m.decoder, m.formats), other_bytes(m)
     dense = m.decoder.n_layers * m.decoder.experts_per_token * m.decoder.d_ff * (neuron.first + neuron.rest)
     read = sum(row.ffn_bytes for row in t.rows)

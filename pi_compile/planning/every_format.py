@@ -13,6 +13,7 @@ from pi_compile.placement import all_cpu, place
 from pi_compile.planning.forecast import (
     PlanSpec,
     activation_profile,
+    firing,
     on_usable_machine,
     prefill_tokens_per_s,
     problem_of,
@@ -36,8 +37,9 @@ def every_format(spec: PlanSpec, files: Mapping[str, int]) -> dict[str, Any]:
     Raises UsageError or ProfileError where nothing is known of how the model's neurons fire.
     """
     rows = [row for fmt in WEIGHT_FORMATS if (row := _row(spec, fmt))]
-    best = _advised(rows)
+    best, activation = _advised(rows), activation_profile(spec)
     return {
+        **firing(activation, problem_of(spec, activation).work),
         "model": spec.model.name,
         "parameters": parameters(spec.model.decoder),
         "machine": spec.machine.name,

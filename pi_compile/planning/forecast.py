@@ -91,9 +91,7 @@ def plan(spec: PlanSpec) -> dict[str, Any]:
         "machine_source": spec.machine.source,
         "formats": dict(spec.formats),
         "context": spec.context,
-        "activation": activation.source,
-        "experts": decoder.n_experts,
-        "density": round(float(activation.counts.mean() / work.of_routed_experts(activation.tokens)), 4),
+        **firing(activation, work),
         "rung": ", ".join(rung for rung in RUNGS if rung in rungs),
         "predictor_rank": max((layer.rank or 0 for layer in work.layers), default=0) or None,
         "trained": bool(activation.layers),
@@ -103,6 +101,12 @@ def plan(spec: PlanSpec) -> dict[str, Any]:
         "disk": None if spec.machine.disk is None else spec.machine.disk.name,
         "ram_budgets": [_ram_budget(problem, placement) for placement in ram_budgets(problem, spec.ram)],
     }
+
+
+def firing(activation: ActivationProfile, work: Workload) -> dict[str, Any]:
+    """How the neurons fire, and where that is known from."""
+    density = float(activation.counts.mean() / work.of_routed_experts(activation.tokens))
+    return {"activation": activation.source, "experts": activation.decoder.n_experts, "density": round(density, 4)}
 
 
 def on_usable_machine(spec: PlanSpec) -> PlanSpec:
@@ -291,7 +295,8 @@ def block_ps(problem: Problem, a: Assignment, tokens: int, rows: Sequence[RowCho
     handover = interconnect.ps(4 * work.decoder.d_model * tokens) if interconnect else 0
     total, before = 0, a.embedding
     for n, (side, cut) in enumerate(zip(a.sides, a.cuts, strict=True)):
-        cold = work.decoder.neurons - cut
+        neurons = 0 if n in work.decoder.mixer_only_layers else work.decoder.neurons
+        cold = neurons - cut
         attention = part_ps(side, parts.attention, weights["attention"], "attention")
         hot_ps = part_ps(GPU, cut * parts.neuron, work.of_routed_experts(cut * weights["neuron"]), "ffn") if cut else 0
         cold_ps = (
@@ -299,15 +304,15 @@ def block_ps(problem: Problem, a: Assignment, tokens: int, rows: Sequence[RowCho
         )
         if rows and problem.rows is not None:
             cold_ps = max(cold_ps, problem.rows.reads.range_ps(problem.rows.on_disk(n, cold, rows[n])))
-        split = cut != (0 if side == CPU else work.decoder.neurons)
+        split = cut != (0 if side == CPU else neurons)
         total += attention + max(hot_ps, cold_ps) + (2 * handover if split else 0) + (handover if side != before else 0)
         before = side
     return total
 
 
 def _weights(work: Workload) -> dict[str, int]:
-    """Number of weights in one layer's attention, and in one neuron."""
-    specs = array_specs(work.decoder, work.formats, [None], profiled=False)
-    names = ("layers/0/attention/qkv", "layers/0/attention/out")
-    neuron = sum(prod(specs[f"layers/0/ffn/{name}"].shape) for name in ("first", "rest")) // work.decoder.neurons
-    return {"attention": sum(prod(specs[name].shape) for name in names), "neuron": neuron}
+    """Number of weights in one layer's attention, the mean where layers differ, and in one neuron."""
+    d = work.decoder
+    specs = array_specs(d, work.formats, [None] * d.n_layers, profiled=False)
+    attention = sum(prod(s.shape) for name, s in specs.items() if name.endswith(("attention/qkv", "attention/out")))
+    return {"attention": attention // d.n_layers, "neuron": d.neuron_width * (3 if d.ffn == "gated" else 2)}

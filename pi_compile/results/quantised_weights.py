@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -87,18 +87,23 @@ class Division:
     """Most bytes of the artifact without predictors."""
     divergence: float
     """What all formats cost together, in nats a token, as far as the errors of single matrices tell."""
+    importance: Mapping[str, Array]
+    """What a plain error of each column (k, D) of a matrix costs, relative to their mean. It weighs rounding."""
     inputs: str = ""
     """Digest of what it was made from."""
 
     def save(self, path: Path) -> None:
         """Write the file whole or not at all."""
-        write_arrays(path, {_META: np.array(json.dumps(asdict(self)))})
+        told = {**vars(self), "formats": dict(self.formats)}
+        arrays = told.pop("importance")
+        write_arrays(path, {_META: np.array(json.dumps(told)), **arrays})
 
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read a file that `save` wrote. Raises ProfileError."""
         with contents(path, "a file of formats"):
-            found = cls(**json.loads(str(read_arrays(path)[_META])))
+            arrays = dict(read_arrays(path))
+            found = cls(**json.loads(str(arrays.pop(_META))), importance=arrays)
             if not set(found.formats.values()) <= set(WEIGHT_FORMATS):
                 raise ValueError(sorted(set(found.formats.values())))
-            return cls(dict(found.formats), int(found.nbytes), float(found.divergence), str(found.inputs))
+            return found

@@ -17,15 +17,20 @@ import torch.nn.functional as F  # noqa: N812  its usual name
 
 from pi_compile.checkpoint import Checkpoint
 from pi_compile.errors import CorpusError
-from pi_runtime.artifact.decoder import CLAMP, LATENT_EPS, LENGTH_EPS, SWIGLU_SLOPE, Decoder, query_factors
+from pi_runtime.artifact.buffers import query_factors
+from pi_runtime.artifact.decoder import CLAMP, LATENT_EPS, LENGTH_EPS, SWIGLU_SLOPE, Decoder
 from pi_runtime.artifact.features import refuse_lacking
 from pi_runtime.artifact.guess_head import PREFIX
+from pi_runtime.artifact.sizes import SHARED
+from pi_runtime.errors import DoesNotFitError
 
 Tensor = torch.Tensor
 NamedTensors = Mapping[str, Tensor]
 """Tensors by their artifact names."""
 OnFfn = Callable[[int, int, NamedTensors, Tensor, Tensor], Tensor]
 """(layer, batch, the layer's weights, FFN inputs (B, T, D), neuron values (B, T, F)) → the values to go on with."""
+Keys = dict[int, tuple[Tensor, Tensor]]
+"""Keys and values of layers by their windows."""
 OnInput = Callable[[str, Tensor], None]
 """(name of a matrix of attention, its inputs (B, T, …))."""
 
@@ -50,14 +55,28 @@ def embedding_weights(checkpoint: Checkpoint, device: str) -> dict[str, Tensor]:
     """Embedding and learned positions, which `embed` takes."""
     names = [
         name
-        for name in ("embedding", "embedding_in", "positions", "embedding_norm/weight")
-        if name in checkpoint.array_shapes
+        for name in checkpoint.array_shapes
+        if name.startswith(("embedding", "positions", "layer_embedding")) and name != "embedding_out"
     ]
     return {name: torch.from_numpy(checkpoint.values(name)).to(device) for name in names}
 
 
 def embed(d: Decoder, global_w: NamedTensors, ids_BT: Tensor) -> Tensor:
-    """(B, T) ids → (B, T, D) hidden states, with positions from 0."""
+    """(B, T) ids → (B, T, D) hidden states, with positions from 0.
+
+    Behind them stand the P numbers that each layer reads of its own embedding, where it has one: (B, T, D + L·P).
+    """
+    x_BTD = _embed(d, global_w, ids_BT)
+    if not d.layer_embedding:
+        return x_BTD
+    shape = (*ids_BT.shape, d.n_layers, d.layer_embedding)
+    made = F.linear(x_BTD, global_w["layer_embedding_in"]).view(shape) / d.d_model**0.5
+    made = F.rms_norm(made, shape[-1:], global_w["layer_embedding_norm"], d.norm_eps)
+    rows = global_w["layer_embedding"][ids_BT].view(shape) * d.layer_embedding**0.5
+    return torch.cat([x_BTD, ((made + rows) * 0.5**0.5).flatten(2)], -1)
+
+
+def _embed(d: Decoder, global_w: NamedTensors, ids_BT: Tensor) -> Tensor:
     x_BTD = global_w["embedding"][ids_BT]
     if d.d_embedding != d.d_model:
         x_BTD = F.linear(x_BTD, global_w["embedding_in"])
@@ -82,19 +101,23 @@ def layers(
     `on_input` sees what goes into attention's matrices.
     """
     refuse_lacking(d, "torch")
-    states = list(states)
+    if first and d.shared_key_layers:
+        raise DoesNotFitError("layers that read the keys of others run with these", found="decoder.shared_key_layers")
+    states, keys = list(states), [Keys() for _ in states]
     for layer, w in enumerate(map(_by_neuron, weights), first):
-        own = d.of_layer(layer)
-        for batch, x_BTD in enumerate(states):
+        own, p = d.of_layer(layer), d.layer_embedding
+        for batch, (state, kept) in enumerate(zip(states, keys, strict=True)):
+            x_BTD, rows = state[..., : d.d_model], state[..., d.d_model :]
             if not own.has_ffn:
                 normed = norm(d, w, "attention/norm", x_BTD)
                 states[batch] = x_BTD + attention(own, w, normed, on_input)
                 continue
-            residual, inputs = before_ffn(own, w, x_BTD, on_input)
-            h = neurons(d, w, inputs)
+            residual, inputs = before_ffn(own, w, x_BTD, on_input, kept)
+            h = neurons(own, w, inputs)
             if on_ffn is not None:
                 h = on_ffn(layer, batch, w, inputs, h)
-            states[batch] = after_ffn(d, w, residual, ffn_output(w, h))
+            left = after_ffn(d, w, residual, ffn_output(w, h), rows[..., layer * p : (layer + 1) * p])
+            states[batch] = torch.cat([left, rows], -1) if p else left
         yield states
 
 
@@ -104,7 +127,11 @@ def _by_neuron(w: NamedTensors) -> NamedTensors:
         return w
     up, d_ff = [w["ffn/up"]] if "ffn/up" in w else [], w["ffn/down"].shape[1]
     down = w["ffn/down"].reshape(len(w["ffn/first"]) // d_ff, -1, d_ff).mT.reshape(len(w["ffn/first"]), -1)
-    return {**w, "ffn/rest": torch.stack([*up, down], 1)}
+    found = {**w, "ffn/rest": torch.stack([*up, down], 1)}
+    if "ffn/shared_down" in w:
+        last = _by_neuron({name: w[shared] for shared, name in SHARED.items() if shared in w})
+        found |= {name: torch.cat([found[name], last[name]]) for name in ("ffn/first", "ffn/rest")}
+    return found
 
 
 def norm(d: Decoder, w: NamedTensors, name: str, x: Tensor) -> Tensor:
@@ -115,15 +142,23 @@ def norm(d: Decoder, w: NamedTensors, name: str, x: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, d.norm_eps)
 
 
-def before_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | None = None) -> tuple[Tensor, Tensor]:
+def before_ffn(
+    d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | None = None, keys: Keys | None = None
+) -> tuple[Tensor, Tensor]:
     """The first half of a block: the residual that the FFN's output is added to, and the FFN's input.
 
-    Where the router reads something else, its values (…, X) stand behind the input's D numbers. Biases of the experts
-    that a token takes are in the residual already.
+    The input is what neurons read; where the router reads something else, its values (…, X) stand behind it. Biases of
+    the experts that a token takes, and without norms the FFN beside these, are in the residual already.
     """
-    residual, inputs = _before_ffn(d, w, x_BTD, on_input)
+    residual, inputs = _before_ffn(d, w, x_BTD, on_input, keys)
+    read = x_BTD if d.router_early else inputs
+    if d.router_norm:
+        read = F.rms_norm(residual, (d.d_model,), w["ffn/router_norm"], d.norm_eps)
+    if d.beside_ff and d.block == "sequential":
+        residual = residual + _beside(d, w, inputs)
+    if "ffn/experts_in" in w:
+        inputs = F.linear(inputs, w["ffn/experts_in"])
     if d.router_apart and "ffn/router" in w:
-        read = F.rms_norm(residual, (d.d_model,), w["ffn/router_norm"], d.norm_eps) if d.router_norm else x_BTD
         inputs = torch.cat([inputs, _router_values(w, read)], -1)
     if "ffn/expert_bias" in w:
         residual = residual + routing(d, w, inputs) @ w["ffn/expert_bias"]
@@ -132,39 +167,46 @@ def before_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | N
 
 def input_width(d: Decoder) -> int:
     """Numbers of an FFN's input; see `before_ffn`."""
-    return d.d_model + (d.experts_routed if d.router_apart else 0)
+    return d.neuron_width + (d.experts_routed if d.router_apart else 0)
 
 
-def _before_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | None) -> tuple[Tensor, Tensor]:
+def _before_ffn(
+    d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | None, keys: Keys | None
+) -> tuple[Tensor, Tensor]:
     if not d.has_mixer:
         return x_BTD, norm(d, w, "ffn/norm", x_BTD)
     if d.block == "post-norm":
-        x_BTD = norm(d, w, "attention/norm", x_BTD + attention(d, w, x_BTD, on_input))
+        x_BTD = norm(d, w, "attention/norm", x_BTD + attention(d, w, x_BTD, on_input, keys))
         return x_BTD, x_BTD
     if d.block == "reordered":
-        x_BTD = x_BTD + norm(d, w, "attention/norm", attention(d, w, x_BTD, on_input))
+        x_BTD = x_BTD + norm(d, w, "attention/norm", attention(d, w, x_BTD, on_input, keys))
         return x_BTD, x_BTD
     normed = norm(d, w, "attention/norm", x_BTD)
     if d.block == "sandwich":
-        x_BTD = x_BTD + norm(d, w, "attention/out_norm", attention(d, w, normed, on_input))
+        x_BTD = x_BTD + norm(d, w, "attention/out_norm", attention(d, w, normed, on_input, keys))
         return x_BTD, norm(d, w, "ffn/norm", x_BTD)
-    attended = x_BTD + attention(d, w, normed, on_input)
+    attended = x_BTD + attention(d, w, normed, on_input, keys)
     if not d.shared_norm:
         normed = norm(d, w, "ffn/norm", x_BTD if d.block == "parallel" else attended)
     return attended, normed
 
 
-def after_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
-    """The block's output, from the residual and the FFN's output."""
+def after_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, y_BTD: Tensor, row_BTP: Tensor | None = None) -> Tensor:
+    """The block's output, from the residual and the FFN's output, and what the layer reads of its own embedding."""
     left = _after_ffn(d, w, x_BTD, y_BTD)
+    if d.layer_embedding and row_BTP is not None:
+        h = activate_(d, F.linear(left, w["ffn/embedding_gate"])) * row_BTP
+        left = left + norm(d, w, "ffn/embedding_norm", F.linear(h, w["ffn/embedding_out"]))
     return left * w["ffn/block_scale"] if d.block_scale else left
 
 
 def _after_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, y_BTD: Tensor) -> Tensor:
     if d.block == "reordered":
         return x_BTD + norm(d, w, "ffn/norm", y_BTD)
-    if d.beside_ff:
-        y_BTD = F.rms_norm(y_BTD, (d.d_model,), w["ffn/experts_out_norm"], d.norm_eps) + _beside(d, w, x_BTD)
+    if d.beside_ff and d.block == "sandwich":
+        beside = _beside(d, w, F.rms_norm(x_BTD, (d.d_model,), w["ffn/beside_norm"], d.norm_eps))
+        beside = F.rms_norm(beside, (d.d_model,), w["ffn/beside_out_norm"], d.norm_eps)
+        y_BTD = F.rms_norm(y_BTD, (d.d_model,), w["ffn/experts_out_norm"], d.norm_eps) + beside
     if d.block == "sandwich":
         return x_BTD + norm(d, w, "ffn/out_norm", y_BTD)
     x_BTD = x_BTD + y_BTD
@@ -172,10 +214,9 @@ def _after_ffn(d: Decoder, w: NamedTensors, x_BTD: Tensor, y_BTD: Tensor) -> Ten
 
 
 def _beside(d: Decoder, w: NamedTensors, x: Tensor) -> Tensor:
-    """What the FFN beside the experts gives, normed."""
-    inputs = F.rms_norm(x, (d.d_model,), w["ffn/beside_norm"], d.norm_eps)
-    h = activate_(d, F.linear(inputs, w["ffn/beside_first"])) * F.linear(inputs, w["ffn/beside_up"])
-    return F.rms_norm(F.linear(h, w["ffn/beside_down"]), (d.d_model,), w["ffn/beside_out_norm"], d.norm_eps)
+    """What the FFN beside the experts gives."""
+    h = activate_(d, F.linear(x, w["ffn/beside_first"]))
+    return F.linear(h * F.linear(x, w["ffn/beside_up"]) if d.ffn == "gated" else h, w["ffn/beside_down"])
 
 
 def activate_(d: Decoder, z: Tensor, threshold: float = 0.0) -> Tensor:
@@ -204,14 +245,16 @@ def neurons(d: Decoder, w: NamedTensors, x: Tensor, threshold: float = 0.0) -> T
     """
     if d.n_experts == 1:
         return _expert_neurons(d, w, x, threshold)
-    x_ND, expert_w_X = x.flatten(0, -2), _split_by_expert(w, d.n_experts)
-    taken, inputs_ND = _taken(d, w, x_ND), x_ND[:, : d.d_model]
-    h_NXF = x.new_zeros(len(x_ND), d.n_experts, d.d_ff)
+    widths = [d.d_ff] * d.experts_alike + [d.last_ff] * (d.n_experts - d.experts_alike)
+    x_ND, expert_w_X = x.flatten(0, -2), _split_by_expert(w, widths)
+    taken, inputs_ND = _taken(d, w, x_ND), x_ND[:, : d.neuron_width]
+    h_NF = x.new_zeros(len(x_ND), sum(widths))
     for e, tokens, weight in tokens_by_expert(*taken, d.n_experts):
         if not len(tokens):  # autograd takes saved tensors without values for one another
             continue
-        h_NXF[tokens, e] = _expert_neurons(d, expert_w_X[e], inputs_ND[tokens], threshold) * weight
-    return h_NXF.view(*x.shape[:-1], d.neurons)
+        own = slice(e * d.d_ff, e * d.d_ff + widths[e])
+        h_NF[tokens, own] = _expert_neurons(d, expert_w_X[e], inputs_ND[tokens], threshold) * weight
+    return h_NF.view(*x.shape[:-1], -1)
 
 
 def tokens_by_expert(taken_NK: Tensor, weight_NK: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -221,10 +264,10 @@ def tokens_by_expert(taken_NK: Tensor, weight_NK: Tensor, experts: int) -> Itera
         yield e, tokens, weight_NK[tokens, k, None]
 
 
-def _split_by_expert(w: NamedTensors, experts: int) -> list[NamedTensors]:
+def _split_by_expert(w: NamedTensors, widths: list[int]) -> list[NamedTensors]:
     """The weights of each expert's neurons."""
     names = [name for name in ("ffn/first", "ffn/first_bias", "ffn/up_bias", "ffn/rest") if name in w]
-    chunks = (w[name].chunk(experts) for name in names)
+    chunks = (torch.split(w[name], widths) for name in names)
     return [dict(zip(names, expert_w, strict=True)) for expert_w in zip(*chunks, strict=True)]
 
 
@@ -252,7 +295,7 @@ def _taken(d: Decoder, w: NamedTensors, x: Tensor) -> tuple[Tensor, Tensor]:
     always = torch.arange(d.n_experts - shared, d.n_experts, device=x.device).expand(*x.shape[:-1], shared)
     if "ffn/router" not in w:
         return always, torch.ones_like(always, dtype=x.dtype)
-    values = x[..., d.d_model :] if d.router_apart else _router_values(w, x)
+    values = x[..., d.neuron_width :] if d.router_apart else _router_values(w, x)
     of_shared = torch.ones_like(always, dtype=values.dtype)
     if d.shared_gate:
         values, gate = torch.split(values, [d.experts_routed, 1], -1)
@@ -285,10 +328,15 @@ def _choices(d: Decoder, choices: Tensor) -> Tensor:
 
 
 def ffn_output(w: NamedTensors, h: Tensor) -> Tensor:
-    """(…, X·F) neuron values → (…, D) outputs: Σ h_i rest_i + bias."""
+    """(…, X·F) neuron values → (…, D) outputs: Σ h_i rest_i + bias, or a matrix times that sum."""
     rest = w["ffn/rest"][:, -1]
-    y = _sum_experts(rest, h, len(w["ffn/router"])) if "ffn/router" in w else h @ rest
+    y = widened(w, _sum_experts(rest, h, len(w["ffn/router"])) if "ffn/router" in w else h @ rest)
     return y + w["ffn/down_bias"] if "ffn/down_bias" in w else y
+
+
+def widened(w: NamedTensors, y: Tensor) -> Tensor:
+    """What a sum of neurons adds to the FFN's output."""
+    return F.linear(y, w["ffn/experts_out"]) if "ffn/experts_out" in w else y
 
 
 def _sum_experts(rest: Tensor, h: Tensor, experts: int) -> Tensor:
@@ -302,7 +350,8 @@ def _sum_experts(rest: Tensor, h: Tensor, experts: int) -> Tensor:
 
 
 def logits(d: Decoder, global_w: NamedTensors, x_BTD: Tensor) -> Tensor:
-    """(B, T, D) last hidden states → (B, T, vocabulary) logits."""
+    """(B, T, D …) last hidden states → (B, T, vocabulary) logits."""
+    x_BTD = x_BTD[..., : d.d_model]
     if d.final_norm:
         x_BTD = norm(d, global_w, "final_norm", x_BTD)
     if d.d_embedding != d.d_model:
@@ -322,11 +371,15 @@ def windows(tokens: np.ndarray[Any, np.dtype[Any]], length: int) -> Tensor:
 
 
 def attention(
-    d: Decoder, w: Mapping[str, Tensor], x_BTD: Tensor, on_input: Callable[[str, Tensor], None] | None = None
+    d: Decoder, w: NamedTensors, x_BTD: Tensor, on_input: OnInput | None = None, keys: Keys | None = None
 ) -> Tensor:
-    """Causal attention over (B, T, D) inputs, from position 0. `on_input` sees what its matrices multiply."""
+    """Causal attention over (B, T, D) inputs, from position 0. `on_input` sees what its matrices multiply; `keys` has
+    those and values of the last layers that had some."""
     qkv = F.linear(x_BTD, w["attention/qkv"], w.get("attention/qkv_bias"))
-    attended = _of_states(d, w, qkv, x_BTD) if d.recurs else (_of_latents if d.latent_rank else _of_heads)(d, w, qkv)
+    if d.recurs:
+        attended = _of_states(d, w, qkv, x_BTD)
+    else:
+        attended = _of_latents(d, w, qkv) if d.latent_rank else _of_heads(d, w, qkv, Keys() if keys is None else keys)
     if d.output_gate:
         attended = attended * torch.sigmoid(F.linear(x_BTD, w["attention/gate"]))
     if d.inner_norms:
@@ -339,19 +392,22 @@ def attention(
     return F.linear(attended, w["attention/out"], w.get("attention/out_bias"))
 
 
-def _of_heads(d: Decoder, w: Mapping[str, Tensor], qkv: Tensor) -> Tensor:
+def _of_heads(d: Decoder, w: NamedTensors, qkv: Tensor, keys: Keys) -> Tensor:
     """What each head takes of the values, from queries, keys and values."""
     batch, tokens, _ = qkv.shape
     qkv = torch.cat([qkv, qkv[..., -d.qkv_parts[1] :]], -1) if d.keys_as_values else qkv
     heads = qkv.view(batch, tokens, -1, d.head_dim).transpose(1, 2)
-    q, k, v = torch.split(heads, [d.n_heads, d.n_kv_heads, d.n_kv_heads], dim=1)
-    if d.qk_norm:
-        q, k = (_norm_heads(d, w[f"attention/{n}_norm"], t) for t, n in ((q, "q"), (k, "k")))
-    if d.v_norm:
-        v = F.rms_norm(v, (d.head_dim,), w["attention/v_norm"], d.norm_eps)
-    if d.positions == "rope":
-        cos, sin = _rotary(d, tokens, qkv.device)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    q, k, v = torch.tensor_split(heads, [d.n_heads, d.n_heads + d.n_kv_heads], dim=1)
+    cos, sin = _rotary(d, tokens, qkv.device)
+
+    def turned(x: Tensor, name: str) -> Tensor:
+        x = _norm_heads(d, w[f"attention/{name}_norm"], x) if d.qk_norm else x
+        return rotate(x, cos, sin) if d.positions == "rope" else x
+
+    if not d.shares_keys:
+        v = F.rms_norm(v, (d.head_dim,), w["attention/v_norm"], d.norm_eps) if d.v_norm else v
+        keys[d.window] = turned(k, "k"), v
+    q, (k, v) = turned(q, "q"), keys[d.window]
     if d.query_growth or d.score_scale != 1:
         q = q * torch.from_numpy(query_factors(d, tokens)).to(q.device)[:, None]
     group = d.n_heads // d.n_kv_heads

@@ -66,8 +66,8 @@ def initial_rank(d: Decoder, density: float, top_share: float, step: int) -> int
     `top_share` is the fraction of all activations that the hottest fifth of the neurons have. Sparse and skewed layers
     need lower ranks (PowerInfer, section 5.1). The constants are a first guess: the search around it corrects them.
     """
-    wanted = d.d_model * math.sqrt(density) * 1.5 * (1.2 - top_share)
-    return max(step, min(d.d_model // step, round(wanted / step)) * step)
+    wanted = d.neuron_width * math.sqrt(density) * 1.5 * (1.2 - top_share)
+    return max(step, min(d.neuron_width // step, round(wanted / step)) * step)
 
 
 def second_moment(blocks: Iterable[Tensor], width: int) -> Tensor:
@@ -120,7 +120,7 @@ def _svd(m_FD: Tensor, inverse_DD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def energy(h_NF: Tensor, w: td.NamedTensors) -> Tensor:
-    """(N, F) energies (h_i ‖rest_i‖)²: what the output loses, to first order, if neuron i is left out."""
+    """(N, F) energies (h_i ‖rest_i‖)²: what their sum loses, to first order, if neuron i is left out."""
     return torch.square(h_NF * torch.linalg.vector_norm(w["ffn/rest"][:, -1], dim=1))
 
 
@@ -183,7 +183,7 @@ def _labels(d: Decoder, w: td.NamedTensors, x_ND: Tensor) -> tuple[Tensor, Tenso
 def magnitudes(d: Decoder, w: td.NamedTensors, x: Tensor) -> Tensor:
     """(…, D) → (…, F) |a(z)|, the scores of the rung `threshold`; 0 in experts that the token is not routed to."""
     found = td.activate_(
-        d, torch.nn.functional.linear(x[..., : d.d_model], w["ffn/first"], w.get("ffn/first_bias"))
+        d, torch.nn.functional.linear(x[..., : d.neuron_width], w["ffn/first"], w.get("ffn/first_bias"))
     ).abs_()
     routed = routed_neurons(d, w, x)
     return found if routed is None else found.mul_(routed)

@@ -73,7 +73,7 @@ def layer_parameters(d: Decoder, experts: int) -> int:
     if d.latent_rank:
         head = d.head_dim - d.rotary_dim + (d.value_dim or d.head_dim)
         attention += d.n_heads * (d.query_rank * d.head_dim + head * d.latent_rank)
-    return attention + (3 if d.ffn == "gated" else 2) * experts * d.d_ff * d.d_model
+    return attention + (3 if d.ffn == "gated" else 2) * experts * d.d_ff * d.neuron_width
 
 
 def activation_values(d: Decoder, window: int) -> int:

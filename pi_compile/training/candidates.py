@@ -129,9 +129,9 @@ def _edge(bin_index: int) -> float:
     return float(torch.nextafter(lower, torch.tensor(-torch.inf)))
 
 
-LOST_ENERGY = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-"""Fractions of the neurons' energy that a threshold may lose."""
-KEPT_ACTIVATIONS = (0.98, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+LOST_ENERGY = tuple(1e-4 * 10 ** (n / 4) for n in range(12))
+"""Fractions of the neurons' energy that a threshold may lose, in steps small enough to come near to any budget."""
+KEPT_ACTIVATIONS = (0.99, 0.98, 0.97, 0.96, 0.95, 0.93, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Fractions of the activations that a threshold on their magnitude keeps."""
 RANK_FACTORS = (0.5, 1.0, 1.5)
 """Ranks tried first, as multiples of the one that suits the layer."""
@@ -278,7 +278,7 @@ class Ladder:
 
     def warm_starts(self) -> WarmStarts:
         """The predictors of all ranks, before training."""
-        moment = second_moment(self.fit.blocks(), self.d.d_model)
+        moment = second_moment(self.fit.blocks(), self.d.neuron_width)
         return WarmStarts.of(self.w["ffn/first"], self.w.get("ffn/first_bias"), moment, self.d.n_experts)
 
     def _rows(self) -> int:
@@ -403,5 +403,5 @@ def initial_ranks(d: Decoder, formats: Sequence[str], density: float, top_share:
 
 def _rank_step(d: Decoder, columns: int) -> tuple[int, int]:
     """The step between ranks that fill lines of so many columns, and the full rank."""
-    full = min(d.d_model, d.d_ff)
+    full = min(d.neuron_width, d.d_ff)
     return min(columns, full), full

@@ -1,10 +1,10 @@
 """The choice of rungs: one candidate for each layer, the fastest together that keep the quality budget.
 
 By Lagrangian relaxation: Σ time_l + λ · Σ error_l is least where every layer takes its own least. As the multiplier λ
-falls, layers take quicker candidates one by one, which gives a path of choices with rising error. The divergence of the
-model is nearly in proportion to the sum of its layers' errors, so a few passes of the tune text find how far along the
-path the budget reaches. What is chosen is then measured on the report text. If it costs more than the budget there, it
-is chosen again with less to spend, down to nothing.
+falls, layers take quicker candidates one by one, which gives a path of choices with rising error. What one costs is
+nearly in proportion to the sum of its layers' errors, so a few passes of the tune text find how far along the path the
+budget reaches. What is chosen is then measured on the report text. If it costs more than the budget there, it is chosen
+again with less to spend, down to nothing.
 
 The quality of a choice on a text is its perplexity, and what each layer reads and loses. The text goes through the
 decoder with the choice applied at every position of every layer. It goes in batches of windows, each of which is a task
@@ -147,26 +147,30 @@ def _run_rung(
 ) -> torch.Tensor:  # fmt: skip
     """The neuron values that a layer's rung keeps; adds to the sums."""
     read, kept = ffn_of(layer).apply(d, w, inputs, h)
-    sums[batch][layer].add(h, kept, read, w["ffn/rest"][:, -1])
+    sums[batch][layer].add(h, kept, read, w)
     return kept
 
 
-PASSES = 4
-"""Most choices that are measured on the tune text, for each format of the predictors."""
+PASSES, CLOSE = 4, 0.85
+"""Most choices that are measured on the tune text, for each format of the predictors, and the share of the budget that
+is aimed at after one that cost too much."""
 
 Time = Callable[[Candidate], float]
 LayerCandidates = Sequence[Sequence[Candidate]]
 """Candidates of each layer."""
 Choice = tuple[Candidate, ...]
+Measure = Callable[[Sequence[Candidate]], tuple[float, Quality]]
+"""What a choice is expected to cost on other text, and its quality on the tune text."""
 
 
 @dataclass(frozen=True, eq=False)
 class RungChoice:
-    """A candidate for each layer, and their quality on the tune text."""
+    """A candidate for each layer, what they are expected to cost, and their quality on the tune text."""
 
     candidates: Choice
-    tune: Quality
     predictor_format: str
+    cost: float
+    tune: Quality
 
 
 def choose_rungs(
@@ -175,10 +179,10 @@ def choose_rungs(
     *,
     formats: Sequence[str],
     time: Time,
-    measure: Callable[[Sequence[Candidate]], Quality],
+    measure: Measure,
     on_pass: Callable[[], None],
 ) -> RungChoice:
-    """The fastest choice whose divergence on the tune text is at most `most`, with all predictors in one format.
+    """The fastest choice that is expected to cost at most `most`, with all predictors in one format.
 
     Where no choice keeps that, the one with the least error. `on_pass` is called after each of at most `PASSES`
     measurements of each format.
@@ -186,9 +190,9 @@ def choose_rungs(
     if not any(c.format for candidates in layers for c in candidates):
         formats = formats[:1]
     found = [_choose_in_format(layers, fmt, most, time, measure, on_pass) for fmt in formats]
-    keeping = [choice for choice in found if choice.tune.divergence <= most]
+    keeping = [choice for choice in found if choice.cost <= most]
     if not keeping:
-        return min(found, key=lambda choice: choice.tune.divergence)
+        return min(found, key=lambda choice: choice.cost)
     return min(keeping, key=lambda choice: sum(map(time, choice.candidates)))
 
 
@@ -197,28 +201,29 @@ def _choose_in_format(
     fmt: str,
     most: float,
     time: Time,
-    measure: Callable[[Sequence[Candidate]], Quality],
+    measure: Measure,
     on_pass: Callable[[], None],
 ) -> RungChoice:
     path = _path([[c for c in candidates if c.format in (None, fmt)] for candidates in layers], time)
     found: list[RungChoice] = []
-    divergence_of_error = 1.0
+    cost_of_error, aim = 1.0, most
     for n in range(PASSES):
         # Without a choice that keeps the budget the last pass is for the least error: no other keeps it better.
-        hopeful = most > 0 and (n < PASSES - 1 or any(c.tune.divergence <= most for c in found))
-        within = [c for c in path if divergence_of_error * _error(c) <= most] if hopeful else []
+        hopeful = most > 0 and (n < PASSES - 1 or any(c.cost <= most for c in found))
+        within = [c for c in path if cost_of_error * _error(c) <= aim] if hopeful else []
         chosen = within[-1] if within else path[0]
         if any(chosen == c.candidates for c in found):
             break
-        found.append(RungChoice(chosen, measure(chosen), fmt))
+        found.append(RungChoice(chosen, fmt, *measure(chosen)))
         on_pass()
         if not hopeful:
             break
-        if found[-1].tune.divergence > most:
-            path = path[: path.index(chosen)] or path[:1]  # what loses more would not keep the budget either
+        aim, cost = most, found[-1].cost
+        if cost > most:
+            aim, path = CLOSE * most, path[: path.index(chosen)] or path[:1]  # what errs more would not keep it either
         if _error(chosen) > 0:
-            divergence_of_error = found[-1].tune.divergence / _error(chosen)
-    keeping = [c for c in found if c.tune.divergence <= most]
+            cost_of_error = cost / _error(chosen)
+    keeping = [c for c in found if c.cost <= most]
     return min(keeping, key=lambda c: sum(map(time, c.candidates))) if keeping else found[-1]
 
 

@@ -59,11 +59,10 @@ class LayerSums:
         # `add` makes nothing that stays: small tensors that stay between large ones that go break memory up.
         return cls(fired=torch.zeros(neurons, dtype=torch.int64))
 
-    def add(self, h: torch.Tensor, kept: torch.Tensor, read: torch.Tensor | None, down: torch.Tensor) -> None:
+    def add(self, h: torch.Tensor, kept: torch.Tensor, read: torch.Tensor | None, w: td.NamedTensors) -> None:
         """Add tokens: neuron values h, what is `kept` of them, the neurons whose `first` is `read`, all (…, F).
 
-        `read` is None where `first` is read for all neurons. `down` is (F, D), or any matrix whose products with h have
-        the same length.
+        `read` is None where `first` is read for all neurons; `w` are the layer's weights.
         """
         nonzero = h != 0
         fires = nonzero if read is not None else kept != 0
@@ -73,7 +72,7 @@ class LayerSums:
         self.read = None if read is None else (self.read or 0) + int(read.sum())
         self.fires_and_read += int(fires.sum() if read is None else (fires & read).sum())
         if kept is not h:
-            self.lost += float(((h - kept) @ down).square().sum())
+            self.lost += float(td.widened(w, (h - kept) @ w["ffn/rest"][:, -1]).square().sum())
         self.fired += fires.flatten(0, -2).sum(0).cpu()
 
     def __add__(self, other: "LayerSums") -> "LayerSums":
@@ -272,7 +271,7 @@ class PushedText:
                 if self.keeps_inputs:
                     self._keep_inputs(layer, n, inputs)
                 if self.counts:
-                    sums.add(h, h, None, w["ffn/rest"][:, -1])
+                    sums.add(h, h, None, w)
                 return h
 
             ((x,),) = td.layers(d, weights, [x], on_ffn, first=layer)

@@ -10,7 +10,7 @@ batch on its way through a choice. All workers come to the same choice, each by 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -34,12 +34,10 @@ from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import FfnBytes
 from pi_runtime.errors import NotMetError
 
-CORRECTIONS, CLOSE = 3, 0.95
-"""Times that what may be spent on the tune text is corrected, and how near to the budget a correction aims."""
-LUCK = 1.28
-"""Standard errors that one of ten means lies beyond."""
+LUCK, UNLIKE = 1.28, 0.1
+"""Standard errors that one of ten means lies beyond, and how far apart what one choice costs on texts of a kind is."""
 REFUSED_FRACTIONS = (1.0, 0.25, 0.0)
-"""Shares of that which are spent, the next where the report text refuses a choice; 0: the least error in all layers."""
+"""Shares of the budget that are spent, the next where the report text refuses a choice; 0: least error everywhere."""
 
 Tokens = npt.NDArray[np.integer]
 Progress = Callable[[int, int], None]
@@ -230,9 +228,9 @@ class _Training:
     def choose(self) -> tuple[RungChoice, Quality]:
         """The choice that keeps the budget on the report text, and its quality there. Raises NotMetError."""
         layers = [self._allowed(n, sums) for n, sums in enumerate(self.dense_tune.layers)]
-        dense, budget, most = self.dense_report, self.spec.perplexity_increase, self._most(layers)
+        dense, budget = self.dense_report, self.spec.perplexity_increase
         for fraction in REFUSED_FRACTIONS:
-            choice = self._choice(layers, fraction * most)
+            choice = self._choice(layers, fraction * budget)
             report = self._measure(self.report, choice.candidates)
             # The divergence is what the increase would be without the luck of which words the text happens to hold.
             cost = max(report.increase_over(dense)[0], report.divergence)
@@ -240,41 +238,30 @@ class _Training:
                 return choice, report
         raise not_met(choice, cost, budget)
 
-    def _most(self, layers: LayerCandidates) -> float:
-        """The divergence that a choice may have on the tune text so that other text keeps the quality budget.
+    def _expected(self, chosen: Sequence[Candidate]) -> tuple[float, Quality]:
+        """The cost that nine of ten other texts as long as the tune text stay below, and the quality where one chooses.
 
-        What a choice costs on the part of the tune text that it was not made for is nearly in proportion to what it
-        costs on the other part, so that a few choices tell.
+        The divergence on the part of the tune text that the choice was not made for, or the increase of perplexity on
+        all of it where that is more; and luck: `LUCK` standard errors, but no more than half as much again, for short
+        texts say little of either.
         """
-        budget = most = self.spec.perplexity_increase
-        for _ in range(CORRECTIONS):
-            choice = self._choice(layers, most)
-            cost = self._expected(choice)
-            if cost <= budget:
-                break
-            most = CLOSE * budget / cost * min(most, choice.tune.divergence)
-        return most
-
-    def _expected(self, choice: RungChoice) -> float:
-        """The cost that nine of ten other texts as long as the tune text stay below, by the part that checks.
-
-        The divergence, or the increase of perplexity where that is more, and what the latter is by luck: `LUCK`
-        standard errors of its mean, but no more than half as much again, for short texts say little of either.
-        """
-        found = self._measure(self.check, choice.candidates)
-        increase, error = found.increase_over(self.dense_check)
-        cost = max(found.divergence, increase)
-        share = len(self.check.ids_NT) / (len(self.check.ids_NT) + len(self.tune.ids_NT))
-        return cost + min(LUCK * error * math.sqrt(share), cost / 2)
+        tune, check = self._measure(self.tune, chosen), self._measure(self.check, chosen)
+        whole, dense = (
+            replace(rest, losses=torch.cat((part.losses, rest.losses)))
+            for part, rest in ((tune, check), (self.dense_tune, self.dense_check))
+        )
+        increase, error = whole.increase_over(dense)
+        cost = max(check.divergence, increase)
+        return cost + min(LUCK * math.hypot(error, UNLIKE * cost), cost / 2), tune
 
     def _choice(self, layers: LayerCandidates, most: float) -> RungChoice:
-        """The fastest choice whose divergence on the tune text is at most `most`."""
+        """The fastest choice that is expected to cost at most `most`."""
         return choose_rungs(
             layers,
             most,
             formats=self.spec.predictor_formats,
             time=self._time,
-            measure=lambda chosen: self._measure(self.tune, chosen),
+            measure=self._expected,
             on_pass=self.meter.pass_done,
         )
 

@@ -71,11 +71,11 @@ class TrainingWork:
         """Time by short measurements on the device, disk for hidden states and inputs, memory of the largest part."""
         d, total = self.d, self.total()
         with computing_with(self.spec.threads):
-            products = flops_per_s(self.spec.batch, d.d_model, min(d.neurons, 4096), device)
+            products = flops_per_s(self.spec.batch, d.neuron_width, min(d.neurons, 4096), device)
             values = values_per_s(device)
         # Hidden states before and after, FFN inputs, and the warm starts of a split search.
         rows = 3 * (self.fit + self.tune) + 2 * self.report
-        rows += d.neurons + d.n_experts * d.d_model if self.splits else 0
+        rows += d.neurons + d.n_experts * d.neuron_width if self.splits else 0
         return Estimate(
             seconds=total.products / products + total.values / values,
             disk_bytes=4 * rows * d.d_model,
@@ -95,17 +95,17 @@ class TrainingWork:
         ranks = max(*self.ranks, *self.further()) if self.splits else sum(self.ranks)
         search = (
             10 * max(NEURON_VALUES, self.spec.batch * d.neurons)
-            + 2 * CHUNK * d.d_model
-            + 16 * ranks * (d.d_model + d.neurons)
-            + 6 * d.neurons * d.d_model
-            + 8 * d.d_model**2
+            + 2 * CHUNK * d.neuron_width
+            + 16 * ranks * (d.neuron_width + d.neurons)
+            + 6 * d.neurons * d.neuron_width
+            + 8 * d.neuron_width**2
         )
         one_pass = (
             2 * d.vocab_size * d.d_model
             + 6 * rows * d.vocab_size
             + max(8 * rows * d.neurons, rows * activation_values(d, window))
             + max(self.tune, self.report) * d.d_model
-            + 3 * max(self.ranks, default=0) * (d.d_model + d.neurons)
+            + 3 * max(self.ranks, default=0) * (d.neuron_width + d.neurons)
         )
         return PROCESS_BYTES + 4 * (2 * layer_parameters(d, d.n_experts) + max(search, one_pass))
 
@@ -118,7 +118,7 @@ class TrainingWork:
         """One optimiser step of some ranks, of all by default."""
         d, n = self.d, self.spec.batch
         ranks = self.ranks if ranks is None else ranks
-        scores = sum(6 * n * r * (d.d_model + d.neurons) for r in ranks)
+        scores = sum(6 * n * r * (d.neuron_width + d.neurons) for r in ranks)
         return WorkAmount(n * self._neurons() + scores, STEP_PASSES * n * d.neurons * max(len(ranks), 1))
 
     def per_layer(self) -> WorkAmount:
@@ -140,13 +140,15 @@ class TrainingWork:
         d = self.d
         untrained = sum(not search.trains for search in self.searches)
         scores = WorkAmount(self.tune * 2 * self._neurons(), SCORE_PASSES * self.tune * d.neurons) * untrained
-        moment = WorkAmount(2 * self.fit * d.d_model**2 + 80 * d.d_model**3 + 4 * d.neurons * d.d_model**2)
+        moment = WorkAmount(
+            2 * self.fit * d.neuron_width**2 + 80 * d.neuron_width**3 + 4 * d.neurons * d.neuron_width**2
+        )
         return scores + (moment if self.ranks else WorkAmount())
 
     def of_ranks(self, ranks: Sequence[int]) -> WorkAmount:
         """Some ranks tried together: trained, and the scores of all their candidates on the tune text."""
         d, each = self.d, 2 * len(self.spec.predictor_formats)
-        scores = each * sum(2 * rank * (d.d_model + d.neurons) for rank in ranks)
+        scores = each * sum(2 * rank * (d.neuron_width + d.neurons) for rank in ranks)
         measured = WorkAmount(self._neurons() + scores, SCORE_PASSES * each * len(ranks) * d.neurons) * self.tune
         return self.per_step(ranks) * self.spec.steps + measured
 
@@ -155,7 +157,7 @@ class TrainingWork:
         found = list(self.ranks)
         for _ in range(MORE_RANKS):
             found.append(found[-1] * 3 // 2 if found else 0)
-        return [rank for rank in found[len(self.ranks) :] if 0 < rank <= min(self.d.d_model, self.d.d_ff)]
+        return [rank for rank in found[len(self.ranks) :] if 0 < rank <= min(self.d.neuron_width, self.d.d_ff)]
 
     @property
     def searches(self) -> list[Search]:
@@ -174,7 +176,7 @@ class TrainingWork:
 
     def _neurons(self) -> float:
         """Operations of one sample's neuron values: `first`, and `up` where there is one."""
-        return 2 * self.d.d_model * self.d.experts_per_token * self.d.d_ff * (2 if self.d.ffn == "gated" else 1)
+        return 2 * self.d.neuron_width * self.d.experts_per_token * self.d.d_ff * (2 if self.d.ffn == "gated" else 1)
 
 
 class ProgressMeter:

@@ -29,7 +29,7 @@ from pi_runtime.artifact.footprint import (
     input_nbytes,
     padded_width,
 )
-from pi_runtime.artifact.formats import BLOCK, FORMATS, Format
+from pi_runtime.artifact.formats import BLOCK, FORMATS, GROUP, Format
 from pi_runtime.artifact.sizes import BY_NEURON
 
 
@@ -155,6 +155,24 @@ def rotary_tables(d: Decoder, positions: int) -> dict[str, Buffer]:
     return dict.fromkeys(("cos_SJ", "sin_SJ"), Buffer((rows, angles)))
 
 
+def rotary_table(decoder: Decoder, length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """cos and sin (length, J) of the angles position · frequency_j, times `rotary_scale`.
+
+    The angles are float32, as in transformers; cos and sin are rounded from 64 bits, because NumPy's in 32 depend on
+    the processor. J = 0 where positions are learned.
+    """
+    frequency_J = np.array(decoder.rotary_frequencies, np.float32)
+    angles = np.outer(np.arange(length, dtype=np.float32), frequency_J).astype(np.float64)
+    scale = np.float32(decoder.rotary_scale)
+    return np.cos(angles).astype(np.float32) * scale, np.sin(angles).astype(np.float32) * scale
+
+
+def query_factors(decoder: Decoder, length: int) -> npt.NDArray[np.float32]:
+    """(length,): scale · (1 + growth · ln(1 + ⌊position / period⌋)), the factors of queries; rounded from 64 bits."""
+    turns = np.arange(length) // max(1, decoder.query_period)
+    return (decoder.score_scale * (1 + decoder.query_growth * np.log1p(turns))).astype(np.float32)
+
+
 def narrow_width(d: Decoder) -> int:
     """Width of an embedding that is not as wide as the model, else 0."""
     return d.d_embedding if d.d_embedding != d.d_model else 0
@@ -170,15 +188,21 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
     mixed, made, gates, cached = (max(getattr(one, f"{of}_width") for one in d.kinds) for of in widths)
     t, latents = tokens, d.n_heads if d.latent_rank else 0
     packed = cache in CACHE_FORMATS and CACHE_FORMATS[cache].values.quantised
-    widest, places = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank, d.beside_ff), chunk_places(d.d_ff)
+    widest = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank, d.beside_ff, d.layer_embedding)
+    places = chunk_places(d.d_ff)
+    routed = (d.n_experts + d.shared_gate) * (2 if d.router_choice_bias or d.router_groups > 1 else 1)
     # A product with `down` has the factors of all neurons as its input.
-    low = rank if layout == BY_NEURON else max(rank, d.d_ff)
+    low = rank if layout == BY_NEURON else max(rank, d.widest_ff)
+    factors = Buffer((CHUNKS, t, chunk_places(d.widest_ff)))
     return {
         "x_TD": Buffer((t, d.d_model)),
         "normed_TD": Buffer((t, d.d_model)),
         "attended_TD": Buffer((t, d.d_model)),
         "residual_TD": Buffer((t if d.block == "sandwich" else 0, d.d_model)),
         "beside_TF": Buffer((2 * t, d.beside_ff)),
+        **_layer_embedding(d.layer_embedding, t),
+        "narrow_TL": Buffer((t, d.expert_width)),
+        "narrow_sum_TL": Buffer((t, d.expert_width)),
         "embedding_TW": Buffer((t, narrow_width(d))),
         "qkv_TQ": Buffer((t, made)),
         "gate_TQ": Buffer((t, gates)),
@@ -187,9 +211,7 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "latent_TQ": Buffer((t, latents * d.cached_width)),
         "latent_inputs": Buffer((min(CHUNKS, latents) * t * input_nbytes(max(d.head_dim, d.latent_rank)),), "uint8"),
         "mixed_TQ": Buffer((t, mixed)),
-        "router_TX": Buffer(
-            (t, (d.n_experts + d.shared_gate) * (2 if d.router_choice_bias or d.router_groups > 1 else 1))
-        ),
+        "router_TX": Buffer((t, routed)),
         "expert_TK": Buffer((t, d.most_experts), "int64", fill=0),
         "route_weight_TK": Buffer((t, d.most_experts), fill=1),
         "token_T": Buffer((t,), "int64"),
@@ -205,17 +227,22 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
         "score_TF": Buffer((t, d.d_ff)),
         "list_CK": Buffer((CHUNKS, places), "int64"),
         "count_C": Buffer((CHUNKS,), "int64"),
-        "h_CTK": Buffer((CHUNKS, t, places)),
-        "up_CTK": Buffer((CHUNKS, t, places)),
+        "h_CTK": factors,
+        "up_CTK": factors,
         "scored_T": Buffer((t,), "int64"),
         "asking_T": Buffer((t,), "int64"),
         "tally_CT3": Buffer((CHUNKS, t, 3), "int64"),
         "squares_CT": Buffer((CHUNKS, t if d.inner_norms else 0)),
-        "sums_CTP": Buffer((CHUNKS, min(t, FEW_TOKENS), padded_width(d.d_model))),
+        "sums_CTP": Buffer((CHUNKS, min(t, FEW_TOKENS), padded_width(d.neuron_width))),
         "scratch_CX": Buffer((CHUNKS, ffn_floats(d.d_ff))),
         "counts_LT3": Buffer((d.n_layers, t, 3), "int64", fill=0),
         "logits_TV": Buffer((t, d.vocab_size)),
     }
+
+
+def _layer_embedding(width: int, tokens: int) -> dict[str, Buffer]:
+    row = GROUP * BLOCK + width if width else 0
+    return {"layer_embedding_TP": Buffer((2 * tokens, width)), "token_row": Buffer((row,))}
 
 
 def workspace_bytes(d: Decoder, rank: int, tokens: int, context: int) -> int:

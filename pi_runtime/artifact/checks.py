@@ -47,10 +47,13 @@ def _layout(m: Manifest) -> Iterator[str]:
     if m.ffn_layout not in LAYOUTS:
         yield f"ffn_layout: {m.ffn_layout!r} is none of {', '.join(LAYOUTS)}"
     divided = m.plans or m.row_plans
+    cut = m.decoder.dense_layers != m.decoder.uncut_layers
     if m.ffn_layout == WHOLE and (
-        divided or m.profiled_tokens or m.decoder.dense_layers or any(layer != Layer(rung=DENSE) for layer in m.layers)
+        divided or m.profiled_tokens or cut or any(layer != Layer(rung=DENSE) for layer in m.layers)
     ):
         yield f"ffn_layout: {WHOLE} with an FFN cut into experts, a profile, a plan or a layer that is not dense"
+    if m.ffn_layout != WHOLE and m.decoder.last_ff:
+        yield f"ffn_layout: {m.ffn_layout} with decoder.last_ff"
     if m.ffn_layout == MIXED and (divided or m.decoder.n_experts > 1):
         yield f"ffn_layout: {MIXED} with experts or a plan"
 
@@ -97,8 +100,8 @@ def _layers(m: Manifest) -> Iterator[str]:
 def _layer(layer: Layer, rung: Rung, d: Decoder) -> Iterator[str]:
     if rung.parameter == "rank" and layer.rank is None:
         yield f": rung {rung.name} without a predictor"
-    if layer.rank is not None and not 1 <= layer.rank <= d.d_model:
-        yield f".rank: {layer.rank} is not in 1…{d.d_model}"
+    if layer.rank is not None and not 1 <= layer.rank <= d.neuron_width:
+        yield f".rank: {layer.rank} is not in 1…{d.neuron_width}"
     if not layer.threshold >= 0 or (layer.threshold > 0 and rung.parameter != "threshold"):
         yield f".threshold: {layer.threshold} on the rung {rung.name}"
 

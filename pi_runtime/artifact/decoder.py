@@ -16,8 +16,11 @@ The FFN is, per neuron i with activation a,
 and with experts  y = Σ_e p_e y_e  over the experts_per_token experts e with the largest router_e · x, p the softmax of
 these values over those experts, or over all; or  p_e = s(router_e · x), with s(z) = 1 / (1 + e⁻ᶻ), and mostly over
 their sum. The router reads what the FFN reads, or x as it enters the block. Experts that every token takes, p_e = 1 or
-s(gate · x), stand behind those of the router; a dense layer is made of such experts alone. In a sandwich block another
-FFN may be beside the experts, with n₃ its norm, and m₃ and m₄ those of both sums:  m₂(m₃(ffn(n₃(x))) + m₄(y)).
+s(gate · x), stand behind those of the router; a dense layer is made of such experts alone. Another
+FFN may be beside the experts; in a sandwich block with n₃ its norm, and m₃ and m₄ those of both sums:
+m₂(m₃(ffn(n₃(x))) + m₄(y)). Experts may be narrower than the model:  y = out · Σ_e p_e y_e(in · x).
+Behind its FFN a sandwich block may read a further embedding, of which it has a row e of P numbers a token, with x₀
+what entered the first block, and n and m norms:  x ← x + m(out (a(gate · x) (n(in · x₀ / √D) + e √P) / √2)).
 
 In some layers a recurrence may stand in attention's place: each head has a state S of a fixed size, and no keys and
 values. Sources: Yang et al. 2024, Gated Delta Networks, arXiv:2412.06464; Dao and Gu 2024, Mamba-2, arXiv:2405.21060;
@@ -45,9 +48,6 @@ from functools import partial
 from math import inf
 from types import MappingProxyType
 from typing import Any, Self
-
-import numpy as np
-import numpy.typing as npt
 
 BLOCKS = ("sequential", "parallel", "post-norm", "reordered", "sandwich")
 SPARSE_ACTIVATIONS = ("relu", "relu2", "drelu")
@@ -263,18 +263,29 @@ class Facts:
         bodies=WITHOUT_GPU,
     )
     dense_layers: tuple[int, ...] = fact(
-        "layers whose FFN is dense. It is cut into experts, the last ones, which every token takes; what is left of "
-        "these, and all experts before them, are zeros",
+        "layers whose FFN is dense: cut into experts, the last ones, unless there is `last_ff`",
         LAYERS, Rule("without `ffn_bias`", lambda d: not d.ffn_bias), NOT_EARLY, of="dense_ff", bodies=WITHOUT_GPU,
     )
     dense_ff: int = fact(
         "neurons of a dense layer's FFN", COUNT,
         Rule("up to X · F, with several experts", lambda d: d.dense_experts <= d.n_experts > 1), of="dense_layers",
     )
+    last_ff: int = fact(
+        "neurons of the last expert, in the layout `matrices`: the shared one, if any is",
+        COUNT, Rule("with one shared expert at most", lambda d: d.experts_shared <= 1),
+        Rule("without `ffn_bias`", lambda d: not d.ffn_bias), of="n_experts", bodies=WITHOUT_GPU,
+    )
+    expert_width: int = fact(
+        "numbers that experts read and make, between two matrices; 0 for D", COUNT,
+        Rule("up to D in a sequential block", lambda d: d.block == "sequential" and d.expert_width <= d.d_model),
+        Rule("without `router_early`, `experts_shared`, `dense_layers` and `ffn_bias`",
+             lambda d: not (d.router_early or d.experts_shared or d.dense_layers or d.ffn_bias)),
+        of="n_experts", bodies=WITHOUT_GPU,
+    )
     beside_ff: int = fact(
-        "neurons of a gated FFN beside the experts, with norms of its own, below", COUNT,
-        Rule("in a sandwich block of `rms` norms, with several gated experts",
-             lambda d: d.block == "sandwich" and d.norm == "rms" and d.n_experts > 1 and d.ffn == "gated"),
+        "neurons of an FFN beside several experts, below", COUNT,
+        Rule("in a sequential block, or a sandwich one of `rms` norms",
+             lambda d: d.n_experts > 1 and (d.block == "sequential" or (d.block, d.norm) == ("sandwich", "rms"))),
         Rule("without `ffn_bias` and activations of gated FFNs only",
              lambda d: not d.ffn_bias and d.activation not in GATED_ACTIVATIONS),
         bodies=WITHOUT_GPU,
@@ -296,6 +307,12 @@ class Facts:
     ffn_only_layers: tuple[int, ...] = fact(
         "layers without attention, or what stands in its place, and its norm", LAYERS, *ALONE, bodies=WITHOUT_GPU
     )
+    layer_embedding: int = fact(
+        "P, numbers that each layer has of a token in an embedding of its own, below", COUNT,
+        Rule("in a sandwich block of `rms` norms", lambda d: d.block == "sandwich" and d.norm == "rms"),
+        Rule("with a tied head and no learned positions", lambda d: d.tied_head and d.positions != "learned"),
+        bodies=WITHOUT_GPU,
+    )
     shared_norm: bool = fact(
         "attention and FFN read the same norm", FLAG, Rule("in a parallel block", lambda d: d.block == "parallel")
     )
@@ -314,6 +331,19 @@ class Facts:
     keys_as_values: bool = fact(
         "in layers without a window values are keys before these norms, and have no rows of their own", FLAG,
         of="v_norm", bodies=WITHOUT_GPU,
+    )
+    shared_key_layers: tuple[int, ...] = fact(
+        "layers that read keys and values of the last other one before them that has the same window, or none",
+        LAYERS, Rule("behind such a one", lambda d: all(d.keys_of(n) < n for n in d.shared_key_layers)),
+        Rule("without `joint_qk_norm` and `latent_rank`, with attention in all layers",
+             lambda d: not (d.joint_qk_norm or d.latent_rank or d.recurs or d.ffn_only_layers)),
+        bodies=WITHOUT_GPU,
+    )
+    narrow_ff: int = fact(
+        "neurons of an FFN in the other layers; by neuron, zeros follow them", COUNT,
+        Rule("up to F of one expert without biases",
+             lambda d: d.narrow_ff <= d.d_ff and d.n_experts == 1 and not d.ffn_bias),
+        of="shared_key_layers", bodies=WITHOUT_GPU,
     )
     inner_norms: bool = fact(
         "what attention's last matrix reads, and the h of the FFN, go through an `rms` norm before it, below", FLAG,
@@ -440,6 +470,19 @@ class Decoder(Facts):
         router, heads or an FFN, and without facts of attention where a recurrence stands in its place."""
         return replace(self, **_differences(self, layer))
 
+    def uncut(self) -> Self:
+        """The same with what every token takes, shared experts or a dense layer's FFN, in one piece."""
+        if not (self.experts_shared or self.dense_layers) or self.last_ff:
+            return self
+        less = max(0, self.experts_shared - 1)
+        return replace(
+            self,
+            n_experts=self.n_experts - less,
+            experts_per_token=self.experts_per_token - less,
+            experts_shared=self.experts_shared - less,
+            last_ff=(1 + less) * self.d_ff,
+        )
+
     def problems(self) -> Iterator[str]:
         """Yield values that no model has; where all are possible, those that contradict others. Names stand first."""
         value, every = vars(self), facts().items()
@@ -472,7 +515,22 @@ class Decoder(Facts):
     @property
     def router_apart(self) -> bool:
         """Whether the router reads something else than the experts."""
-        return self.router_early or self.router_norm
+        return self.router_early or self.router_norm or self.expert_width > 0
+
+    def keys_of(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: mostly itself; without any before it, itself too."""
+        kind, own = layer in self.windowed_layers, (n for n in range(layer, -1, -1) if n not in self.shared_key_layers)
+        return next((n for n in own if (n in self.windowed_layers) == kind), layer)
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether this layer has no keys and values of its own (see `of_layer`)."""
+        return len(self.shared_key_layers) > 0
+
+    @property
+    def whole_ff(self) -> int:
+        """Neurons of this layer's FFN that are not zeros (see `of_layer`)."""
+        return self.d_ff if self.shares_keys else self.narrow_ff or self.d_ff
 
     def seen(self, layer: int, positions: int) -> int:
         """How many of so many positions the newest token sees in a layer."""
@@ -533,7 +591,7 @@ class Decoder(Facts):
         if self.recurs:
             keys = self.state_key_heads * self.state_key_dim
             return (self.mixed_width, keys, keys) if self.recurrence == "mamba2" else (keys, keys, self.mixed_width)
-        keys = self.n_kv_heads * self.head_dim
+        keys = 0 if self.shares_keys else self.n_kv_heads * self.head_dim
         return self.n_heads * self.head_dim, keys, keys
 
     @property
@@ -547,6 +605,11 @@ class Decoder(Facts):
         if self.latent_rank:
             return (self.query_rank or self.n_heads * self.head_dim) + self.cached_width
         return sum(self.qkv_parts)
+
+    @property
+    def neuron_width(self) -> int:
+        """Numbers that neurons read and make."""
+        return self.expert_width or self.d_model
 
     @property
     def neurons(self) -> int:
@@ -568,7 +631,22 @@ class Decoder(Facts):
     @property
     def dense_experts(self) -> int:
         """Experts that a dense layer's FFN is made of."""
-        return -(-self.dense_ff // self.d_ff)
+        return 1 if self.last_ff else -(-self.dense_ff // self.d_ff)
+
+    @property
+    def uncut_layers(self) -> tuple[int, ...]:
+        """Dense layers with an FFN in one piece, beside layers of experts."""
+        return self.dense_layers if self.last_ff else ()
+
+    @property
+    def experts_alike(self) -> int:
+        """Experts of F neurons, whose matrices lie in the same arrays."""
+        return self.experts_routed if self.last_ff else self.n_experts
+
+    @property
+    def widest_ff(self) -> int:
+        """Neurons of the expert that has most."""
+        return max(self.d_ff, self.last_ff, self.dense_ff if self.last_ff else 0)
 
     @property
     def most_experts(self) -> int:
@@ -583,7 +661,7 @@ class Decoder(Facts):
 
 def _differences(d: Decoder, layer: int) -> dict[str, Any]:
     """The fields of a decoder as one layer computes it that are not those of the model."""
-    found: dict[str, Any] = {"window": 0}
+    found: dict[str, Any] = {"window": 0, "shared_key_layers": ()}
     if d.recurrent_layers:
         found |= _NO_ATTENTION if layer in d.recurrent_layers else {"recurrence": "none"}
     if layer in d.windowed_layers:
@@ -593,9 +671,14 @@ def _differences(d: Decoder, layer: int) -> dict[str, Any]:
         found["n_kv_heads"] = d.windowed_kv_heads or d.n_kv_heads
         found["rotary_frequencies"] = d.windowed_frequencies or d.rotary_frequencies
         found["rotary_scale"] = d.windowed_scale or d.rotary_scale
+    if layer in d.shared_key_layers:
+        del found["shared_key_layers"]
+        found |= {"keys_as_values": False, "v_norm": False}
     if layer in d.unrotated_layers:
         found["rotary_frequencies"] = ()
-    if layer in d.dense_layers:
+    if layer in d.uncut_layers:
+        found |= {"n_experts": 1, "experts_per_token": 1, "experts_shared": 0, "d_ff": d.dense_ff, "last_ff": 0}
+    elif layer in d.dense_layers:
         found |= dict.fromkeys(("experts_per_token", "experts_shared"), d.dense_experts)
     if layer in d.mixer_only_layers:
         found["d_ff"] = 0
@@ -608,21 +691,3 @@ _NO_ATTENTION = dict.fromkeys(
     ("qkv_bias", "out_bias", "qk_norm", "v_norm", "keys_as_values", "output_gate", "attention_sinks"), False
 )
 """Facts that a layer lacks in which a recurrence stands in attention's place."""
-
-
-def rotary_table(decoder: Decoder, length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """cos and sin (length, J) of the angles position · frequency_j, times `rotary_scale`.
-
-    The angles are float32, as in transformers; cos and sin are rounded from 64 bits, because NumPy's in 32 depend on
-    the processor. J = 0 where positions are learned.
-    """
-    frequency_J = np.array(decoder.rotary_frequencies, np.float32)
-    angles = np.outer(np.arange(length, dtype=np.float32), frequency_J).astype(np.float64)
-    scale = np.float32(decoder.rotary_scale)
-    return np.cos(angles).astype(np.float32) * scale, np.sin(angles).astype(np.float32) * scale
-
-
-def query_factors(decoder: Decoder, length: int) -> npt.NDArray[np.float32]:
-    """(length,): scale · (1 + growth · ln(1 + ⌊position / period⌋)), the factors of queries; rounded from 64 bits."""
-    turns = np.arange(length) // max(1, decoder.query_period)
-    return (decoder.score_scale * (1 + decoder.query_growth * np.log1p(turns))).astype(np.float32)

@@ -36,6 +36,10 @@ PAD = 128
 """Columns to a multiple of which inputs are padded."""
 
 
+ROWS_OF_TOKENS = ("embedding", "layer_embedding")
+"""Arrays of which a token reads a row."""
+
+
 class InputLayout(NamedTuple):
     """The parts of a product's input behind its float32 numbers: where each begins, in bytes for `PAD` columns."""
 
@@ -100,14 +104,14 @@ class PartBytes:
     """
 
     embedding: int
-    """The matrix of tokens, and the matrix that converts it to the model's width."""
+    """The matrices of tokens, and those that convert them."""
     embedding_row: int
     positions: int
     head: int
     """The matrix, or 0 where it is the embedding's (`tied_head`)."""
     final_norm: int
     attention: int
-    """One layer's attention, both norms, router, and the FFN beside its experts; the mean where layers differ."""
+    """One layer's attention, both norms, router, and what is beside its FFN; the mean where layers differ."""
     ffn_bias: int
     """One layer's `down_bias`, which is added once where the residual is."""
     neuron: int
@@ -128,12 +132,14 @@ class PartBytes:
         ffn, every = f"layers/{d.ffn_layers[0]}/ffn/", range(d.n_layers)
         first = total(f"{ffn}first", f"{ffn}up_bias")
         return cls(
-            embedding=total("embedding"),
-            embedding_row=specs["embedding"].nbytes_with_scales // d.vocab_size,
+            embedding=total("embedding", "layer_embedding"),
+            embedding_row=sum(specs[n].nbytes_with_scales for n in ROWS_OF_TOKENS if n in specs) // d.vocab_size,
             positions=total("positions"),
             head=total("head"),
             final_norm=total("final_norm"),
-            attention=of_layers(every, "attention/", "ffn/norm/", "ffn/router", "ffn/beside"),
+            attention=of_layers(
+                every, "attention/", "ffn/norm/", "ffn/router", "ffn/beside", "ffn/embedding", "ffn/experts_"
+            ),
             ffn_bias=total(f"{ffn}down_bias"),
             neuron=(first + total(f"{ffn}rest")) // d.neurons,
             first=first // d.neurons,

@@ -59,7 +59,7 @@ class LayerClass:
 def layer_classes(d: Decoder, fmt: str) -> tuple[LayerClass, ...]:
     """The classes of a model with keys and values in this format, by their first layers; then that of states."""
     states = d.recurrent_layers
-    without = {*states, *d.ffn_only_layers}
+    without = {*states, *d.ffn_only_layers, *d.shared_key_layers}
     windows = {n: d.window if n in d.windowed_layers else 0 for n in range(d.n_layers) if n not in without}
     found = []
     for window in dict.fromkeys(windows.values()):

@@ -21,7 +21,7 @@ from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.quantisation import dequantise
 from pi_runtime.artifact.schema import Manifest
 from pi_runtime.artifact.sizes import scales_name
-from pi_runtime.artifact.structure import Structure, damaged, pack_commands, read_structure
+from pi_runtime.artifact.structure import Structure, damaged, pack_command, read_structure
 from pi_runtime.errors import ArtifactError, read_error
 
 
@@ -154,7 +154,7 @@ def _suggested(path: Path) -> str:
     """Suggest what the user may have meant: a model with a similar name, or any artifact of a folder that was named."""
     folder = path if path.is_dir() else path.parent
     if (folder / "config.json").is_file() and folder == path:
-        return f"this looks like a checkpoint: {pack_commands(path)}"
+        return f"this looks like a checkpoint: {pack_command(path)}"
     kinds = ("*.pi",) if path.is_dir() else ("*.pi", "*.gguf")
     there = sorted(other.name for kind in kinds for other in folder.glob(kind)) if folder.is_dir() else []
     best = difflib.get_close_matches(path.name, there, 1, 0 if path.is_dir() else 0.5) or (

@@ -7,6 +7,7 @@ of a long prompt and a sixteenth for rows that are staged, and the rest holds ro
 """
 
 from dataclasses import dataclass
+from itertools import product
 
 from pi_runtime.artifact.buffers import cpu_workspace, rotary_tables, table_bytes
 from pi_runtime.artifact.decoder import Decoder
@@ -21,6 +22,8 @@ UNITS = 2
 """Slots for whole matrices of an FFN, the fewest: one is used while another is read."""
 EMBEDDING_ARRAYS = ("embedding", scales_name("embedding"))
 """The arrays of an embedding whose rows are read when their tokens come, unless a tied head needs all of them."""
+MAPPED = ("layer_embedding", scales_name("layer_embedding"))
+"""Arrays that stay in the file, of which a token reads a row a layer: no memory is set aside for them."""
 PROCESS_NBYTES = 192 << 20
 """What a budget of RAM counts for the process itself: interpreter, libraries, compiled kernels, tokenizer, server, and
 what aligning arrays takes."""
@@ -58,7 +61,7 @@ class RowBuffers:
 
 def row_nbytes(d: Decoder, fmt: str) -> dict[str, int]:
     """Bytes of one neuron's stored values in each of `ROW_ARRAYS`."""
-    row = ArraySpec(fmt, (1, d.d_model)).nbytes
+    row = ArraySpec(fmt, (1, d.neuron_width)).nbytes
     return {"first": row, "rest": row * (2 if d.ffn == "gated" else 1)}
 
 
@@ -93,16 +96,25 @@ def useful_budgets(manifest: Manifest, fixed: int) -> tuple[int, int]:
     embedding = embedding_on_disk_nbytes(d, manifest.formats["embedding"])
     if manifest.ffn_layout == WHOLE:
         unit = unit_nbytes(manifest)
-        return fixed + UNITS * unit, fixed + d.n_layers * d.n_experts * unit + embedding
+        return fixed + UNITS * unit, fixed + len(units(manifest)) * unit + embedding
     least = fixed + least_row_buffers(d, both)
     return least, least + all_rows(d, both) + embedding
 
 
 def unit_matrices(manifest: Manifest, layer: int) -> dict[str, tuple[str, int]]:
-    """The whole matrices of a layer's FFN: (name of the array, bytes that one expert has of it) of each."""
-    arrays, experts = manifest.arrays, manifest.decoder.n_experts
+    """The whole matrices of a layer's FFN that are read when they are needed: (name of the array, bytes that one expert
+    has of it) of each. Those of a dense layer beside layers of experts, which every token needs, stay in memory."""
+    arrays, d = manifest.arrays, manifest.decoder
+    if layer in d.uncut_layers:
+        return {}
     found = {name: f"layers/{layer}/ffn/{name}" for name in ("first", "up", "down")}
-    return {name: (full, arrays[full].nbytes // experts) for name, full in found.items() if full in arrays}
+    return {name: (full, arrays[full].nbytes // d.experts_alike) for name, full in found.items() if full in arrays}
+
+
+def units(manifest: Manifest) -> list[tuple[int, int]]:
+    """(Layer, expert) of each unit of whole matrices."""
+    layers = [n for n in range(manifest.decoder.n_layers) if unit_matrices(manifest, n)]
+    return list(product(layers, range(manifest.decoder.experts_alike)))
 
 
 def unit_nbytes(manifest: Manifest) -> int:
@@ -145,7 +157,7 @@ def _staged_nbytes(both: int) -> int:
 
 def token_nbytes(d: Decoder) -> int:
     """Bytes of one token of a long prompt: residual, FFN input, sums, and experts."""
-    return 8 * d.d_model + 4 * padded_width(d.d_model) + 12 * d.most_experts
+    return 8 * (d.d_model + d.expert_width) + 4 * padded_width(d.neuron_width) + 12 * d.most_experts
 
 
 def read_nbytes(d: Decoder) -> int:
@@ -163,5 +175,5 @@ def disk_workspace_bytes(d: Decoder, rank: int, tokens: int, context: int, cache
         buffers = cpu_workspace(d, rank, tokens, cache, layout), rotary_tables(d, context)
         return table_bytes(*buffers) + WORKERS * read_nbytes(d)
     buffers = cpu_workspace(d, rank, tokens, cache), cpu_workspace(d, rank, FEW_TOKENS, cache)
-    tables = 8 * (2 * d.n_layers * d.neurons + 6 * d.neurons) + 4 * tokens * padded_width(d.d_model)
+    tables = 8 * (2 * d.n_layers * d.neurons + 6 * d.neurons) + 4 * tokens * padded_width(d.neuron_width)
     return table_bytes(*buffers, rotary_tables(d, context)) + tables + WORKERS * read_nbytes(d)

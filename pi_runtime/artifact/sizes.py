@@ -7,6 +7,8 @@ rows of `rest` a neuron, R predictor rank.
     embedding [V, W]   positions [P, D]   head [V, W]   head_bias [V]   final_norm/weight [D]   final_norm/bias [D]
     embedding_norm/weight [D]   embedding_norm/bias [D]
     embedding_in [D, W]   embedding_out [W, D]   only where W is not D: x = in · e, and the head reads out · x
+    layer_embedding [V, L·P]   layer_embedding_in [L·P, D]   layer_embedding_norm [P]   the rows of L layers
+    layers/N/ffn/embedding_gate [P, D]   …/embedding_out [D, P]   …/embedding_norm/weight [D]   beside them
     layers/N/attention/norm/{weight,bias} [D]   …/qkv [(H+2G)·E, D]   …/qkv_bias   …/out [D, H·E]   …/out_bias [D]
     layers/N/attention/sinks [H]
     layers/N/attention/qkv [Q + L + P, D]   …/q_norm [Q]   …/k_norm [L]   …/q_up [H·E, Q]   …/k_up [H·L, E − P]
@@ -23,13 +25,19 @@ rows of `rest` a neuron, R predictor rank.
     layers/N/attention/inner_norm [H·E], or [H·U]   layers/N/ffn/inner_norm [F]
     layers/N/attention/out_norm/{weight,bias} [D], layers/N/ffn/out_norm/{weight,bias} [D] of a sandwich block
     layers/N/ffn/norm/{weight,bias} [D]         …/first [F, D]        …/first_bias [F]
+    layers/N/attention/qkv [H·E, D] and no …/k_norm and …/v_norm where the layer reads the keys of another
     layers/N/attention/v [G·E, D]   …/k [G·E, D]   where values, or keys too, have a format of their own: `qkv` has
     the other rows then
     layers/N/ffn/rest [F, k, D]                 …/up_bias [F]         …/down_bias [D], or …/expert_bias [X, D]
     layers/N/ffn/up [F, D]   …/down [X·D, F / X]   in place of `rest` in the layout `matrices`; `up` only where it is
     gated; `down` has D rows an expert
+    layers/N/ffn/shared_first [S, D]   …/shared_up [S, D]   …/shared_down [D, S]   of a shared expert of S neurons,
+    which the arrays above then lack; those of a dense layer have its own neurons, as if they were one expert's
     layers/N/ffn/beside_first [B, D]   …/beside_up [B, D]   …/beside_down [D, B]   …/beside_norm [D]
-    …/beside_out_norm [D]   …/experts_out_norm [D]   of another FFN beside the experts
+    …/beside_out_norm [D]   …/experts_out_norm [D]   of another FFN beside the experts; `beside_up` only where it is
+    gated, and its norms only in a sandwich block
+    layers/N/ffn/experts_in [L, D]   …/experts_out [D, L]   where experts have L numbers: D of `first`, `rest`, `up`,
+    `down` and `predictor/down` is L then
     layers/N/ffn/router_norm [D]   …/expert_scale [X]   layers/N/ffn/block_scale [1]   layers/N/attention/v_norm [E]
     layers/N/ffn/router [X, D]   …/{router_bias,router_choice_bias} [X]    where the router takes experts; behind the
     router's rows that of a gate of the shared ones
@@ -43,7 +51,7 @@ by NAME_scales […, ⌈D / 32⌉], or […, 2, ⌈D / 32⌉] with its blocks' m
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Self
 
@@ -58,13 +66,19 @@ mixed: as matrices where the layer's rung is dense, else by neuron."""
 PARTS = ("embedding", "attention", "ffn", "head", "predictor")
 BESIDE = ("ffn/beside_first", "ffn/beside_up", "ffn/beside_down")
 """Matrices of an FFN beside the experts."""
+SHARED = {f"ffn/shared_{name}": f"ffn/{name}" for name in ("first", "up", "down")}
+"""Matrices of a shared expert of its own width, and those of the others."""
+NARROWING = ("ffn/experts_in", "ffn/experts_out")
+"""Matrices between the model's width and that of the experts."""
+OF_EMBEDDING = ("ffn/embedding_gate", "ffn/embedding_out")
+"""Matrices of a layer that reads a row of its own of the layers' embedding."""
 _EVERY_LAYOUT = {
     **dict.fromkeys(("attention/qkv", "attention/gate", "attention/out"), "attention"),
-    **dict.fromkeys(BESIDE, "ffn"),
+    **dict.fromkeys((*BESIDE, *NARROWING, *OF_EMBEDDING), "ffn"),
 }
 MATRICES = {
     BY_NEURON: {**_EVERY_LAYOUT, **dict.fromkeys(("ffn/first", "ffn/rest"), "ffn")},
-    WHOLE: {**_EVERY_LAYOUT, **dict.fromkeys(("ffn/first", "ffn/up", "ffn/down"), "ffn")},
+    WHOLE: {**_EVERY_LAYOUT, **dict.fromkeys((*SHARED.values(), *SHARED), "ffn")},
 }
 """For each layout the matrices of a layer that may have a format of their own, and their parts."""
 ALL_MATRICES = MATRICES[BY_NEURON] | MATRICES[WHOLE]
@@ -76,7 +90,7 @@ def part_of(array: str) -> str | None:
     """The part of the model (see `PARTS`) that an array belongs to; None for final norms and the head's bias."""
     if array.startswith("layers/"):
         return array.split("/")[2]
-    if array in ("embedding", "embedding_in", "embedding_out", "positions"):
+    if array in ("embedding", "embedding_in", "embedding_out", "positions", "layer_embedding", "layer_embedding_in"):
         return "embedding"
     return "head" if array == "head" else None
 
@@ -139,7 +153,7 @@ class FfnBytes:
     @property
     def first(self) -> int:
         """Bytes of one neuron's row of `first`."""
-        return ArraySpec(self.ffn_format, (1, self.d.d_model)).nbytes_with_scales
+        return ArraySpec(self.ffn_format, (1, self.d.neuron_width)).nbytes_with_scales
 
     @property
     def rest(self) -> int:
@@ -148,7 +162,7 @@ class FfnBytes:
 
     def predictor(self, rank: int) -> int:
         """Bytes of the predictor of one expert's neurons: down, up and bias."""
-        down = ArraySpec(self.predictor_format, (rank, self.d.d_model)).nbytes_with_scales
+        down = ArraySpec(self.predictor_format, (rank, self.d.neuron_width)).nbytes_with_scales
         return down + self.d.d_ff * self.predictor_row(rank)
 
     def predictor_row(self, rank: int) -> int:
@@ -196,6 +210,10 @@ def _plain_specs(
         yield "positions", ArraySpec(formats["embedding"], (d.context_length + d.position_offset, d.d_model))
     if d.embedding_norm:
         yield from _norm(d, "embedding_norm")
+    if p := d.layer_embedding:
+        yield "layer_embedding", ArraySpec(formats["embedding"], (d.vocab_size, d.n_layers * p))
+        yield "layer_embedding_in", ArraySpec(formats["embedding"], (d.n_layers * p, d.d_model))
+        yield "layer_embedding_norm", ArraySpec("f32", (p,))
     for n, (rank, own) in enumerate(zip(ranks, layouts, strict=True)):
         for name, spec in layer_specs(d.of_layer(n), formats, rank, profiled, own):
             if name == "attention/qkv":
@@ -214,7 +232,7 @@ def _plain_specs(
 
 def _apart(d: Decoder, layer: str, formats: Mapping[str, str], qkv: ArraySpec) -> Iterator[tuple[str, ArraySpec]]:
     """The matrix of queries, keys and values, and what stands apart from it."""
-    rows = d.n_kv_heads * d.head_dim
+    rows = d.qkv_parts[1]
     apart = [layer + name for name in APART if layer + name in formats]
     yield f"{layer}attention/qkv", ArraySpec(qkv.format, (qkv.shape[0] - rows * len(apart), qkv.shape[1]))
     yield from ((name, ArraySpec(qkv.format, (rows, qkv.shape[1]))) for name in apart)
@@ -245,8 +263,15 @@ def _ffn_specs(
     if d.block == "sandwich":
         yield from _norm(d, "ffn/out_norm")
     yield from _router_specs(d)
+    if d.expert_width:
+        shapes = (d.expert_width, d.d_model), (d.d_model, d.expert_width)
+        yield from ((name, ArraySpec(formats["ffn"], shape)) for name, shape in zip(NARROWING, shapes, strict=True))
     if d.beside_ff:
         yield from _beside_specs(d, formats["ffn"])
+    if p := d.layer_embedding:
+        shapes = (p, d.d_model), (d.d_model, p)
+        yield from ((name, ArraySpec(formats["ffn"], shape)) for name, shape in zip(OF_EMBEDDING, shapes, strict=True))
+        yield from _norm(d, "ffn/embedding_norm")
     if d.block_scale:
         yield "ffn/block_scale", ArraySpec("f32", (1,))
     yield from _ffn_matrices(d, formats["ffn"], layout)
@@ -262,7 +287,7 @@ def _ffn_specs(
         yield "ffn/order", ArraySpec("u32", (d.neurons,))
         yield "ffn/counts", ArraySpec("u64", (d.neurons,))
     if rank is not None:
-        yield "predictor/down", ArraySpec(formats["predictor"], (d.n_experts * rank, d.d_model))
+        yield "predictor/down", ArraySpec(formats["predictor"], (d.n_experts * rank, d.neuron_width))
         yield "predictor/up", ArraySpec(formats["predictor"], (d.neurons, rank))
         yield "predictor/bias", ArraySpec("f32", (d.neurons,))
 
@@ -279,22 +304,27 @@ def _router_specs(d: Decoder) -> Iterator[tuple[str, ArraySpec]]:
 
 def _beside_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
     wide, narrow = (d.beside_ff, d.d_model), (d.d_model, d.beside_ff)
-    yield from ((name, ArraySpec(fmt, shape)) for name, shape in zip(BESIDE, (wide, wide, narrow), strict=True))
-    for name in ("beside_norm", "beside_out_norm", "experts_out_norm"):
+    matrices = zip(BESIDE, (wide, wide if d.ffn == "gated" else None, narrow), strict=True)
+    yield from ((name, ArraySpec(fmt, shape)) for name, shape in matrices if shape)
+    for name in ("beside_norm", "beside_out_norm", "experts_out_norm") if d.block == "sandwich" else ():
         yield f"ffn/{name}", ArraySpec("f32", (d.d_model,))
 
 
 def _ffn_matrices(d: Decoder, fmt: str, layout: str) -> Iterator[tuple[str, ArraySpec]]:
-    by_neuron = d.neurons, d.d_model
+    whole = d.experts_alike * d.whole_ff, d.neuron_width
+    by_neuron = (d.neurons, d.neuron_width) if layout == BY_NEURON else whole
     yield "ffn/first", ArraySpec(fmt, by_neuron)
     if d.inner_norms:
         yield "ffn/inner_norm", ArraySpec("f32", (d.neurons,))
     if layout == BY_NEURON:
-        yield "ffn/rest", ArraySpec(fmt, (d.neurons, 2 if d.ffn == "gated" else 1, d.d_model))
+        yield "ffn/rest", ArraySpec(fmt, (d.neurons, 2 if d.ffn == "gated" else 1, d.neuron_width))
         return
     if d.ffn == "gated":
         yield "ffn/up", ArraySpec(fmt, by_neuron)
-    yield "ffn/down", ArraySpec(fmt, (d.n_experts * d.d_model, d.d_ff))
+    yield "ffn/down", ArraySpec(fmt, (d.experts_alike * d.neuron_width, d.whole_ff))
+    if d.experts_alike < d.n_experts:
+        one = replace(d, n_experts=1, d_ff=d.last_ff, last_ff=0)
+        yield from ((name.replace("ffn/", "ffn/shared_"), spec) for name, spec in _ffn_matrices(one, fmt, layout))
 
 
 def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
@@ -314,7 +344,8 @@ def _attention_specs(d: Decoder, fmt: str) -> Iterator[tuple[str, ArraySpec]]:
     if d.qk_norm:
         queries, keys = (d.n_heads, d.n_kv_heads) if d.joint_qk_norm else (1, 1)
         yield "attention/q_norm", ArraySpec("f32", (queries * d.head_dim,))
-        yield "attention/k_norm", ArraySpec("f32", (keys * d.head_dim,))
+        if not d.shares_keys:
+            yield "attention/k_norm", ArraySpec("f32", (keys * d.head_dim,))
     if d.v_norm:
         yield "attention/v_norm", ArraySpec("f32", (d.head_dim,))
     if d.attention_sinks:
@@ -344,12 +375,11 @@ def _norm(d: Decoder, name: str) -> list[tuple[str, ArraySpec]]:
 
 def active_parameters(d: Decoder) -> int:
     """Number of weights that a token meets: those of other experts are left out."""
-    idle = (d.n_experts - d.experts_per_token) * d.d_ff * d.d_model * (3 if d.ffn == "gated" else 2)
+    idle = (d.n_experts - d.experts_per_token) * d.d_ff * d.neuron_width * (3 if d.ffn == "gated" else 2)
     return parameters(d) - (len(d.ffn_layers) - len(d.dense_layers)) * idle
 
 
 def parameters(d: Decoder) -> int:
-    """Number of weights of a model, norms and biases included, and without the zeros of dense layers."""
-    specs = array_specs(d, dict.fromkeys(PARTS, "f32"), [None] * d.n_layers, profiled=False)
-    zeros = len(d.dense_layers) * (d.neurons - d.dense_ff) * d.d_model * (3 if d.ffn == "gated" else 2)
-    return sum(prod(spec.shape) for spec in specs.values()) - zeros
+    """Number of weights of a model, norms and biases included."""
+    specs = array_specs(d.uncut(), dict.fromkeys(PARTS, "f32"), [None] * d.n_layers, profiled=False, layout=WHOLE)
+    return sum(prod(spec.shape) for spec in specs.values())

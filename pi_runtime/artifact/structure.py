@@ -232,11 +232,10 @@ _KINDS = (
 )
 
 
-def pack_commands(model: Path) -> str:
-    """The two commands that make an artifact of a model, quickly and exactly."""
-    name, given = model.absolute().stem if model.is_file() else model.resolve().name, shlex.quote(str(model))
-    recipe, artifact = (shlex.quote(f"{name}{suffix}") for suffix in (".toml", ".pi"))
-    return f"pi-compile init {given} -o {recipe}, then pi-compile pack --plain {recipe} -o {artifact}"
+def pack_command(model: Path) -> str:
+    """The command that makes an artifact of a model, quickly and exactly."""
+    name = model.absolute().stem if model.is_file() else model.resolve().name
+    return f"pi-compile pack --plain {shlex.quote(str(model))} -o {shlex.quote(name + '.pi')}"
 
 
 def foreign(file: BinaryIO, path: Path, nbytes: int) -> ArtifactError:
@@ -248,7 +247,7 @@ def foreign(file: BinaryIO, path: Path, nbytes: int) -> ArtifactError:
         return wrong_version(str(path), int(comments[-1][1][:9]))
     if head[LOCAL.size : LOCAL.size + len(_FIRST_ENTRY)] != _FIRST_ENTRY:
         kind = _kind(head)
-        remedy = pack_commands(path) if kind in _MODELS else _PACK
+        remedy = pack_command(path) if kind in _MODELS else _PACK
         return ArtifactError(f"{path}: not an artifact", expected="a .pi file", found=kind, remedy=remedy)
     found = f"{nbytes:,} bytes that do not end with an end record: truncated, or with bytes after its end"
     return ArtifactError(f"{path}: damaged at the end of the file", found=found)

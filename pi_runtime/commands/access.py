@@ -83,7 +83,7 @@ def check_origins(origins: Iterable[str], *, cors: bool) -> None:
 
 def check_reach(host: str, keys: Iterable[str]) -> None:
     """Raise UsageError for an address that other machines reach, where nobody needs a key."""
-    if not keys and not _is_loopback(host):
+    if not keys and not all(map(_is_loopback, host.split(","))):
         raise UsageError(
             (Setting("host", host), " lets other machines in, and there is no key"),
             remedy=(Setting("api_key_file", "FILE"), ", or ", Setting("host", "127.0.0.1")),

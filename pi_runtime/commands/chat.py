@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pi_runtime import console
 from pi_runtime.commands.printing import Report, print_stats, stream
 from pi_runtime.errors import PiError, PromptError
+from pi_runtime.text.chat_template import dates
 
 if TYPE_CHECKING:
     from pi_runtime.engine.generation import Generation
@@ -82,7 +83,7 @@ class _Talk:
     def answer(self, text: str) -> bool:
         """Answer a message. False where the context is full."""
         self.messages.append({"role": "user", "content": text})
-        prompt = self.model.chat_prompt(self.messages)
+        prompt = self.model.chat_prompt(self.messages, variables=dates())
         shown = self.output.shown_tokens()
         self.last = answer = self.generate(prompt, cache=self.cache, shown_tokens=shown, **self.settings)
         parts: list[str] = []

@@ -29,7 +29,16 @@ TIMEOUT_S, ANSWER_BYTES = 600.0, 4 << 20
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
-@app.command("flood", cls=console.GroupedCommand, context_settings=console.HELP)
+_EPILOG = """
+Examples:
+  pi-run flood http://127.0.0.1:8080
+  pi-run flood http://127.0.0.1:8080 --requests 300 --parallel 1,8
+
+More: docs/questions.md
+"""
+
+
+@app.command("flood", cls=console.GroupedCommand, context_settings=console.HELP, epilog=_EPILOG)
 def flood(
     url: Annotated[str, typer.Argument(help="The server, like http://127.0.0.1:8080.")],
     requests: Annotated[int, typer.Option(help="Requests of each round.", min=1, max=MOST_REQUESTS)] = 1000,

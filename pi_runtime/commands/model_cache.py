@@ -165,7 +165,7 @@ def _pack(model: Path, target: Path) -> None:
     console.say(f"{model}: not packed yet; packing it once, as `pi-compile init` proposes")
     began = time.perf_counter()
     # -P: nothing is imported from the working folder.
-    command = [sys.executable, "-P", "-m", "pi_compile", "pack", "--plain", str(model), "-o", str(target)]
+    command = [sys.executable, "-P", "-m", "pi_compile", "pack", "--plain", model.as_posix(), "-o", str(target)]
     remove_unfinished(target.parent)
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     with _ended_with(child):
@@ -273,7 +273,17 @@ def _keep_within(limit: int | None, used: Path) -> None:
             console.say(f"--cache-limit {size(limit)}: {entry.path.name} ({entry.model}) was removed")
 
 
-@app.command("list", cls=console.GroupedCommand)
+_EPILOG = """
+Examples:
+  pi-run list
+  pi-run list --kv-disk prefixes
+  pi-run rm NAME
+
+More: docs/how-to/operate.md
+"""
+
+
+@app.command("list", cls=console.GroupedCommand, epilog=_EPILOG)
 def show(
     kv_disk: Annotated[Path | None, KV_DISK] = None,
     as_json: Annotated[bool, console.JSON] = False,
@@ -318,7 +328,7 @@ def _stored(folder: Path | None) -> "list[StoredRun]":
     return [] if folder is None else stored_runs(folder)
 
 
-@app.command("rm", cls=console.GroupedCommand)
+@app.command("rm", cls=console.GroupedCommand, epilog=_EPILOG)
 def remove(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="As `pi-run list` has it.", show_default=False)],
     kv_disk: Annotated[Path | None, KV_DISK] = None,

@@ -1,6 +1,7 @@
 """The options of `pi-run` and `pi-serve`. What only one of the two takes is grouped by what it is for.
 
-`MODEL_FLAGS` and `ENGINE_FLAGS` say how the command line spells the options that Python has too.
+`MODEL_FLAGS` and `ENGINE_FLAGS` say how the command line spells the options that Python has too. `LLAMA_CPP` says what
+to write for flags of llama.cpp.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from pi_runtime.console import parse_size
+from pi_runtime.console import GroupedCommand, parse_size
 from pi_runtime.engine.options import EngineOptions, ModelOptions
-from pi_runtime.errors import Setting, read_error
+from pi_runtime.errors import Setting, UsageError, read_error
 
 
 def _size(name: str) -> Callable[[str], int]:
@@ -147,6 +148,11 @@ class TaskOptions(SourceOptions):
     chat: Annotated[bool, typer.Option("--chat", help="Talk, through the model's own chat template.")] = False
     system: Annotated[str | None, typer.Option(help="System message of a chat.")] = None
 
+    @property
+    def asked(self) -> int:
+        """How many tasks are asked for; there should be one."""
+        return [self.prompt is not None, self.prompts is not None, self.chat, self.bench].count(True)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
@@ -219,3 +225,63 @@ TITLES: Mapping[type[Any], str] = {
     BenchOptions: "--bench",
 }
 """Titles of groups of options in a help."""
+
+_ALWAYS, _OF_SERVE = "nothing: this is always so", "pi-serve, which has this flag"
+LLAMA_CPP: Mapping[str, str] = {
+    name: instead
+    for names, instead in (
+        ("-m --model -hf -hfr --hf-repo -hff --hf-file -mu", "the model without a flag: FILE, or OWNER/NAME:Q4_K_M"),
+        ("-c", "--ctx-size N"),
+        ("-n --predict --n-predict", "--max-tokens N"),
+        ("-t -tb --threads-batch", "--threads N"),
+        ("-b --batch-size -ub --ubatch-size", "--piece N, or nothing: steps are sized by what they take"),
+        ("-np --parallel", "--slots N"),
+        ("-p", "pi-run MODEL --prompt TEXT"),
+        ("-f --file", "--prompt - < FILE"),
+        ("-sys --system-prompt", "--chat --system TEXT"),
+        ("-cnv --conversation -i --interactive -st --single-turn", "--chat"),
+        ("--temp", "--temperature N"),
+        ("--repeat-penalty", "--repetition-penalty N"),
+        ("-s", "--seed N"),
+        ("-l", "--logit-bias ID=BIAS"),
+        ("-r --reverse-prompt", "--stop TEXT"),
+        ("-j -jf --json-schema-file", "--json-schema FILE"),
+        ("--grammar --grammar-file", "--regex TEXT or --lark FILE; a request's field grammar takes GBNF"),
+        ("-ngl --gpu-layers --n-gpu-layers -ts --tensor-split -ot --override-tensor -cmoe --cpu-moe -ncmoe --n-cpu-moe",
+         "--device cuda:0 --vram-budget SIZE: the budget decides what the GPU holds"),
+        ("-dev -sm --split-mode -mg --main-gpu", "--device cuda:N: one GPU is used"),
+        ("-ctk --cache-type-k -ctv --cache-type-v", "--cache-format q8"),
+        ("-fa --flash-attn -cb --cont-batching --jinja --metrics --props -kvu --kv-unified", _ALWAYS),
+        ("--mlock --no-mmap", "nothing: files are mapped; --ram-budget SIZE reads the rest from disk"),
+        ("--slot-save-path --cache-reuse", "--kv-disk FOLDER: stored prefixes are found by themselves"),
+        ("--chat-template-file", "--chat-template FILE"),
+        ("-md --model-draft --draft --draft-n --draft-max", "--speculate N"),
+        ("--embedding --pooling", "--embeddings mean, or last, of pi-serve"),
+        ("--api-key", "--api-key-file FILE of pi-serve"),
+        ("-a", "--name TEXT of pi-serve"),
+        ("--host --port --alias --api-key-file --ssl-cert-file --ssl-key-file", _OF_SERVE),
+        ("--lora --lora-scaled --mmproj", "nothing: adapters and images are not read; merge an adapter into its model"),
+        ("-v --verbose -lv --verbosity", "--stats of pi-run, --log-requests of pi-serve"),
+    )
+    for name in names.split()
+}  # fmt: skip
+"""What to write for each flag of llama.cpp that is not ours, or that only one of our programs has."""
+
+
+class ModelCommand(GroupedCommand):
+    """A command that runs a model. Flags of llama.cpp get an error that says what to write."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse what the user wrote. Raises UsageError for a flag of llama.cpp that is not ours."""
+        ours = {name: one for one in self.get_params(ctx) for name in one.opts}
+        given = iter(args)
+        for argument in given:
+            name, has_value, _ = argument.partition("=")
+            if name == "--":
+                break
+            if name in ours:
+                if not (has_value or getattr(ours[name], "is_flag", True)):
+                    next(given, None)
+            elif name in LLAMA_CPP:
+                raise UsageError(f"{name} is a flag of llama.cpp", remedy=LLAMA_CPP[name])
+        return super().parse_args(ctx, args)

@@ -20,6 +20,7 @@ from pi_runtime.commands.options import (
     TITLES,
     AnswerOptions,
     BenchOptions,
+    ModelCommand,
     SamplingOptions,
     TaskOptions,
     read_file,
@@ -64,7 +65,7 @@ More: docs/how-to/from-llama-cpp.md and docs/tutorials/larger-than-memory.md
 """
 
 
-@app.command(cls=console.GroupedCommand, epilog=_EPILOG, context_settings=console.HELP)
+@app.command(cls=ModelCommand, epilog=_EPILOG, context_settings=console.HELP)
 @console.takes(
     *(TaskOptions, AnswerOptions, SamplingOptions, ModelOptions, EngineOptions, BenchOptions),
     flags={**MODEL_FLAGS, **ENGINE_FLAGS, **FILE_FLAGS},
@@ -83,7 +84,11 @@ def run(
     debug: Annotated[bool, console.DEBUG] = False,
     version: Annotated[bool, console.VERSION] = False,
 ) -> None:
-    """Continue a prompt, answer a file of prompts, chat, or measure. Text goes to stdout as it comes."""
+    """Continue a prompt, answer a file of prompts, chat, or measure. Text goes to stdout as it comes.
+
+    On a terminal the model alone starts a chat."""
+    if not (task.asked or as_json) and sys.stdin.isatty() and sys.stdout.isatty():
+        task = replace(task, chat=True)
     _check_task(task, bench, as_json)
     _check_output(task, answer, as_json)
     _check_flags_of_tasks(task, invocation)
@@ -138,10 +143,10 @@ _FLAGS_OF = {
 
 def _check_task(task: TaskOptions, bench: BenchOptions, as_json: bool) -> None:
     """Raise UsageError for options that do not go together."""
-    if [task.prompt is not None, task.prompts is not None, task.chat, task.bench].count(True) != 1:
+    if task.asked != 1:
         raise UsageError(
             "give one of --prompt TEXT, --prompts FILE, --chat and --bench",
-            remedy="pi-run ARTIFACT --prompt 'Once upon a time'",
+            remedy="pi-run MODEL --chat, or pi-run MODEL --prompt 'Once upon a time'",
         )
     if bench.as_markdown and (as_json or not task.bench):
         raise UsageError("--md goes with --bench alone" if not task.bench else "--md does not go with --json")

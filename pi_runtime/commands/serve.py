@@ -15,7 +15,7 @@ import typer
 
 from pi_runtime import console
 from pi_runtime.commands import access
-from pi_runtime.commands.options import ENGINE_FLAGS, MODEL_FLAGS, TITLES, SourceOptions, read_file
+from pi_runtime.commands.options import ENGINE_FLAGS, MODEL_FLAGS, TITLES, ModelCommand, SourceOptions, read_file
 from pi_runtime.engine.options import EngineOptions, ModelOptions
 from pi_runtime.errors import PiError, TemplateError, UsageError
 from pi_runtime.errors.exit_codes import code_and_message, flag, missing_extra
@@ -42,7 +42,7 @@ _LOG: dict[str, Any] = {"rich_help_panel": "Log"}
 class ListenOptions(SourceOptions):
     """Where a server listens, who may use it, and what it takes on."""
 
-    host: Annotated[str, typer.Option(help="Address; any but loopback needs a key.")] = "127.0.0.1"
+    host: Annotated[str, typer.Option(help="Address, or A,B; any but loopback needs a key.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8080
     api_key_file: Annotated[
         Path | None,
@@ -124,7 +124,7 @@ More: docs/how-to/server.md and docs/how-to/operate.md
 """
 
 
-@app.command(cls=console.GroupedCommand, epilog=_EPILOG, context_settings=console.HELP)
+@app.command(cls=ModelCommand, epilog=_EPILOG, context_settings=console.HELP)
 @console.takes(
     *(ListenOptions, DefaultOptions, ModelOptions, EngineOptions),
     flags={**MODEL_FLAGS, **ENGINE_FLAGS},

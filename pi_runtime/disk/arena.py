@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.rows import EMBEDDING_ARRAYS, row_nbytes
+from pi_runtime.artifact.rows import EMBEDDING_ARRAYS, MAPPED, row_nbytes
 from pi_runtime.artifact.schema import ArrayEntry
 from pi_runtime.disk.kernels import neuron_cache
 from pi_runtime.disk.kernels.fetching import Places
@@ -81,6 +81,8 @@ class ResidentArrays:
 
     def array(self, name: str) -> Array:
         """The stored array, rows padded, or so many of its rows as there is room for."""
+        if name in MAPPED:
+            return self._artifact.array(name)
         entry = self._entry(name)
         fmt = FORMATS[entry.format]
         if name not in self._places:

@@ -2,11 +2,12 @@
 together.
 
 A *unit* is what one expert of one layer has of `first`, `up` and `down`, each in its own format; their scales are
-resident. It lies in a slot, one matrix after the other. All layers share the slots. Of experts the one with the least
-heat makes room (see `whole_experts.Heat`). Of layers, which are needed in turn, some stay, and the others go through
-the slots that are left.
+resident, and so is what every token needs beside experts: a shared one of its own width, and dense layers. It lies in a
+slot, one matrix after the other. All layers share the slots. Of experts the one with the least heat makes room (see
+`whole_experts.Heat`). Of layers, which are needed in turn, some stay, and the others go through the slots that are
+left.
 
-Shape letters: U units, S slots, L layers, X experts.
+Shape letters: U units, S slots, L layers, X experts that come from disk.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.rows import BATCHES, unit_matrices, unit_nbytes
+from pi_runtime.artifact.rows import BATCHES, unit_matrices, unit_nbytes, units
 from pi_runtime.disk.ram_plan import MatrixPlan
 from pi_runtime.disk.reader import Reader, page_aligned
 from pi_runtime.disk.whole_experts import Heat
@@ -31,14 +32,14 @@ class MatrixStore:
     def __init__(self, artifact: Artifact, plan: MatrixPlan, reader: Reader) -> None:
         m = artifact.manifest
         self.plan, self.reader = plan, reader
-        self._experts, self._layers = m.decoder.n_experts, m.decoder.n_layers
+        self._experts, self._layers = m.decoder.experts_alike, m.decoder.n_layers
         self._parts_L = [
             {name: (m.arrays[full].offset, nbytes) for name, (full, nbytes) in unit_matrices(m, layer).items()}
             for layer in range(self._layers)
         ]
-        self._nbytes, units = unit_nbytes(m), self._layers * self._experts
-        self.heat = Heat(np.zeros(units))
-        self._slot_U, self._unit_S = np.full(units, -1, np.int64), np.full(plan.slots, -1, np.int64)
+        self._nbytes, self.has_all = unit_nbytes(m), plan.slots == len(units(m))
+        self.heat = Heat(np.zeros(self._layers * self._experts))
+        self._slot_U, self._unit_S = (np.full(n, -1, np.int64) for n in (len(self.heat.value_U), plan.slots))
         self._memory = page_aligned(plan.slots * self._nbytes)
         reader.hold(self._memory)
         self.table_LX: LayerRecords | None = None
@@ -52,16 +53,11 @@ class MatrixStore:
         """Slots of layers that stay, spread so that others come meanwhile; experts have none of their own."""
         self._unused = set[int]()
         """Units that were read for a use to come."""
-        self.hits, self.misses = 0, 0
+        self.misses = 0
 
-    @property
-    def has_all(self) -> bool:
-        """Whether there is a slot for each unit."""
-        return len(self._unit_S) == len(self._slot_U)
-
-    def places(self, name: str) -> list[tuple[int, int]] | None:
+    def places(self, layer: int, name: str) -> list[tuple[int, int]] | None:
         """Where each expert has a matrix before it is read: anywhere. None for an array that is none of a unit's."""
-        if all(name.removeprefix("ffn/") not in parts for parts in self._parts_L):
+        if name.removeprefix("ffn/") not in self._parts_L[layer]:
             return None
         return [(int(self._memory.ctypes.data), 0)] * self._experts
 
@@ -71,15 +67,15 @@ class MatrixStore:
         for layer in range(self._layers if self.has_all else 0):
             for _ in self.arriving(layer, range(self._experts)):
                 pass
-        self.hits = self.misses = 0
+        self.misses = 0
 
     def arriving(self, layer: int, experts: Sequence[int]) -> Iterator[int]:
         """The experts in their order, each in memory when it is taken and until the next one is; others come meanwhile,
         and the next layer where every layer is one unit."""
-        wanted = [layer * self._experts + expert for expert in experts]
+        own = self._experts if self._parts_L[layer] else 0
+        wanted = [layer * self._experts + expert for expert in experts if expert < own]
         self.heat.use(np.array(wanted, np.int64))
-        there = sum(bool(self._slot_U[unit] >= 0) and unit not in self._unused for unit in wanted)
-        self.hits, self.misses = self.hits + there, self.misses + len(wanted) - there
+        self.misses += sum(bool(self._slot_U[unit] < 0) or unit in self._unused for unit in wanted)
         for n, unit in enumerate(wanted):
             if self._slot_U[unit] < 0:
                 self._ask_at_once(unit, layer)
@@ -88,6 +84,7 @@ class MatrixStore:
                 self._wait(unit)
             self._unused.discard(unit)
             yield experts[n]
+        yield from experts[len(wanted) :]
 
     def _ask_at_once(self, unit: int, layer: int) -> None:
         """Begin to read a unit, which may drive out any that is not on its way."""

@@ -16,6 +16,7 @@ from pi_runtime.artifact.layer_classes import layer_classes, sequence_nbytes
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import (
     EMBEDDING_ARRAYS,
+    MAPPED,
     PROCESS_NBYTES,
     PROMPT_SHARE,
     PROMPT_TOKENS,
@@ -29,6 +30,7 @@ from pi_runtime.artifact.rows import (
     slot_nbytes,
     token_nbytes,
     unit_nbytes,
+    units,
     useful_budgets,
 )
 from pi_runtime.artifact.rungs import rung_in_mode
@@ -100,15 +102,16 @@ def resident_nbytes(manifest: Manifest, whole_embedding: bool) -> dict[str, int]
     """Bytes of what is in memory of each array that a run reads, rows of FFNs apart: all of it, but of an untied
     embedding some rows, unless it is `whole_embedding`."""
     d = manifest.decoder
-    found = {name: entry.nbytes for name, entry in manifest.arrays.items() if _is_resident(name)}
+    stay = tuple(f"layers/{n}/ffn/" for n in d.uncut_layers)
+    found = {name: entry.nbytes for name, entry in manifest.arrays.items() if _is_resident(name, stay)}
     if whole_embedding:
         return found
     return found | {name: found[name] // d.vocab_size * embedding_rows(d) for name in EMBEDDING_ARRAYS if name in found}
 
 
-def _is_resident(name: str) -> bool:
+def _is_resident(name: str, stay: tuple[str, ...]) -> bool:
     """A guess head is not run here: a block of drafted tokens would read more rows than it saves."""
-    return not name.endswith(_NOT_RESIDENT) and not name.startswith(PREFIX)
+    return name.startswith(stay) or not (name.endswith(_NOT_RESIDENT) or name.startswith(PREFIX) or name in MAPPED)
 
 
 def places_of(nbytes_of: Mapping[str, int]) -> tuple[dict[str, int], int]:
@@ -211,10 +214,10 @@ def matrix_plan(artifact: Artifact, budget: int, fixed: int) -> MatrixPlan:
     least, most = useful_budgets(m, fixed)
     refuse_below(artifact, budget, least)
     d, unit, room = m.decoder, unit_nbytes(m), budget - fixed
-    units, left = d.n_layers * d.n_experts, room - UNITS * unit
+    count, left = len(units(m)), room - UNITS * unit
     fitting = (t for t in PROMPT_TOKENS if t * token_nbytes(d) <= min(left, room * PROMPT_SHARE))
-    tokens = 0 if room // unit >= units else next(fitting, 0)
-    slots = min(units, (room - tokens * token_nbytes(d)) // unit)
+    tokens = 0 if room // unit >= count else next(fitting, 0)
+    slots = min(count, (room - tokens * token_nbytes(d)) // unit)
     return MatrixPlan(
         budget=budget, fixed=fixed, slots=slots, block_tokens=tokens or BLOCK_TOKENS, whole_embedding=budget >= most
     )

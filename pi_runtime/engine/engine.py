@@ -25,7 +25,7 @@ from pi_runtime.engine.scheduler import PIECE, PromptPace, Scheduler
 from pi_runtime.engine.stats import EngineStats
 from pi_runtime.engine.store import PrefixStore
 from pi_runtime.engine.stream import Reading, Scores, Stream, Vector
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import ClosedError, UsageError
 from pi_runtime.execution.pages import PagePool
 from pi_runtime.kernels import SUMS
 from pi_runtime.kernels.codegen.isa import ISA
@@ -228,6 +228,7 @@ class Engine:
             **vars(core.drafts),
             preemptions=core.preemptions,
             **self._store.disk_figures(),
+            steps=self._loop.steps,
             busy_s=self._loop.busy_s,
             disk=self._executor.disk,
         )
@@ -238,7 +239,7 @@ class Engine:
         return self._loop.watch.stalled_s
 
     @property
-    def ended(self) -> UsageError | None:
+    def ended(self) -> ClosedError | None:
         """Why it answers nothing any more: it was closed, or has failed; None while it answers."""
         return self._inbox.ended
 

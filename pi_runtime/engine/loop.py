@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pi_runtime.engine.core import Core
 from pi_runtime.engine.store import PrefixStore
-from pi_runtime.errors import PiError, UsageError
+from pi_runtime.errors import ClosedError, PiError, UsageError
 from pi_runtime.kernels.codegen.threads import progress_count
 from pi_runtime.sequence.sequence import Rank, TokenSequence
 
@@ -31,7 +31,7 @@ class Inbox:
     """Any thread may bring something; the engine's thread waits for it and takes it."""
 
     def __init__(self) -> None:
-        self.ended: UsageError | None = None
+        self.ended: ClosedError | None = None
         """Set once nothing is taken any more: what those who bring something are told."""
         self.num_sequences = 0
         """Sequences that have not been taken, each with its further answers."""
@@ -41,7 +41,7 @@ class Inbox:
         self._lock = threading.RLock()
 
     def submit(self, sequence: TokenSequence) -> None:
-        """Bring a sequence. Raises UsageError once the engine has ended."""
+        """Bring a sequence. Raises ClosedError once the engine has ended."""
         with self._lock:
             self._check_open()
             self.num_sequences += 1 + len(sequence.samples)
@@ -78,7 +78,7 @@ class Inbox:
                 self.num_sequences -= 1 + len(message.samples)
         return message
 
-    def end(self, reason: UsageError) -> list[Message]:
+    def end(self, reason: ClosedError) -> list[Message]:
         """Close the inbox and take what is left in it; whoever brings something from now on is told the reason."""
         left: list[Message] = []
         with self._lock, suppress(Empty):
@@ -123,8 +123,8 @@ class Loop:
     def __init__(self, core: Core, store: PrefixStore) -> None:
         self._core, self._store = core, store
         self.inbox, self.watch = Inbox(), StepWatch()
-        self.busy_s = 0.0
-        """Seconds in steps."""
+        self.steps, self.busy_s = 0, 0.0
+        """Steps, and the seconds in them."""
         self._close_s = 0.0
         self._thread = threading.Thread(target=self._run, name="pi-engine", daemon=True)
         self._thread.start()
@@ -139,19 +139,19 @@ class Loop:
     # From here on: the engine's thread.
 
     def _run(self) -> None:
-        error: BaseException = UsageError("the engine was closed before this answer ended")
-        reason = UsageError("the engine is closed", remedy="generate before closing it")
+        error: BaseException = ClosedError("the engine was closed before this answer ended")
+        reason = ClosedError("the engine is closed", remedy="generate before closing it")
         try:
             while self._take_messages():
                 began = time.perf_counter()
                 self.watch.begin()
                 self._core.step()
                 self.watch.end()
-                self.busy_s += time.perf_counter() - began
+                self.steps, self.busy_s = self.steps + 1, self.busy_s + time.perf_counter() - began
         except BaseException as failure:  # whatever it is, those who read streams must hear of it
             # Whoever asks next is somebody else, and the message of what is no error of ours may quote a request.
             said = f": {failure}" if isinstance(failure, PiError) else ""
-            error, reason = failure, UsageError("the engine has failed", found=f"{type(failure).__name__}{said}")
+            error, reason = failure, ClosedError("the engine has failed", found=f"{type(failure).__name__}{said}")
             reason.__cause__ = failure
         self._end(error, reason)
 
@@ -176,7 +176,7 @@ class Loop:
             else:
                 message.done.set_result(None)
 
-    def _end(self, error: BaseException, reason: UsageError) -> None:
+    def _end(self, error: BaseException, reason: ClosedError) -> None:
         """Tell everybody who still waits: those who read answers the error, the others the reason."""
         left = self.inbox.end(reason)
         unfinished = [*self._core.scheduler.clear(), *(m for m in left if isinstance(m, TokenSequence))]

@@ -39,6 +39,7 @@ class EngineStats(DraftFigures):
     kv_disk_pages_written: int
     kv_disk_tokens: int
     """Tokens of prompts, among those that were stored already, whose keys and values came from there."""
+    steps: int
     busy_s: float
     disk: DiskStats | None
     """What decoding took from disk since the model was loaded; None where all weights are in memory."""

@@ -2,6 +2,7 @@
 
     PiError                      exit code 1   a fault of this program
     ├── UsageError                         2   the command asks for something impossible
+    │   ├── ClosedError                        an engine or a model that was closed, or has failed
     │   ├── DeviceError                        a device that is not there
     │   └── MissingExtraError                  an optional dependency that is not installed
     ├── InputError                         3   something that was read is not usable
@@ -112,12 +113,21 @@ class UsageError(PiError):
     exit_code = 2
 
 
+class ClosedError(UsageError):
+    pass
+
+
 class DeviceError(UsageError):
     pass
 
 
 class MissingExtraError(UsageError):
     pass
+
+
+def install(extra: str = "") -> str:
+    """What installs an extra. No registry has this project: it is installed from a clone."""
+    return f"pip install '.{f'[{extra}]' if extra else ''}', in your clone of pi-toolchain"
 
 
 class InputError(PiError):

@@ -5,7 +5,16 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
-from pi_runtime.errors import NO_ROOM, DoesNotFitError, MissingExtraError, PiError, Setting, UsageError, write_error
+from pi_runtime.errors import (
+    NO_ROOM,
+    DoesNotFitError,
+    MissingExtraError,
+    PiError,
+    Setting,
+    UsageError,
+    install,
+    write_error,
+)
 
 EXTRA_OF = {
     "highspy": "place",
@@ -83,7 +92,7 @@ def missing_extra(module: str, extra: str = "") -> MissingExtraError | None:
     if not extra:
         return None
     what = f"{package} is not installed, and this command needs it"
-    return MissingExtraError(what, remedy=f"pip install 'pi-toolchain[{extra}]'")
+    return MissingExtraError(what, remedy=install(extra))
 
 
 def check_extra(extra: str, packages: Iterable[str]) -> None:

@@ -44,7 +44,7 @@ class HotWorker:
     def __init__(self, host: CpuModel) -> None:
         self._workspace = allocate_workspace(host.manifest.decoder, host.largest_rank, tokens=FEW_TOKENS)
         self._ffn = ffn_of(host.cfg, self._workspace)
-        self.sum_TD = np.zeros((FEW_TOKENS, host.cfg.d_model), np.float32)
+        self.sum_TD = np.zeros((FEW_TOKENS, host.cfg.neuron_width), np.float32)
         """What it computed last."""
 
     def run(self, batches: Sequence[Batch], input_TD: Floats, tally_T3: Ints) -> None:
@@ -65,7 +65,7 @@ class StandIn(CpuOps):
     def __init__(self, host: CpuModel, rows: MemoryRows, plan: Plan) -> None:
         super().__init__(host, rows)
         self._cuts_LX = np.array(plan.cuts).reshape(len(host.table_LX), host.cfg.experts).tolist()
-        self.hot, self._cold_sum_TD = HotWorker(host), np.zeros((FEW_TOKENS, host.cfg.d_model), np.float32)
+        self.hot, self._cold_sum_TD = HotWorker(host), np.zeros((FEW_TOKENS, host.cfg.neuron_width), np.float32)
         self._gpu_thread = ThreadPoolExecutor(1, thread_name_prefix="pi-stand-in")
 
     def ffn(self, layer: int) -> None:
@@ -93,7 +93,7 @@ class StandIn(CpuOps):
                 pending.result()
         for sum_TD, batches in ((self.hot.sum_TD, hot), (cold_TD, cold)):
             for t in sorted({t for batch in batches for t in batch.token_N.tolist()}):
-                self.x_TD[part][t] += sum_TD[t]
+                self.sum_TD[part][t] += sum_TD[t]
         ws.counts_LT3[layer, part] = hot_T3 + cold_T3
 
     def close(self) -> None:

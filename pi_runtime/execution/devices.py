@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pi_runtime.artifact.rows import PROCESS_NBYTES
-from pi_runtime.errors import DeviceError, MissingExtraError, Setting, UsageError
+from pi_runtime.errors import DeviceError, MissingExtraError, Setting, UsageError, install
 
 MARGIN = 0.1
 """Share of the free memory that a budget of nobody's choice leaves to others."""
@@ -32,7 +32,7 @@ def resolve_device(name: str) -> str:
         raise MissingExtraError(
             f"needs {' and '.join(missing)}, not installed",
             setting=Setting("device", name),
-            remedy="pip install 'pi-toolchain[cuda]'",
+            remedy=install("cuda"),
         )
     present = _gpus()
     if int(index or 0) >= present:

@@ -114,7 +114,7 @@ class ReadAhead:
             self._read(behind, self._tokens)
 
     def _read(self, layer: int, tokens: FfnTokens) -> None:
-        x_TD, _, select_T = tokens
+        x_TD, _, _, select_T = tokens
         taken = self._taken(layer, x_TD)
         if self._rows.plan.by_expert_L[layer]:
             self._rows.experts.read_ahead(layer, self._ws.expert_TK[: len(x_TD)])
@@ -136,7 +136,7 @@ class ReadAhead:
     def _named(self, layer: int, taken: Sequence[Taken], select_T: Ints) -> Ints:
         """The rows of a layer that will probably be needed."""
         m, w_X = self._model, self._model.table_LX[layer]
-        steps.prepare(self._ffn, w_X[0], self._ws.normed_TD[: len(select_T)])
+        steps.prepare(self._ffn, w_X[0], moe.ends_of_ffn(self._ws)[0][: len(select_T)])
         named: list[Ints] = []
         for expert, token_N, weight_N in taken:
             batch = whole_batch(self._ffn, w_X, expert, token_N, select_T[token_N], weight_N)

@@ -23,7 +23,7 @@ from pi_runtime.execution.pages import Allowance
 from pi_runtime.execution.rows import Piece
 from pi_runtime.kernels.codegen.threads import advance_progress
 from pi_runtime.kernels.ffn import steps
-from pi_runtime.kernels.ffn.memory import tokens_by_expert, tokens_of, whole_batch
+from pi_runtime.kernels.ffn.memory import READ, tokens_by_expert, tokens_of, whole_batch
 
 
 class DiskMatrices(PartlyOnDisk):
@@ -35,19 +35,23 @@ class DiskMatrices(PartlyOnDisk):
         store.fill(host.table_LX)
 
     @contextmanager
+    def step(self) -> Iterator[None]:
+        """Within it matrices are asked for; each step, with prompts too, makes earlier uses count less."""
+        with super().step():
+            yield
+        self.store.heat.age()
+
+    @contextmanager
     def decoding(self, tokens: int) -> Iterator[None]:
         """Count what a step with a few tokens that select takes; matrices count as their neurons."""
         before, began = self._counted(), time.perf_counter()
         yield
-        found = self._counted() - before
-        self.store.heat.age()
-        there = len(self.whole_L) * self.host.cfg.experts_per_token * self.are_in_memory
-        hits, misses = (self.host.cfg.d_ff * n for n in (found.hits + there, found.misses))
-        self.disk += replace(found, tokens=tokens, seconds=time.perf_counter() - began, hits=hits, misses=misses)
+        found, asked = self._counted() - before, int(self.host.workspace.counts_LT3[:, :tokens, READ].sum())
+        self.disk += replace(found, tokens=tokens, seconds=time.perf_counter() - began, hits=asked - found.misses)
 
     def _counted(self) -> DiskStats:
-        s = self.store
-        return DiskStats(0, 0.0, self.reader.seconds_waited, s.hits, s.misses, self.reader.bytes_read)
+        misses = self.store.misses * self.host.cfg.d_ff
+        return DiskStats(0, 0.0, self.reader.seconds_waited, 0, misses, self.reader.bytes_read)
 
     def ffn(self, layer: int) -> None:
         """x ← x + the FFN, expert by expert as they come."""
@@ -56,14 +60,14 @@ class DiskMatrices(PartlyOnDisk):
         elif self.are_in_memory:
             super().ffn(layer)
         else:
-            h, ws, (x_TD, input_TD, select_T) = self.host, self.host.workspace, self.tokens
+            h, ws, (x_TD, input_TD, sum_TD, select_T) = self.host, self.host.workspace, self.tokens
             w_X, tally_T3 = h.table_LX[layer], ws.counts_LT3[layer, : len(x_TD)]
             found = tokens_by_expert(ws.expert_TK[: len(x_TD)], ws.route_weight_TK, h.cfg.experts)
             taken = {e: whole_batch(h.ffn, w_X, e, token_N, select_T[token_N], w_N) for e, token_N, w_N in found}
             tally_T3[:] = 0
             steps.prepare(h.ffn, w_X[0], input_TD)
             for expert in self.store.arriving(layer, list(taken)):
-                steps.add_matrices(h.ffn, taken[expert], ws.attended_TD, tally_T3, x_TD)
+                steps.add_matrices(h.ffn, taken[expert], ws.attended_TD, tally_T3, sum_TD)
                 advance_progress()
 
     def _add_piece(self, layer: int, piece: Piece, blocks: Sequence[slice]) -> None:
@@ -76,5 +80,5 @@ class DiskMatrices(PartlyOnDisk):
                 if len(token_N):
                     batch = whole_batch(h.ffn, w_X, expert, token_N, np.zeros_like(token_N), weight_N)
                     steps.prepare(h.ffn, w_X[0], piece.input_TD[rows])
-                    steps.add_matrices(h.ffn, batch, h.workspace.attended_TD, tally_T3, piece.x_TD[rows])
+                    steps.add_matrices(h.ffn, batch, h.workspace.attended_TD, tally_T3, piece.sum_TD[rows])
                     advance_progress()

@@ -167,12 +167,12 @@ class RowSums:
         self.host, self._rows, self._ahead = host, store, ahead
         self._all_F = np.arange(d.d_ff)
         self._named_F, self._fire_F = np.empty(d.d_ff + 1, np.int64), np.empty(d.d_ff + 1, np.int64)
-        self._carried_TD = np.ones((max(BLOCK_TOKENS, block_tokens), padded_width(d.d_model)), np.float32)
+        self._carried_TD = np.ones((max(BLOCK_TOKENS, block_tokens), padded_width(d.neuron_width)), np.float32)
         """Sums to which rows are still to be added."""
 
     def take(self, tokens: FfnTokens) -> None:
         """Go on with these tokens."""
-        self.x_TD, self.input_TD, self.select_T = tokens
+        self.x_TD, self.input_TD, self.sum_TD, self.select_T = tokens
         self._all_select = bool(self.select_T.all())
 
     def begin_piece(self) -> None:
@@ -203,7 +203,7 @@ class RowSums:
         batch = whole_batch(f, w_X, expert, token_N, np.zeros_like(token_N), weight_N)
         steps.prepare(f, w_X[expert], piece.input_TD[rows])
         steps.name_neurons(f, batch, self._named_F)
-        steps.add_chunks(f, batch, part.begin, part.end, self._carried_TD[rows], piece.x_TD[rows])
+        steps.add_chunks(f, batch, part.begin, part.end, self._carried_TD[rows], piece.sum_TD[rows])
         advance_progress()
 
     def add(self, layer: int) -> bool:
@@ -221,7 +221,7 @@ class RowSums:
         if by_expert:
             self._whole_experts(layer, batches, few, tally_T3)
         elif few:
-            self._add_few(layer, list(batches.values()), tally_T3, self.x_TD)
+            self._add_few(layer, list(batches.values()), tally_T3, self.sum_TD)
         else:
             for batch in batches.values():
                 self._expert_of_many(layer, batch)
@@ -257,7 +257,7 @@ class RowSums:
         tokens_of = {expert: (token_N, weight_N) for expert, token_N, weight_N in taken}
         requests = [self._whole(layer, expert) for expert in cut_of]
         most = max(len(token_N) for token_N, _ in tokens_of.values())
-        carried_TD = np.empty((most, padded_width(self.host.cfg.d_model)), np.float32)
+        carried_TD = np.empty((most, padded_width(self.host.cfg.neuron_width)), np.float32)
         for part in self._rows.ranges(requests, keep=False):
             expert, (token_N, weight_N) = part.request.expert, tokens_of[part.request.expert]
             for block in token_blocks(len(token_N)):
@@ -291,10 +291,10 @@ class RowSums:
                 steps.list_chunks(f, e, part.begin, part.end)
                 steps.sum_chunks(f, e, part.begin, part.end)
             else:
-                steps.add_chunks(f, e, part.begin, part.end, self._carried_TD, self.x_TD)
+                steps.add_chunks(f, e, part.begin, part.end, self._carried_TD, self.sum_TD)
             if part.end == CHUNKS:
                 if few:
-                    steps.merge(f, e, self.x_TD)
+                    steps.merge(f, e, self.sum_TD)
                 steps.add_counts(f, e, tally_T3)
 
     def _as_they_come(
@@ -305,8 +305,8 @@ class RowSums:
         Their sums wait, so that they are added in the order of the experts.
         """
         self._ahead.next(layer)
-        f, d_model = self.host.ffn, self.x_TD.shape[1]
-        sum_X1D = self._carried_TD.reshape(-1)[: len(batches) * d_model].reshape(-1, 1, d_model)
+        f, width = self.host.ffn, self.sum_TD.shape[1]
+        sum_X1D = self._carried_TD.reshape(-1)[: len(batches) * width].reshape(-1, 1, width)
         sum_X1D.fill(-0.0)  # which changes no number that is added to it
         sums = dict(zip(batches, sum_X1D, strict=True))
         for expert in chain.from_iterable(arriving):
@@ -317,7 +317,7 @@ class RowSums:
             steps.merge(f, e, sums[expert])
             steps.add_counts(f, e, tally_T3)
         for sum_1D in sum_X1D:
-            self.x_TD += sum_1D
+            self.sum_TD += sum_1D
 
     def _named(self, layer: int, e: Batch, listed: NeuronLists | None = None) -> Ints:
         """The neurons that the tokens of a batch may need from here."""
@@ -338,7 +338,7 @@ class RowSums:
         named_I = self._named(layer, e)
         request = Request(layer, e.expert, [(name, named_I) for name in ROW_ARRAYS])
         for part in self._rows.ranges([request], keep=bool(e.select_N.any())):
-            steps.add_chunks(self.host.ffn, e, part.begin, part.end, self._carried_TD, self.x_TD)
+            steps.add_chunks(self.host.ffn, e, part.begin, part.end, self._carried_TD, self.sum_TD)
 
     def _expert_of_few(self, layer: int, e: Batch, y_TD: Floats, listed: NeuronLists | None, is_last: bool) -> None:
         """y ← y + one expert's FFN for its tokens: what fires is listed while rows of `rest` still come."""

@@ -13,7 +13,8 @@ from dataclasses import replace
 import numba
 import numpy as np
 
-from pi_runtime.artifact.decoder import Decoder, rotary_table
+from pi_runtime.artifact.buffers import rotary_table
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import BLOCK_TOKENS, CHUNKS, attention_floats, input_nbytes
 from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.guess_head import PREFIX, GuessHead, block_of
@@ -166,7 +167,7 @@ class GuessLayerRun(GuessHeadRun):
         select_T, tally_T3 = np.ones(tokens, np.int64), ws.counts_LT3[0, :tokens]
         ffn_of_experts(cfg, w_X, ws.normed_TD[:tokens], select_T, ws, tally_T3, x_TD)
         residual_TD = ws.residual_TD if len(ws.residual_TD) else ws.normed_TD
-        after_ffn(cfg, w_X[0], eps, residual_TD[:tokens], ws, x_TD)
+        after_ffn(cfg, self._ends, w_X[0], eps, tokens_T, residual_TD[:tokens], ws, x_TD)
         last_1D = x_TD[-1:].copy()
         head(cfg, self._ends, eps, last_1D, ws, logits_1S)
         return last_1D

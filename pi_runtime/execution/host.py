@@ -10,10 +10,10 @@ from functools import cached_property
 
 import numpy as np
 
-from pi_runtime.artifact.buffers import rotary_tables
-from pi_runtime.artifact.decoder import Decoder, rotary_table
+from pi_runtime.artifact.buffers import rotary_table, rotary_tables
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.footprint import BLOCK_TOKENS
-from pi_runtime.errors import UsageError
+from pi_runtime.errors import ClosedError
 from pi_runtime.execution.executor import Ints, SequenceResult, SequenceStep
 from pi_runtime.execution.guess_head import EagleRun, GuessHeadRun, GuessLayerRun
 from pi_runtime.execution.kv_cache import KVCache
@@ -158,9 +158,9 @@ class CpuModel:
             artifact.check_unchanged()
 
     def check_open(self) -> StoredArrays:
-        """The artifact. Raises UsageError once it is closed."""
+        """The artifact. Raises ClosedError once it is closed."""
         if self.artifact is None:
-            raise UsageError("the model is closed", remedy="read all of what it generates before closing it")
+            raise ClosedError("the model is closed", remedy="read all of what it generates before closing it")
         return self.artifact
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from pi_runtime.execution.host import CpuModel, no_states, positions_of, token_b
 from pi_runtime.execution.kv_cache import KVCache
 from pi_runtime.execution.rows import FfnTokens, MemoryRows, Piece
 from pi_runtime.kernels.forward import Positions, after_ffn, attention, embed, forward, head, keep_state
+from pi_runtime.kernels.moe import ends_of_ffn
 
 
 class CpuOps:
@@ -45,9 +46,10 @@ class CpuOps:
             self.rows.take_piece(self.take_piece(s.tokens, s.cache.length, s.cache), [part for part, _ in self.blocks])
             return
         self.blocks = [(slice(0, tokens), self.at)]
-        self.x_TD, self.input_TD = ws.x_TD[:tokens], ws.normed_TD[:tokens]
+        self.x_TD = ws.x_TD[:tokens]
+        self.input_TD, self.sum_TD = (end[:tokens] for end in ends_of_ffn(ws))
         self.residual_TD = (ws.residual_TD if len(ws.residual_TD) else ws.normed_TD)[:tokens]
-        self.rows.take(FfnTokens(self.x_TD, self.input_TD, self.select_T))
+        self.rows.take(FfnTokens(self.x_TD, self.input_TD, self.sum_TD, self.select_T))
 
     def take_piece(self, tokens_T: Ints, start: int, cache: KVCache) -> Piece:
         """Go on with these tokens of a sequence, from a position on, in blocks; returns their memory."""
@@ -92,7 +94,10 @@ class CpuOps:
     def after_ffn(self, layer: int) -> None:
         h = self.host
         for part, _ in self.blocks:
-            after_ffn(h.cfg, h.table_LX[layer, 0], h.eps, self.residual_TD[part], h.workspace, self.x_TD[part])
+            if self._in_piece and self.piece is not None and self.piece.is_narrow:
+                h.workspace.narrow_sum_TL[: part.stop - part.start] = self.piece.sum_TD[part]
+            of = h.ends, h.table_LX[layer, 0], h.eps, self.tokens_T[part]
+            after_ffn(h.cfg, *of, self.residual_TD[part], h.workspace, self.x_TD[part])
 
     def head(self, _layer: int) -> None:
         """The logits of the tokens for which they are wanted."""

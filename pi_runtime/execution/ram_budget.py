@@ -96,7 +96,7 @@ def matrices_within(
     try:
         arrays, store = ResidentArrays(artifact, plan, reader), MatrixStore(artifact, plan, reader)
         kv = Allowance(kv_nbytes)
-        host = CpuModel(arrays, mode, context, threads, cache, kv, lambda _layer, name: store.places(name))
+        host = CpuModel(arrays, mode, context, threads, cache, kv, store.places)
         return DiskMatrices(host, arrays, store, kv)
     except BaseException:
         reader.close()

@@ -18,7 +18,7 @@ from pi_runtime.execution.host import CpuModel, token_blocks
 from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.ffn.memory import Batch, Taken, every_token
 from pi_runtime.kernels.ffn.network import add_neurons
-from pi_runtime.kernels.moe import ffn_of_experts
+from pi_runtime.kernels.moe import ends_of_ffn, ffn_of_experts
 from pi_runtime.kernels.split_ffn import NeuronLists
 
 
@@ -26,26 +26,37 @@ class FfnTokens(NamedTuple):
     """The tokens of an FFN; their experts are in the workspace."""
 
     x_TD: Floats
-    """The residual, which takes the sum."""
+    """The residual."""
     input_TD: Floats
+    sum_TD: Floats
+    """What takes the sum: the residual, or of narrower experts memory of their own."""
     select_T: Ints
 
 
 class Piece:
-    """Memory of a long piece: the residual, the FFN's input, and the tokens' experts."""
+    """Memory of a long piece: the residual, the FFN's input and sum, and the tokens' experts."""
 
     def __init__(self, ws: Workspace, x_TD: Floats, input_TD: Floats) -> None:
         """`x_TD` and `input_TD` have room for the whole piece."""
-        self.x_TD, self.input_TD = x_TD, input_TD
+        self.x_TD, self.input_TD, self.sum_TD = x_TD, input_TD, x_TD
         self.residual_TD = np.zeros_like(x_TD) if len(ws.residual_TD) else input_TD
+        if ws.narrow_TL.shape[1]:
+            self.input_TD, self.sum_TD = (np.ones((len(x_TD), ws.narrow_TL.shape[1]), np.float32) for _ in range(2))
         shape = len(x_TD), ws.expert_TK.shape[1]
         self.expert_TK, self.route_weight_TK = np.zeros(shape, np.int64), np.ones(shape, np.float32)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether experts are narrower than the model."""
+        return self.sum_TD is not self.x_TD
 
     def keep(self, part: slice, ws: Workspace) -> None:
         """Keep what attention has left of a block."""
         tokens = part.stop - part.start
-        self.input_TD[part] = ws.normed_TD[:tokens]
-        if len(ws.residual_TD):
+        self.input_TD[part] = ends_of_ffn(ws)[0][:tokens]
+        if self.is_narrow:
+            self.residual_TD[part], self.sum_TD[part] = ws.normed_TD[:tokens], 0
+        elif len(ws.residual_TD):
             self.residual_TD[part] = ws.residual_TD[:tokens]
         self.expert_TK[part], self.route_weight_TK[part] = ws.expert_TK[:tokens], ws.route_weight_TK[:tokens]
 
@@ -98,7 +109,7 @@ class MemoryRows:
         """x ← x + the FFN of the tokens that were taken."""
         h, ws, t = self.host, self.host.workspace, self.tokens
         tally_T3 = ws.counts_LT3[layer, : len(t.x_TD)]
-        ffn_of_experts(h.cfg, h.table_LX[layer], t.input_TD, t.select_T, ws, tally_T3, t.x_TD)
+        ffn_of_experts(h.cfg, h.table_LX[layer], t.input_TD, t.select_T, ws, tally_T3, t.sum_TD)
 
     def sum_few(
         self, layer: int, input_TD: Floats, batches: Sequence[Batch], tally_T3: Ints, y_TD: Floats,

@@ -16,8 +16,18 @@ from pi_runtime.kernels.codegen.indirect_calls import by_address
 from pi_runtime.kernels.codegen.jit import device, public
 from pi_runtime.kernels.codegen.threads import advanced
 from pi_runtime.kernels.data import weight_table
-from pi_runtime.kernels.data.matrix_view import F32, Floats, Ints, address_of, is_quantised, matrix, vector
+from pi_runtime.kernels.data.matrix_view import (
+    F32,
+    Floats,
+    Ints,
+    address_of,
+    is_quantised,
+    matrix,
+    strided_rows,
+    vector,
+)
 from pi_runtime.kernels.data.row_loading import load_row
+from pi_runtime.kernels.data.weight_formats import GROUP_COLUMNS
 from pi_runtime.kernels.data.weight_table import Ends, KernelConfig, LayerRecord, LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.ops.attention import LayerCache, attend, norm_heads, rotate, store_kv
@@ -27,6 +37,7 @@ from pi_runtime.kernels.ops.page_rows import unsteady
 from pi_runtime.kernels.ops.recurrence import Made, States, mix_states
 
 _load_row, _route = by_address(load_row), by_address(moe.route)
+_ends_of_ffn = device(moe.ends_of_ffn)
 _norm, _norm_heads, _mix_latents = by_address(norm), by_address(norm_heads), by_address(mix_latents)
 _mix_states = by_address(mix_states)
 
@@ -128,7 +139,7 @@ def attention(
     if w.router_norm != 0:
         _norm(0, eps, w.router_norm, 0, ws.residual_TD[:tokens], ws.attended_TD[:tokens])
         _route(cfg, w, ws.attended_TD[:tokens], ws)
-    elif cfg.experts > 1 and cfg.router_early == 0 and w.has_ffn != 0:
+    elif cfg.experts > 1 and cfg.router_early == 0 and w.d_ff != 0:
         _route(cfg, w, normed_TD, ws)
     if w.expert_bias != 0:
         moe.add_expert_biases(w, ws, x_TD)
@@ -146,7 +157,7 @@ def _enter_ffn(cfg: KernelConfig, w: LayerRecord, eps: np.float32, x_TD: Floats,
         _norm(cfg.centred, eps, w.attention_out_norm, w.attention_out_norm_bias, attended_TD, attended_TD)
     for t in range(tokens):
         _add(attended_TD[t], x_TD[t])
-    if cfg.block in (weight_table.SEQUENTIAL, weight_table.SANDWICH) and w.has_ffn != 0:
+    if cfg.block in (weight_table.SEQUENTIAL, weight_table.SANDWICH) and w.d_ff != 0:
         _norm(cfg.centred, eps, w.ffn_norm, w.ffn_norm_bias, x_TD, normed_TD)
     elif cfg.block == weight_table.POST_NORM:
         _norm(cfg.centred, eps, *attention_norm, x_TD, x_TD)
@@ -242,11 +253,12 @@ def _mix(
         heads, kv_heads = (1, 1) if cfg.joint_qk_norm else (cfg.heads, w.kv_heads)
         width, kv_width = cfg.heads * w.head_dim // heads, w.kv_heads * w.head_dim // kv_heads
         _norm_heads(eps, w.q_norm, 0, heads, width, qkv_TQ)
-        _norm_heads(eps, w.k_norm, heads * width // kv_width, kv_heads, kv_width, qkv_TQ)
+        if w.made_heads != 0:
+            _norm_heads(eps, w.k_norm, heads * width // kv_width, kv_heads, kv_width, qkv_TQ)
     if w.v_norm != 0:
         _norm_heads(eps, w.v_norm, cfg.heads + w.kv_heads, w.kv_heads, w.head_dim, qkv_TQ)
     if w.angles > 0:
-        first, heads = cos_SJ.shape[0] // 2 * w.second_angles, cfg.heads + w.kv_heads
+        first, heads = cos_SJ.shape[0] // 2 * w.second_angles, cfg.heads + w.made_heads
         rotate(cos_SJ[first:], sin_SJ[first:], w.angles, at.position_T, heads, w.head_dim, qkv_TQ)
     if cfg.query_growth != 0 or cfg.score_scale != 1:
         for t in range(qkv_TQ.shape[0]):
@@ -254,18 +266,23 @@ def _mix(
             factor = np.float32(cfg.score_scale * (1 + cfg.query_growth * log1p(turns)))
             for i in range(cfg.heads * w.head_dim):
                 qkv_TQ[t, i] *= factor
-    store_kv(cache, qkv_TQ, at.run_R4)
+    if w.made_heads != 0:
+        store_kv(cache, qkv_TQ, at.run_R4)
     attend(cache, qkv_TQ, at.run_R4, ws.unpacked_CBE, ws.attention_CX, mixed_TQ)
 
 
 @public
 def after_ffn(
-    cfg: KernelConfig, w: LayerRecord, eps: np.float32, residual_TD: Floats, ws: Workspace, x_TD: Floats
-) -> None:
-    """x ← x + the FFN's bias and that beside it, normed where the block ends with a norm; see `residual_of` for the
-    residual. `ws` has room for as many tokens where an FFN is beside."""
+    cfg: KernelConfig, ends: Ends, w: LayerRecord, eps: np.float32, tokens_T: Ints, residual_TD: Floats, ws: Workspace,
+    x_TD: Floats,
+) -> None:  # fmt: skip
+    """x ← x + the FFN's bias, the sum of narrower experts, and the FFN beside them, normed where the block ends with a
+    norm, and what is made of the layers' embedding; see `residual_of` for the residual. `ws` has room for as many
+    tokens where any of these is there."""
     for t in range(x_TD.shape[0]):
         add_vector(w.down_bias, x_TD[t])
+    if w.experts_out != 0:
+        _add_narrow(cfg, w, ws, x_TD)
     if w.beside_first != 0:
         _add_beside(cfg, w, eps, residual_TD, ws, x_TD)
     if cfg.block in (weight_table.POST_NORM, weight_table.REORDERED):
@@ -275,6 +292,8 @@ def after_ffn(
     if cfg.block in (weight_table.REORDERED, weight_table.SANDWICH):
         for t in range(x_TD.shape[0]):
             _add(residual_TD[t], x_TD[t])
+    if ends.layer_embedding != 0:
+        _add_embedding(cfg, ends, w, eps, tokens_T, ws, x_TD)
     if w.block_scale != 0:
         scale = vector(w.block_scale, 1)[0]
         for t in range(x_TD.shape[0]):
@@ -283,23 +302,74 @@ def after_ffn(
 
 
 @device
+def _add_narrow(cfg: KernelConfig, w: LayerRecord, ws: Workspace, x_TD: Floats) -> None:
+    """x ← x + the sum of narrower experts."""
+    wide, y_TD = matrix(w.experts_out_format, w.experts_out, w.experts_out_scales, cfg.neuron_width), ws.attended_TD
+    linear(wide, cfg.d_model, 0, ws.narrow_sum_TL[: x_TD.shape[0]], address_of(ws.inputs), y_TD[: x_TD.shape[0]])
+    for t in range(x_TD.shape[0]):
+        _add(y_TD[t], x_TD[t])
+
+
+@device
 def _add_beside(
     cfg: KernelConfig, w: LayerRecord, eps: np.float32, residual_TD: Floats, ws: Workspace, x_TD: Floats
 ) -> None:
-    """x ← the norm of x, the experts' sum, + the norm of the FFN beside them."""
+    """x ← x + the FFN beside the experts; or the norm of x, their sum, + the norm of what is beside them."""
     tokens, inputs, width = x_TD.shape[0], address_of(ws.inputs), ws.beside_TF.shape[1]
     h_TF, up_TF, y_TD = ws.beside_TF[:tokens], ws.beside_TF[tokens : 2 * tokens], ws.attended_TD[:tokens]
-    _norm(0, eps, w.beside_norm, 0, residual_TD, y_TD)
+    if w.beside_norm != 0:
+        _norm(0, eps, w.beside_norm, 0, residual_TD, y_TD)
+    else:
+        y_TD[:] = residual_TD
     linear(
         matrix(w.beside_first_format, w.beside_first, w.beside_first_scales, cfg.d_model), width, 0, y_TD, inputs, h_TF
     )
-    linear(matrix(w.beside_up_format, w.beside_up, w.beside_up_scales, cfg.d_model), width, 0, y_TD, inputs, up_TF)
+    if w.beside_up != 0:
+        linear(matrix(w.beside_up_format, w.beside_up, w.beside_up_scales, cfg.d_model), width, 0, y_TD, inputs, up_TF)
+    else:
+        up_TF[:] = np.float32(1)
     for t in range(tokens):
         for i in range(width):
             h_TF[t, i] = activate(cfg.activation, np.float32(cfg.threshold), h_TF[t, i]) * up_TF[t, i]
     linear(matrix(w.beside_down_format, w.beside_down, w.beside_down_scales, width), cfg.d_model, 0, h_TF, inputs, y_TD)
-    _norm(0, eps, w.beside_out_norm, 0, y_TD, y_TD)
-    _norm(0, eps, w.experts_out_norm, 0, x_TD, x_TD)
+    if w.beside_norm != 0:
+        _norm(0, eps, w.beside_out_norm, 0, y_TD, y_TD)
+        _norm(0, eps, w.experts_out_norm, 0, x_TD, x_TD)
+    for t in range(tokens):
+        _add(y_TD[t], x_TD[t])
+
+
+@device
+def _add_embedding(
+    cfg: KernelConfig, ends: Ends, w: LayerRecord, eps: np.float32, tokens_T: Ints, ws: Workspace, x_TD: Floats
+) -> None:
+    """x ← x + what is made of the tokens' rows of the layers' embedding (see `artifact.decoder`)."""
+    tokens, inputs, width, fmt = x_TD.shape[0], address_of(ws.inputs), cfg.layer_embedding, cfg.embedding_format
+    e_TP, h_TP = ws.layer_embedding_TP[:tokens], ws.layer_embedding_TP[tokens : 2 * tokens]
+    # The embedding is read again: to keep it would take as much memory for each token of a long piece.
+    y_TD, first = ws.attended_TD[:tokens], w.layer * width
+    embed(cfg, ends, eps, tokens_T, tokens_T, ws, y_TD)
+    whole = matrix(fmt, ends.layer_embedding_in, ends.layer_embedding_in_scales, cfg.d_model)
+    linear(strided_rows(whole, 1, first), width, 0, y_TD, inputs, e_TP)
+    for t in range(tokens):
+        for j in range(width):
+            e_TP[t, j] /= np.sqrt(np.float32(cfg.d_model))
+    _norm(0, eps, ends.layer_embedding_norm, 0, e_TP, e_TP)
+    rows = matrix(fmt, ends.layer_embedding, ends.layer_embedding_scales, cfg.n_layers * width)
+    group = first // GROUP_COLUMNS * GROUP_COLUMNS
+    row = ws.token_row[: first - group + width]
+    for t in range(tokens):
+        _load_row(rows, tokens_T[t], group, row)
+        for j in range(width):
+            e_TP[t, j] = (e_TP[t, j] + row[first - group + j] * np.sqrt(np.float32(width))) * np.float32(0.5**0.5)
+    gate = matrix(w.embedding_gate_format, w.embedding_gate, w.embedding_gate_scales, cfg.d_model)
+    linear(gate, width, 0, x_TD, inputs, h_TP)
+    for t in range(tokens):
+        for j in range(width):
+            h_TP[t, j] = activate(cfg.activation, np.float32(cfg.threshold), h_TP[t, j]) * e_TP[t, j]
+    out = matrix(w.embedding_out_format, w.embedding_out, w.embedding_out_scales, width)
+    linear(out, cfg.d_model, 0, h_TP, inputs, y_TD)
+    _norm(0, eps, w.embedding_norm, 0, y_TD, y_TD)
     for t in range(tokens):
         _add(y_TD[t], x_TD[t])
 
@@ -348,20 +418,21 @@ def forward(
     `attention`).
     """
     at, select_T, wanted_N, tokens = step.at, step.select_T, step.wanted_N, step.tokens_T.shape[0]
-    x_TD, wanted, layers = ws.x_TD[:tokens], wanted_N.shape[0], table_LX.shape[0]
+    x_TD, wanted, layers, tokens_T = ws.x_TD[:tokens], wanted_N.shape[0], table_LX.shape[0], step.tokens_T
     # Of the last layer nobody reads more than the wanted tokens: the others end with their keys and values.
     wanted_alone = wanted < tokens and cfg.experts == 1 and step.state_L[layers] < 0
-    _embed(cfg, ends, eps, step.tokens_T, at.position_T, ws, x_TD)
+    _embed(cfg, ends, eps, tokens_T, at.position_T, ws, x_TD)
     for layer in range(layers):
         keep_state(step.state_L, step.states_TC, layer, x_TD)
         w_X = table_LX[layer]
         _attention(cfg, w_X[0], eps, cos_SJ, sin_SJ, at, x_TD, ws)
         if wanted_alone and layer == layers - 1:
             select_T = _bring_forward(wanted_N, select_T, residual_of(cfg, ws), ws)
-            tokens, x_TD = wanted, ws.x_TD[:wanted]
+            tokens, tokens_T, x_TD = wanted, step.tokens_T[wanted_N], ws.x_TD[:wanted]
         tally_T3 = ws.counts_LT3[layer, :tokens]
-        _ffn(cfg, w_X, ws.normed_TD[:tokens], select_T, ws, tally_T3, x_TD)
-        after_ffn(cfg, w_X[0], eps, residual_of(cfg, ws)[:tokens], ws, x_TD)
+        input_TD, sum_TD = _ends_of_ffn(ws)
+        _ffn(cfg, w_X, input_TD[:tokens], select_T, ws, tally_T3, sum_TD[:tokens])
+        after_ffn(cfg, ends, w_X[0], eps, tokens_T, residual_of(cfg, ws)[:tokens], ws, x_TD)
     if wanted_alone:
         for n in range(wanted - 1, -1, -1):
             ws.counts_LT3[layers - 1, wanted_N[n]] = ws.counts_LT3[layers - 1, n]

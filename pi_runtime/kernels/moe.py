@@ -23,11 +23,15 @@ _add, _add_matrices = by_address(add), by_address(add_matrices)
 def route(cfg: KernelConfig, w: LayerRecord, x_TD: Floats, ws: Workspace) -> None:
     """Write a token's experts to `ws.expert_TK`, their weights to `ws.route_weight_TK`: those that the router takes,
     the largest value first, and among equal ones the lower expert; then those that every token takes, with weight 1 or
-    the sigmoid of their gate, whose value stands behind the router's.
+    the sigmoid of their gate, whose value stands behind the router's. Slots that are left over have the expert −1.
 
-    Slots that are left over have the expert −1.
+    Narrower experts get what they read, and an empty sum.
     """
     tokens = x_TD.shape[0]
+    if w.experts_in != 0:
+        narrow = matrix(w.experts_in_format, w.experts_in, w.experts_in_scales, cfg.d_model)
+        linear(narrow, cfg.neuron_width, 0, x_TD, address_of(ws.inputs), ws.narrow_TL[:tokens])
+        ws.narrow_sum_TL[:tokens] = np.float32(0)
     for t in range(tokens):
         expert_K, route_weight_K = ws.expert_TK[t, w.experts_chosen :], ws.route_weight_TK[t, w.experts_chosen :]
         for k in range(expert_K.shape[0]):
@@ -152,6 +156,13 @@ def _slot(expert_K: Ints, expert: int) -> int:
     return slot
 
 
+def ends_of_ffn(ws: Workspace) -> tuple[Floats, Floats]:
+    """What the FFN of a call's tokens reads, and what takes its sum."""
+    if ws.narrow_TL.shape[1] > 0:
+        return ws.narrow_TL, ws.narrow_sum_TL
+    return ws.normed_TD, ws.x_TD
+
+
 @public
 def ffn_of_experts(
     cfg: KernelConfig, w_X: LayerRecords, x_TD: Floats, select_T: Ints, ws: Workspace, tally_T3: Ints, y_TD: Floats
@@ -161,7 +172,7 @@ def ffn_of_experts(
     The results of a token's experts are added in the order of the experts, so that no other token changes it.
     """
     tokens, f = x_TD.shape[0], ffn_of(cfg, ws)
-    if w_X[0].has_ffn == 0:
+    if w_X[0].d_ff == 0:
         return
     prepare(f, w_X[0], x_TD)
     tally_T3[:] = 0

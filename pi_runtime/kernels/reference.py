@@ -14,14 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pi_runtime.artifact.buffers import query_factors, rotary_table
 from pi_runtime.artifact.decoder import (
     CLAMP,
     LATENT_EPS,
     LENGTH_EPS,
     SWIGLU_SLOPE,
     Decoder,
-    query_factors,
-    rotary_table,
 )
 from pi_runtime.artifact.features import refuse_lacking
 from pi_runtime.artifact.formats import BLOCK, FORMATS
@@ -31,6 +30,8 @@ from pi_runtime.artifact.schema import Layer
 from pi_runtime.artifact.sizes import APART
 
 F32 = npt.NDArray[np.float32]
+Keys = dict[int, tuple[F32, F32]]
+"""Keys and values of layers by their windows."""
 
 
 class WeightSource(Protocol):
@@ -95,10 +96,14 @@ def forward(artifact: Artifact, tokens: npt.ArrayLike, mode: str = DENSE) -> F32
     """
     d, ends = artifact.manifest.decoder, ArtifactWeights(artifact, "")
     refuse_lacking(d, "numpy")
-    x_TD = embed(d, ends, artifact, np.asarray(tokens, np.int64))
+    ids_T, keys = np.asarray(tokens, np.int64), Keys()
+    entered_TD = x_TD = embed(d, ends, artifact, ids_T)
     for n, layer in enumerate(artifact.manifest.layers):
-        w = ArtifactWeights(artifact, f"layers/{n}/")
-        x_TD = block(d.of_layer(n), w, layer if mode == "predicted" else DENSE_LAYER, x_TD)
+        w, own = ArtifactWeights(artifact, f"layers/{n}/"), d.of_layer(n)
+        x_TD = block(own, w, layer if mode == "predicted" else DENSE_LAYER, x_TD, keys)
+        if d.layer_embedding:
+            x_TD = x_TD + _of_embedding(d, w, x_TD, row_of_layer(d, ends, n, ids_T, entered_TD))
+        x_TD = x_TD * w["ffn/block_scale"] if d.block_scale else x_TD
     if d.final_norm:
         x_TD = norm(d, ends, "final_norm", x_TD)
     if d.d_embedding != d.d_model:
@@ -124,37 +129,49 @@ def embed(d: Decoder, ends: WeightSource, artifact: Artifact, ids_T: npt.NDArray
     return norm(d, ends, "embedding_norm", x_TD) if d.embedding_norm else x_TD
 
 
-def block(d: Decoder, w: WeightSource, layer: Layer, x_TD: F32) -> F32:
-    """Run one block on the layer's rung; see `Decoder` for its forms."""
-    y_TD = _block(d, w, layer, x_TD)
-    return y_TD * w["ffn/block_scale"] if d.block_scale else y_TD
+def row_of_layer(d: Decoder, ends: WeightSource, layer: int, ids_T: npt.NDArray[np.int64], entered_TD: F32) -> F32:
+    """(T, P): (n(in · x / √D) + e √P) / √2, with x what entered the first block and e a layer's row of each token."""
+    own = slice(layer * d.layer_embedding, (layer + 1) * d.layer_embedding)
+    made_TP = ends.product("layer_embedding_in", entered_TD)[:, own] / np.float32(np.sqrt(d.d_model))
+    e_TP = ends["layer_embedding"][ids_T, own] * np.float32(np.sqrt(d.layer_embedding))
+    return (rms(d, made_TP) * ends["layer_embedding_norm"] + e_TP) * np.float32(0.5**0.5)
 
 
-def _block(d: Decoder, w: WeightSource, layer: Layer, x_TD: F32) -> F32:
+def _of_embedding(d: Decoder, w: WeightSource, x_TD: F32, row_TP: F32) -> F32:
+    h_TP = activate(d, w.product("ffn/embedding_gate", x_TD)) * row_TP
+    return norm(d, w, "ffn/embedding_norm", w.product("ffn/embedding_out", h_TP))
+
+
+def block(d: Decoder, w: WeightSource, layer: Layer, x_TD: F32, keys: Keys | None = None) -> F32:
+    """Run one block on the layer's rung; see `Decoder` for its forms.
+
+    `keys`: those and values of the last layer with the window of each that had some, which others read.
+    """
     entered_TD = x_TD
     if not d.has_ffn:
-        return x_TD + attention(d, w, norm(d, w, "attention/norm", x_TD))
+        return x_TD + attention(d, w, norm(d, w, "attention/norm", x_TD), keys)
     if not d.has_mixer:
         x_TD = norm(d, w, "ffn/norm", x_TD)
         return entered_TD + ffn(d, w, x_TD, selected(w, layer, x_TD), layer.threshold)
     if d.block == "post-norm":
-        x_TD = norm(d, w, "attention/norm", x_TD + attention(d, w, x_TD))
+        x_TD = norm(d, w, "attention/norm", x_TD + attention(d, w, x_TD, keys))
         y_TD = ffn(d, w, x_TD, selected(w, layer, x_TD), layer.threshold, entered_TD)
         return norm(d, w, "ffn/norm", x_TD + y_TD)
     if d.block == "reordered":
-        x_TD = x_TD + norm(d, w, "attention/norm", attention(d, w, x_TD))
+        x_TD = x_TD + norm(d, w, "attention/norm", attention(d, w, x_TD, keys))
         return x_TD + norm(d, w, "ffn/norm", ffn(d, w, x_TD, selected(w, layer, x_TD), layer.threshold, entered_TD))
     if d.block == "sandwich":
-        y_TD = attention(d, w, norm(d, w, "attention/norm", x_TD))
+        y_TD = attention(d, w, norm(d, w, "attention/norm", x_TD), keys)
         x_TD = x_TD + norm(d, w, "attention/out_norm", y_TD)
         normed_TD = norm(d, w, "ffn/norm", x_TD)
         entered_TD = rms(d, x_TD) * w["ffn/router_norm"] if "ffn/router_norm" in w else entered_TD
         y_TD = ffn(d, w, normed_TD, selected(w, layer, normed_TD), layer.threshold, entered_TD)
         if d.beside_ff:
-            y_TD = rms(d, y_TD) * w["ffn/experts_out_norm"] + _beside(d, w, x_TD)
+            beside_TD = rms(d, beside(d, w, rms(d, x_TD) * w["ffn/beside_norm"])) * w["ffn/beside_out_norm"]
+            y_TD = rms(d, y_TD) * w["ffn/experts_out_norm"] + beside_TD
         return x_TD + norm(d, w, "ffn/out_norm", y_TD)
     normed_TD = norm(d, w, "attention/norm", x_TD)
-    attended_TD = x_TD + attention(d, w, normed_TD)
+    attended_TD = x_TD + attention(d, w, normed_TD, keys)
     if not d.shared_norm:
         normed_TD = norm(d, w, "ffn/norm", x_TD if d.block == "parallel" else attended_TD)
     return attended_TD + ffn(d, w, normed_TD, selected(w, layer, normed_TD), layer.threshold, entered_TD)
@@ -168,11 +185,11 @@ def norm(decoder: Decoder, w: WeightSource, name: str, x_TD: F32) -> F32:
     return y_TD + w[f"{name}/bias"] if decoder.norm == "layer" else y_TD
 
 
-def _beside(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
-    """m₃(down (a(first n₃) · up n₃)), n₃ the norm of x: the FFN beside the experts."""
-    normed_TD = rms(d, x_TD) * w["ffn/beside_norm"]
-    h_TF = activate(d, w.product("ffn/beside_first", normed_TD)) * w.product("ffn/beside_up", normed_TD)
-    return rms(d, w.product("ffn/beside_down", h_TF)) * w["ffn/beside_out_norm"]
+def beside(d: Decoder, w: WeightSource, x_TD: F32) -> F32:
+    """down (a(first x) [up x]): the FFN beside the experts."""
+    h_TF = activate(d, w.product("ffn/beside_first", x_TD))
+    h_TF = h_TF * w.product("ffn/beside_up", x_TD) if d.ffn == "gated" else h_TF
+    return w.product("ffn/beside_down", h_TF)
 
 
 def activate(decoder: Decoder, z: F32, threshold: float = 0.0) -> F32:
@@ -191,11 +208,16 @@ def selected(w: WeightSource, layer: Layer, x_TD: F32) -> Bools | None:
 
 
 def scores(w: WeightSource, x_TD: F32) -> F32:
-    """(T, X·F): the predictor's scores up · (down · x) + bias; each expert has its own R rows of `down`."""
-    up, r_TR = w["predictor/up"], w.product("predictor/down", x_TD)
+    """(T, X·F): the predictor's scores up · (down · x) + bias, x what experts read; each has its R rows of `down`."""
+    up, r_TR = w["predictor/up"], w.product("predictor/down", narrowed(w, x_TD))
     found = [w.product("predictor/up", r) for r in np.split(r_TR, r_TR.shape[1] // up.shape[1], axis=1)]
     own = np.split(np.arange(len(up)), len(found))
     return np.concatenate([s[:, rows] for s, rows in zip(found, own, strict=True)], axis=1) + w["predictor/bias"]
+
+
+def narrowed(w: WeightSource, x_TD: F32) -> F32:
+    """What experts read: the FFN's input, or fewer numbers that a matrix makes of it."""
+    return w.product("ffn/experts_in", x_TD) if "ffn/experts_in" in w else x_TD
 
 
 def sigmoid(z: F32) -> F32:
@@ -260,28 +282,39 @@ def ffn(
 
     `entered_TD` is what a router reads that does not read x: what entered the block, or a norm of its own.
     """
-    whole = "ffn/down" in w
-    z_TF = w.product("ffn/first", x_TD) + (w["ffn/first_bias"] if d.ffn_bias else np.float32(0))
-    h_TF = activate(d, z_TF, threshold)
-    if d.ffn == "gated":
-        up_TF = w.product("ffn/up", x_TD) if whole else w.product("ffn/rest", x_TD)[..., 0]
-        up_TF = up_TF + (w["ffn/up_bias"] if d.ffn_bias else np.float32(0))
-        h_TF = h_TF * (UPS[d.activation](up_TF) if d.activation in UPS else up_TF)
+    whole, input_TD, x_TD = "ffn/down" in w, x_TD, narrowed(w, x_TD)
+    h_TF = _factors(d, w, x_TD, threshold)
     if active_TF is not None:
         h_TF = np.where(active_TF, h_TF, np.float32(0))
     if d.inner_norms:
         h_TF = rms(d, h_TF) * w["ffn/inner_norm"]
-    read_TD = entered_TD if d.router_apart and entered_TD is not None else x_TD
+    read_TD = entered_TD if (d.router_early or d.router_norm) and entered_TD is not None else input_TD
     route_weight_TX = routing(d, w, read_TD)
     if whole:
-        y_TXD = _by_head(w, "ffn/down", h_TF.reshape(len(h_TF), d.n_experts, d.d_ff))
-        y_TD = (y_TXD * route_weight_TX[..., None]).sum(1) if d.n_experts > 1 else y_TXD[:, 0]
+        y_TXD = _by_head(w, "ffn/down", h_TF.reshape(len(h_TF), d.experts_alike, -1))
+        y_TD = (y_TXD * route_weight_TX[:, : d.experts_alike, None]).sum(1) if d.n_experts > 1 else y_TXD[:, 0]
+        if d.experts_alike < d.n_experts:
+            y_TD += route_weight_TX[:, -1:] * w.product("ffn/shared_down", _factors(d, w, x_TD, threshold, "shared_"))
     else:
         h_TF = h_TF * np.repeat(route_weight_TX, d.d_ff, axis=1) if d.n_experts > 1 else h_TF
         y_TD = h_TF @ w["ffn/rest"][:, -1]
+    y_TD = w.product("ffn/experts_out", y_TD) if d.expert_width else y_TD
+    if d.beside_ff and d.block == "sequential":
+        y_TD = y_TD + beside(d, w, input_TD)
     if d.expert_bias:
         return y_TD + route_weight_TX @ w["ffn/expert_bias"]
     return y_TD + w["ffn/down_bias"] if d.ffn_bias else y_TD
+
+
+def _factors(d: Decoder, w: WeightSource, x_TD: F32, threshold: float, of: str = "") -> F32:
+    """h of each neuron, or of those of the shared expert where these are apart."""
+    z_TF = w.product(f"ffn/{of}first", x_TD) + (w["ffn/first_bias"] if d.ffn_bias else np.float32(0))
+    h_TF = activate(d, z_TF, threshold)
+    if d.ffn == "plain":
+        return h_TF
+    up_TF = w.product(f"ffn/{of}up", x_TD) if "ffn/down" in w else w.product("ffn/rest", x_TD)[..., 0]
+    up_TF = up_TF + (w["ffn/up_bias"] if d.ffn_bias else np.float32(0))
+    return h_TF * (UPS[d.activation](up_TF) if d.activation in UPS else up_TF)
 
 
 def rounded(x_TD: F32) -> F32:
@@ -328,7 +361,7 @@ def rms(decoder: Decoder, x: F32, eps: float = 0.0) -> F32:
     return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(eps or decoder.norm_eps)), np.float32)
 
 
-def attention(decoder: Decoder, w: WeightSource, x_TD: F32) -> F32:
+def attention(decoder: Decoder, w: WeightSource, x_TD: F32, keys: Keys | None = None) -> F32:
     """softmax(q kᵀ / √E) v, causal, from position 0 on; H query heads share G heads of keys and values.
 
     With a window of W, a token sees the W positions up to its own. A head's sink adds its exponential to the sum.
@@ -342,16 +375,18 @@ def attention(decoder: Decoder, w: WeightSource, x_TD: F32) -> F32:
     qkv = np.concatenate([w.product(name, x_TD) for name in matrices], axis=1)
     qkv = qkv + (w["attention/qkv_bias"] if d.qkv_bias else np.float32(0))
     qkv = np.concatenate([qkv, qkv[:, -d.qkv_parts[1] :]], axis=1) if d.keys_as_values else qkv
-    heads = qkv.reshape(n_tokens, d.n_heads + 2 * d.n_kv_heads, d.head_dim)
+    heads = qkv.reshape(n_tokens, -1, d.head_dim)
     q_THE, k_SGE, v_SGE = np.split(heads, [d.n_heads, d.n_heads + d.n_kv_heads], axis=1)
-    if d.qk_norm:
-        q_THE, k_SGE = _norm_heads(d, w["attention/q_norm"], q_THE), _norm_heads(d, w["attention/k_norm"], k_SGE)
-    if d.v_norm:
-        v_SGE = rms(d, v_SGE) * w["attention/v_norm"]
-    if d.positions == "rope":
-        q_THE, k_SGE = rotate(d, q_THE), rotate(d, k_SGE)
+    q_THE = _norm_heads(d, w["attention/q_norm"], q_THE) if d.qk_norm else q_THE
+    q_THE = rotate(d, q_THE) if d.positions == "rope" else q_THE
     q_THE = q_THE * query_factors(d, n_tokens)[:, None, None]
-    k_SGE, v_SGE = w.as_cached(k_SGE), w.as_cached(v_SGE)
+    keys = Keys() if keys is None else keys
+    if not d.shares_keys:
+        k_SGE = _norm_heads(d, w["attention/k_norm"], k_SGE) if d.qk_norm else k_SGE
+        k_SGE = rotate(d, k_SGE) if d.positions == "rope" else k_SGE
+        v_SGE = rms(d, v_SGE) * w["attention/v_norm"] if d.v_norm else v_SGE
+        keys[d.window] = w.as_cached(k_SGE), w.as_cached(v_SGE)
+    k_SGE, v_SGE = keys[d.window]
     group = d.n_heads // d.n_kv_heads
     k_SHE, v_SHE = np.repeat(k_SGE, group, 1), np.repeat(v_SGE, group, 1)
     scores_HTS = np.einsum("the,she->hts", q_THE, k_SHE) / np.float32(np.sqrt(d.head_dim))

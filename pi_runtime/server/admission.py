@@ -250,12 +250,15 @@ def most_connections(wanted: int) -> int:
 
 
 def listen(host: str, port: int, connections: Connections) -> list[ListeningSocket]:
-    """A socket for each address of a host, as `asyncio.create_server` opens them. Raises OSError."""
+    """A socket for each address of a host, or of several between commas, as `asyncio.create_server` opens them.
+
+    Raises OSError.
+    """
     found: list[ListeningSocket] = []
+    kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
     try:
-        for family, kind, proto, _, address in dict.fromkeys(
-            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        ):
+        addresses = [one for name in host.split(",") for one in socket.getaddrinfo(name, port, type=kind, flags=flags)]
+        for family, kind, proto, _, address in dict.fromkeys(addresses):
             opened = ListeningSocket(family, kind, proto)
             opened.connections = connections
             found.append(opened)

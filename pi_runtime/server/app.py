@@ -73,8 +73,6 @@ def _guards(settings: ServerSettings, requests: RequestLog, keys: ApiKeys) -> li
     if not settings.cors:
         return [guard]
     allowed: dict[str, Any] = {"allow_origin_regex": settings.origins, "expose_headers": SHOWN_HEADERS}
-    if "*" in settings.allowed_origins:
-        allowed["allow_origins"] = ["*"]
     return [Middleware(CORSMiddleware, allow_methods=["GET", "POST", "OPTIONS"], allow_headers=["*"], **allowed), guard]
 
 

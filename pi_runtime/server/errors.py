@@ -8,7 +8,9 @@ from typing import Any
 from pi_runtime import console
 from pi_runtime.errors import (
     ArtifactError,
+    ClosedError,
     ContextError,
+    DeviceError,
     InputError,
     MissingExtraError,
     PiError,
@@ -21,6 +23,8 @@ from pi_runtime.errors import (
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 PATH = re.compile(r"(?<!\w)/[^\s/]+/|\b[A-Za-z]:\\")
 """The beginning of an absolute path."""
+NOT_THE_REQUEST = MissingExtraError | ArtifactError | DeviceError
+"""Errors of a command's user that a request cannot cause."""
 FIELDS = {"prompt_logprobs": "echo"}
 """Fields of a request whose setting of the engine has another name."""
 
@@ -60,10 +64,13 @@ class ApiError(Exception):
         self.message, self.param = _unicode(message), None if param is None else _unicode(param)
         self.type = type or TYPES.get(status) or ("server_error" if status >= 500 else "invalid_request_error")
         self.headers = dict(headers or {})
+        self.figures: Mapping[str, int] = {}
+        """Further fields of OpenAI's form, by llama-server's names."""
 
     def body(self) -> dict[str, Any]:
         """The JSON of the answer."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        known = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": {**known, **self.figures}}
 
     def body_at(self, path: str) -> dict[str, Any]:
         """The JSON of the answer to a request of this path."""
@@ -90,9 +97,18 @@ def described(error: PiError, what: Text) -> str:
     return "; ".join([spelled(what, field), *parts])
 
 
+def unavailable(said: str, code: str) -> ApiError:
+    """The error of a server that takes no requests now."""
+    return ApiError(503, said, type="unavailable_error", code=code, headers={"Retry-After": "5"})
+
+
 def refused(error: Exception) -> ApiError:
-    """The answer to a request that cannot be run: 400 where the request is at fault, else 500."""
-    if not isinstance(error, UsageError | InputError) or isinstance(error, MissingExtraError | ArtifactError):
+    """The answer to a request that cannot be run: 400 where the request is at fault, 503 where the engine has ended,
+    else 500."""
+    if isinstance(error, ClosedError):
+        why = "" if error.__cause__ is None else f": {told(error.__cause__)}"
+        return unavailable(f"{spelled(error.what)}{why}", "failed")
+    if not isinstance(error, UsageError | InputError) or isinstance(error, NOT_THE_REQUEST):
         return failed(error)
     return ApiError(
         400,
@@ -110,14 +126,18 @@ def failed(error: BaseException) -> ApiError:
     """
     if isinstance(error, ApiError):
         return error
-    name = type(error).__name__
-    if isinstance(error, PiError):
-        message = error.message(field)
-        if PATH.search(message) is None:
-            return ApiError(500, message)
+    said = told(error)
+    if not isinstance(error, PiError):
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        console.say_now(f"error: {said}{where}")
+    elif (message := error.message(field)) != said:
         console.say_now(f"error: {message}")
-        return ApiError(500, f"internal error: {name}")
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    console.say_now(f"error: internal error: {name}{where}")
-    return ApiError(500, f"internal error: {name}")
+    return ApiError(500, said)
+
+
+def told(error: BaseException) -> str:
+    """What a client is told of a fault: no more than its type, unless it is an error of ours that names no file."""
+    if isinstance(error, PiError) and PATH.search(message := error.message(field)) is None:
+        return message
+    return f"internal error: {type(error).__name__}"

@@ -52,6 +52,7 @@ ENGINE = (
     ("head_guessed_tokens_total", "counter", "Guessed tokens of a guess head that ran.", "head_guessed_tokens"),
     ("head_accepted_tokens_total", "counter", "Those of them that were right.", "head_accepted_tokens"),
     ("preemptions_total", "counter", "Answers that had to wait again because pages ran out.", "preemptions"),
+    ("steps_total", "counter", "Steps of the engine, each of which computes all answers that run.", "steps"),
     ("busy_seconds_total", "counter", "Time in which the engine worked.", "busy_s"),
 )
 """Name, kind, help, and field of the engine's figures."""
@@ -100,6 +101,7 @@ class Metrics:
         self.cancelled = 0
         """Requests whose client left before the end."""
         self.first_token_s, self.between_tokens_s = Histogram(TTFT_S), Histogram(BETWEEN_S)
+        self._started_s = time.time()
         self._prefill_s = self._decode_s = self._rows_read = 0.0
         self._rows_read_tokens = 0
 
@@ -118,6 +120,8 @@ class Metrics:
     def _lines(self, engine: EngineStats | None, slots: int, open_requests: int) -> Iterator[str]:
         yield from _head("build_info", "gauge", "1; the versions are in the labels.")
         yield f'pi_build_info{{version="{version("pi-toolchain")}",python="{python_version()}"}} 1'
+        yield "# TYPE process_start_time_seconds gauge"  # the name that Prometheus has for it
+        yield f"process_start_time_seconds {self._started_s:.3f}"
         yield from _sample("slots", "gauge", "Most answers that run at once.", slots)
         yield from _sample("open_requests", "gauge", "Requests that are being answered, or wait.", open_requests)
         for name, kind, text, field in ENGINE if engine is not None else ():

@@ -18,7 +18,7 @@ from pi_runtime.engine.engine import Engine
 from pi_runtime.errors import PiError
 from pi_runtime.server.admission import Admission, IncomingBodies, Ticket
 from pi_runtime.server.api.served import Served
-from pi_runtime.server.errors import ApiError, refused
+from pi_runtime.server.errors import ApiError, refused, told, unavailable
 from pi_runtime.server.in_flight import InFlight
 from pi_runtime.server.metrics import Metrics
 from pi_runtime.server.settings import ServerSettings
@@ -154,11 +154,6 @@ LAST_WORDS_S = 5.0
 """Time in which streams must have sent their end once they were ended."""
 
 
-def unavailable(said: str, code: str) -> ApiError:
-    """The error of a server that takes no requests now."""
-    return ApiError(503, said, type="unavailable_error", code=code, headers={"Retry-After": "5"})
-
-
 class Service:
     """One engine, which is opened beside the loop, and everything that runs on it."""
 
@@ -188,9 +183,16 @@ class Service:
     def engine(self) -> Engine:
         """The engine. Raises ApiError (503) while there is none that answers."""
         if self.phase in ("loading", "failed") or self._engine is None:
-            said = "the model is being loaded" if self.phase == "loading" else "the engine has failed"
-            raise unavailable(said, self.phase)
+            raise self._unavailable()
         return self._engine
+
+    def _unavailable(self) -> ApiError:
+        """Why no answer comes (503)."""
+        said = {"loading": "the model is being loaded", "draining": "the server is stopping"}.get(self.phase)
+        if said is None and self._engine is not None and self._engine.ended is not None:
+            return refused(self._engine.ended)
+        why = "" if self.failure is None else f": {told(self.failure)}"
+        return unavailable(said or f"the engine has failed{why}", self.phase)
 
     @cached_property
     def served(self) -> Served:
@@ -248,7 +250,7 @@ class Service:
         """Raise the ApiError for which a further request of an owner would not be admitted."""
         _ = self.engine
         if self.phase == "draining":
-            raise unavailable("the server is stopping", "draining")
+            raise self._unavailable()
         self.admission.check(owner)
 
     @contextmanager
@@ -285,9 +287,8 @@ class Service:
         seconds = self.settings.drain_s if self.phase == "draining" else 0.0
         self._ends = time.monotonic() + seconds
         await self._until_idle(seconds)
-        said = "the server is stopping" if self.phase == "draining" else "the engine has failed"
         for request in self.in_flight:
-            request.fail(unavailable(said, self.phase))
+            request.fail(self._unavailable())
         await self._until_idle(LAST_WORDS_S)
 
     async def _until_idle(self, seconds: float) -> None:

@@ -28,6 +28,11 @@ PLACEHOLDERS = {"bos_token": "", "eos_token": ""}
 """Names that templates count on."""
 
 
+def dates() -> dict[str, str]:
+    """Today, by the names that templates of Llama 3 and Firefunction know; without these they name a day of 2024."""
+    return {"date_string": time.strftime("%d %b %Y"), "datetime": time.strftime("%b %d %Y")}
+
+
 class ChatTemplate:
     """One template and the processes that render it: one that starts with the first rendering, and another where that
     one is busy.

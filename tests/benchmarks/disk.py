@@ -1,7 +1,7 @@
 """The disk tier beside the same model in memory, mapped within the same limit, llama.cpp, and the device's own rate.
 
 nox -s bench -- disk [--formats f16,q4] [--budgets 100,75,50,25,10,5] [--persistence 0.36,0.8] [--tokens N]
-                     [--parts budgets,ablation,policies,phases,mixtures,residency] [--layers N] [--no-llama]
+                     [--parts budgets,ablation,policies,phases,mixtures,neurons,residency] [--layers N] [--no-llama]
                      [--machine FILE] [--json PATH] [--mixtures SmallThinker-4B,Qwen3-MoE,small-SiLU]
                      [--mixture-budgets 50,25,12.5]
 
@@ -15,7 +15,8 @@ share of a token's time in which nothing can be computed before rows come, *book
 compiled steps of the model: looking rows up, asking for them, and Python. What placing
 predicts of each run stands below it: from the neurons that a recorded text names and fires, and from this machine's
 profile, which is measured first. The model has the width of 1.2 B parameters; `--layers 16` is all of it. The part
-`mixtures` decodes with mixtures of experts (`disk_tier.mixtures`), `residency` compares which of them stay in memory on
+`mixtures` decodes with mixtures of experts (`disk_tier.mixtures`), `neurons` with neurons inside experts
+(`disk_tier.neurons`), `residency` compares which of them stay in memory on
 three traces (`disk_tier.residency`).
 """
 
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from disk_tier import mixtures, policies, residency
+from disk_tier import mixtures, neurons, policies, residency
 from disk_tier.case import OURS, Case
 from disk_tier.limits import MemoryGroup, NoGroupError, memory_group
 from side_by_side.shape import add_shape
@@ -41,7 +42,7 @@ from pi_compile.results import WINDOWS
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.rows import row_nbytes
 
-PARTS = ("budgets", "ablation", "policies", "phases", "mixtures", "residency")
+PARTS = ("budgets", "ablation", "policies", "phases", "mixtures", "neurons", "residency")
 
 
 def arguments() -> argparse.Namespace:
@@ -58,6 +59,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--mixtures", default=",".join(mixtures.MIXTURES))
     parser.add_argument("--mixture-budgets", default="50,25,12.5", help="percent of the experts")
+    parser.add_argument("--densities", default="5,10,20,30", help="percent of an expert's neurons that fire")
+    parser.add_argument("--pattern", default="MEMEM*E", help="layers of Nemotron-3 Nano's shape")
+    parser.add_argument("--neuron-budgets", default="50,25", help="percent of the experts' rows")
     parser.add_argument("--no-llama", action="store_true")
     parser.add_argument(
         "--machine",
@@ -170,6 +174,8 @@ def main() -> None:
         formats = a.formats.split(",")
         for fmt, name in product(formats, a.mixtures.split(",")) if "mixtures" in parts else ():
             rows += mixtures.measure(a, name, fmt, folder, group, machine)
+        for fmt in formats if "neurons" in parts else ():
+            rows += neurons.measure(a, fmt, folder, group)
         for fmt in formats if {"budgets", "ablation", "policies"}.intersection(parts) else ():
             rows += measure_format(a, fmt, folder, group, machine)
         if "phases" in parts:

@@ -4,7 +4,8 @@ files with budgets of bits beside those of llama.cpp's quantiser.
 python tests/benchmarks/quality.py [MODEL …] [--text FILE] [--fit N] [--tokens N] [--formats-only]
     [--budgets MB …] [--kinds KIND …] [--on-text N] [--beside-only]
 
-llama.cpp's files are of the kinds that are named, ours of the same bytes, and of --budgets.
+llama.cpp's files are of the kinds that are named, ours of the same bytes, and of --budgets; bytes of tokenizers do not
+count.
 MODEL is a folder or a GGUF file, by default the bundled demo model. Of the text the first tokens say how much each
 input counts and are what weights are rounded on, the last ones are what is reported. Everything is in torch, in
 float32: what a format would lose, before any kernel reads it.
@@ -235,9 +236,13 @@ def parsed(
 
 def print_beside(model: Model, args: argparse.Namespace) -> None:
     """A row for each file: its bytes, and how much higher the perplexity is than the source's, with an interval."""
-    print(f"\n{'file':<34}{'MB':>9}{'perplexity':>20}{'divergence':>20} (95 %), {model.report.numel():,} tokens")
+    columns = f"{'file':<34}{'MB':>9}{'of file':>9}{'perplexity':>20}{'divergence':>20}"
+    print(f"\n{columns} (95 %), {model.report.numel():,} tokens")
+    checkpoint, d = model.checkpoint, model.d
+    if not d.sparse and d.n_experts == 1:  # as a plain pack has them
+        checkpoint = checkpoint.in_layout("matrices")
     with tempfile.TemporaryDirectory() as folder:
-        beside = Beside(model.checkpoint, model.fit_text, model.fit, model.report.flatten().numpy(), Path(folder))
+        beside = Beside(checkpoint, model.fit_text, model.fit, model.report.flatten().numpy(), Path(folder))
         for row in beside.rows(args.budgets, args.kinds, args.on_text):
             print(row, flush=True)
 

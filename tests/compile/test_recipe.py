@@ -27,6 +27,8 @@ def documented() -> dict[str, dict[str, Row]]:
     sections: dict[str, dict[str, Row]] = {}
     for name, body in re.findall(r"^## \[(\w+)\]\n(.*?)(?=^## |\Z)", text, re.M | re.S):
         rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.+?) \|$", body, re.M)
+        values = {key: value for key, value, *_ in rows}
+        rows = [(key, re.sub(r"^as `(\w+)`", lambda m: values[m[1]], value), *rest) for key, value, *rest in rows]  # noqa: B023
         sections[name] = {key: {"value": value, "default": default, "why": why} for key, value, default, why in rows}
     return sections
 

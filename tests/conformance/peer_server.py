@@ -3,8 +3,9 @@
 FOLDER is its `tools/server/tests`, of which nothing is copied; MODEL is what they ask for as stories260K, a checkpoint
 or an artifact. The tests start a program by its flags. It is a few lines here, which have the server started in this
 process, and names are translated: flags to settings, the path of llama-server's own completions, the beginning of
-fingerprints, some metrics. What a request asks for, and what an answer says, is not touched. A model that is not at
-hand is stood in for by a server that refuses; one for embeddings by the model at hand, asked for its own.
+fingerprints, some metrics, the type of one error, and the null by which llama-server spells that nothing was said yet.
+What a request asks for, and what an answer says, is not touched. A model that is not at hand is stood in for by a
+server that refuses; one for embeddings by the model at hand, asked for its own.
 
 Prints how many tests pass, and each other one with its reason; one without a reason is a fault, and the end is 1.
 """
@@ -12,6 +13,7 @@ Prints how many tests pass, and each other one with its reason; one without a re
 import fnmatch
 import json
 import os
+import re
 import socket
 import socketserver
 import subprocess
@@ -22,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from xml.etree import ElementTree
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,11 +38,15 @@ from pi_runtime.server.settings import ServerSettings
 ELSEWHERE = ("test_vision_api.py", "test_mcp_servers.py", "test_tools_builtin.py", "test_router.py")
 """Files whose tests need images, or programs beside a model: they are not run."""
 AT_HAND = ("ggml-org/test-model-stories260K", "ggml-org/test-model-stories260K-infill")
-METRICS = {
-    "pi_prompt_tokens_total": "llamacpp:prompt_tokens_total",
-    "pi_cached_tokens_total": "llamacpp:prompt_tokens_cached_total",
-    "pi_generated_tokens_total": "llamacpp:tokens_predicted_total",
+SPELLED = {
+    b"pi_prompt_tokens_total": b"llamacpp:prompt_tokens_total",
+    b"pi_cached_tokens_total": b"llamacpp:prompt_tokens_cached_total",
+    b"pi_generated_tokens_total": b"llamacpp:tokens_predicted_total",
+    b"pi_steps_total": b"llamacpp:n_decode_total",
+    b'"system_fingerprint":"fp': b'"system_fingerprint":"b-',
+    b'"delta":{"role":"assistant","content":""}': b'"delta":{"role":"assistant","content":null}',
 }
+TOO_LONG = b'"code":"context_length_exceeded"'
 OTHER_MODEL = "asks for a model that is not at hand (embeddings, ranking, images, a mixture, a draft)"
 REASONS: dict[str, str] = json.loads(Path(__file__).with_name("peer_server.json").read_text("utf-8"))
 """Why tests do not pass, by patterns of their names."""
@@ -75,6 +81,18 @@ def flags_of(arguments: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def headers_in(body: bytes) -> list[tuple[bytes, bytes]]:
+    """Headers for what our metrics have in the body."""
+    return [(b"Process-Start-Time-Unix", at) for at in re.findall(rb"^process_start_time_seconds (\S+)", body, re.M)]
+
+
+def spelled(body: bytes) -> bytes:
+    """A body with llama-server's names."""
+    for ours, theirs in SPELLED.items():
+        body = body.replace(ours, theirs)
+    return body.replace(b"invalid_request_error", b"exceed_context_size_error") if TOO_LONG in body else body
+
+
 class Names:
     """Translates names between llama-server's clients and an application."""
 
@@ -95,7 +113,7 @@ class Names:
         headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
         if scope["method"] == "POST":
             headers.append((b"content-length", str(len(body)).encode()))
-        given = False
+        given, began = False, dict[str, Any]()
 
         async def read() -> Message:
             nonlocal given
@@ -106,14 +124,15 @@ class Names:
 
         async def write(message: Message) -> None:
             if message["type"] == "http.response.start":  # the tests look for names of headers letter by letter
-                left_out = b"content-length" if path == "/metrics" else None  # the body's names change
-                message["headers"] = [(k.title(), v) for k, v in message["headers"] if k != left_out]
-            if message["type"] == "http.response.body":
-                fingerprint = b'"system_fingerprint":"'
-                message["body"] = message.get("body", b"").replace(fingerprint + b"fp", fingerprint + b"b-")
-                for ours, theirs in METRICS.items() if path == "/metrics" else ():
-                    message["body"] = message["body"].replace(ours.encode(), theirs.encode())
-            await send(message)
+                kept = path != "/metrics" and message["status"] < 400  # else the body's names change its length
+                headers = [(k.title(), v) for k, v in message["headers"] if kept or k != b"content-length"]
+                began.update(message, headers=headers)  # sent with the body, as a header may stand in it
+                return
+            if began:
+                began["headers"] += headers_in(message.get("body", b""))
+                await send({**began})
+                began.clear()
+            await send({**message, "body": spelled(message.get("body", b""))})
 
         await self._app({**scope, "path": path, "raw_path": path.encode(), "headers": headers}, read, write)
 
@@ -153,7 +172,8 @@ class Running:
         given = {"temperature": float(flags["temp"])} if "temp" in flags else {}
         most = int(flags.get("n-predict", -1))
         settings = ServerSettings(
-            port=int(flags["port"]), model_name=names[0], aliases=tuple(names[1:]), slots=slots, api_keys=keys,
+            host=flags.get("host", "127.0.0.1"), port=int(flags["port"]),
+            model_name=names[0], aliases=tuple(names[1:]), slots=slots, api_keys=keys,
             sampling=given, max_tokens=most if most > 0 else None, drain_s=0.2, cors=True,
             allowed_origins=tuple(flags.get("cors-origins", "*").split(",")),
             embeddings=POOLING.get(flags.get("pooling", "mean")) if "embedding" in flags else None,

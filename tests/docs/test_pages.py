@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import shlex
 from typing import Any
 
 import pytest
@@ -111,6 +112,33 @@ def test_values_of_flags_are_named_in_one_way() -> None:
             values = [record[0].partition(" --")[2] or record[0] for record in records if record is not None]
             kinds = {value.split(" ")[1] for value in values if " " in value}
             assert {kind for kind in kinds if "|" not in kind} <= {"FILE", "FOLDER", "N", "SIZE", "TEXT"}
+
+
+def test_every_help_ends_with_examples_and_a_page() -> None:
+    """Three at most, which parse; the page is there."""
+    for name in ("torch", "transformers", "starlette"):
+        pytest.importorskip(name)
+    from pi_compile.cli.main import app as pi_compile
+    from pi_runtime.commands import flood, model_cache, run, serve
+
+    for program, apps in {
+        "pi-compile": [pi_compile],
+        "pi-run": [run.app, model_cache.app, flood.app],
+        "pi-serve": [serve.app],
+    }.items():
+        commands: list[Any] = [typer.main.get_command(app) for app in apps]
+        known = {name: one for command in commands for name, one in getattr(command, "commands", {}).items()}
+        known |= {one.name: one for one in commands if one.name == "flood"}
+        for one in [*commands[:1], *known.values()]:
+            lines = re.findall(rf"^  {program} (.+)$", one.epilog.partition("Examples:")[2], re.M)
+            assert 1 <= len(lines) <= 3, one.name
+            for name, *arguments in map(shlex.split, lines):
+                called = known.get(name, commands[0])
+                parser = called.make_parser(typer.Context(called))
+                parser.parse_args(arguments if name in known else [name, *arguments])
+            pages = re.findall(r"docs/[\w/-]+\.md", one.epilog.partition("More: ")[2])
+            assert pages
+            assert all((ROOT / path).is_file() for path in pages)
 
 
 def test_every_flag_of_the_server_has_a_variable() -> None:

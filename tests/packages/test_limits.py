@@ -14,12 +14,12 @@ FILE_LINES, CLASS_LINES, FUNCTION_LINES, PARAMETERS = 700, 300, 60, 10
 ROOMS = {"pi_compile": (22, 82), "pi_runtime": (16, 47)}
 """Most rooms of each package, and most arrows between them."""
 ROOM_LINES = {
-    ("pi_runtime/server",): 7050,
-    ("pi_runtime/engine",): 6050,
+    ("pi_runtime/server",): 7100,
+    ("pi_runtime/engine",): 6250,
     ("pi_runtime/execution", "pi_runtime/disk"): 5500,
-    ("pi_runtime/kernels",): 9_480,
+    ("pi_runtime/kernels",): 9710,
     ("pi_runtime/cuda",): 4300,
-    ("pi_compile/checkpoint",): 8150,
+    ("pi_compile/checkpoint",): 8240,
     ("pi_compile/sparsification",): 2650,
 }
 """Most lines of rooms: what they had when this was written, rounded up to 50."""

@@ -22,7 +22,7 @@ NO_ARTIFACT = "{file}: not an artifact", "  expected: a .pi file"
 PACK = "  try: pack a checkpoint with `pi-compile build`, and name the artifact it writes"
 ONE_OF = (
     "give one of --prompt TEXT, --prompts FILE, --chat and --bench",
-    "  try: pi-run ARTIFACT --prompt 'Once upon a time'",
+    "  try: pi-run MODEL --chat, or pi-run MODEL --prompt 'Once upon a time'",
 )
 COPY = "  try: copy or download it again, or pack it anew with `pi-compile build`"
 

@@ -12,12 +12,12 @@ BEGIN, END = "<!-- facts -->\n", "<!-- end of facts -->\n"
 
 def table() -> str:
     """A row for each fact: its key, its values and default, what it means and needs, and who does not compute it."""
-    head = "| key | type | meaning | not computed by |\n| --- | --- | --- | --- |\n"
+    head = "| key | type; value unless given | meaning | not computed by |\n| --- | --- | --- | --- |\n"
     return head + "".join(_row(name, own) for name, own in facts().items())
 
 
 def _row(name: str, own: Fact) -> str:
-    default = "" if own.default is MISSING else f"; {canonical_json(own.default).decode()} unless given"
+    default = "" if own.default is MISSING else f"; {canonical_json(own.default).decode()}"
     needs = [*([f"with `{own.of}`"] if own.of else []), *(rule.text for rule in own.rules)]
     meaning = f"{own.meaning}; only {', and '.join(needs)}" if needs else own.meaning
     lacking = [body for body in ALL if body not in own.bodies]

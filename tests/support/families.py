@@ -85,6 +85,15 @@ GEMMA4_MOE = GEMMA4 | {
     "top_k_experts": 2,
     "moe_intermediate_size": 29,
 }
+GEMMA4_E = GEMMA4 | {
+    "hidden_size_per_layer_input": 18,
+    "vocab_size_per_layer_input": LLAMA["vocab_size"],
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+    "attention_k_eq_v": False,
+    "use_double_wide_mlp": True,
+}
 GLM = LLAMA | {
     "head_dim": 12,
     "intermediate_size": 123,
@@ -370,6 +379,16 @@ CASES: dict[str, Case] = {
         not_in_gguf="llama.cpp has no biases for Gemma 4",
     ),
     "gemma4-experts": Case("Gemma4Text", GEMMA4_MOE),
+    "gemma4-e": Case("Gemma4Text", GEMMA4_E),
+    "gemma4-e-narrow": Case(
+        "Gemma4Text",
+        GEMMA4_E | {"use_double_wide_mlp": False, "attention_k_eq_v": True, "num_kv_shared_layers": 4},
+    ),
+    "gemma4-e-three": Case(
+        "Gemma4Text",
+        GEMMA4_E | {"num_kv_shared_layers": 3},
+        not_in_gguf="llama.cpp reads the keys of the last two layers that have some, whatever their kinds",
+    ),
     "gemma4-unified": Case(
         "Gemma4UnifiedText",
         {key: value for key, value in (GEMMA4 | TWO).items() if "per_layer" not in key},
@@ -444,6 +463,7 @@ CASES: dict[str, Case] = {
     "nemotron-biases": Case("Nemotron", LLAMA | {"head_dim": 12, "attention_bias": True, "mlp_bias": True}),
     "nemotron-h": Case("NemotronH", NEMOTRON_H),
     "nemotron-h-experts": Case("NemotronH", NEMOTRON_EXPERTS),
+    "nemotron-h-latents": Case("NemotronH", NEMOTRON_EXPERTS | {"moe_latent_size": 21}),
     "nemotron-h-both": Case(
         "NemotronH",
         NEMOTRON_EXPERTS
@@ -555,6 +575,8 @@ def random_sizes(name: str, seed: int) -> dict[str, int]:
                 sizes |= drawn | {"num_key_value_heads": heads}
             if "n_routed_experts" in fields:
                 sizes["intermediate_size"] = 2 * neurons + 1
+            if "moe_latent_size" in fields:
+                sizes["moe_latent_size"] = int(rng.integers(1, hidden + 1))
     common = {"num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": context}
     return sizes | common
 

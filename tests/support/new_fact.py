@@ -74,8 +74,8 @@ def check_file(folder: Path) -> None:
 
 def check_pages() -> None:
     """The table has its rows."""
-    row = "| `damped` | boolean; false unless given | attention is damped; only with a gated FFN | torch, cpu, gpu |\n"
-    row += "| `damped_layers` | list of layers, rising; [] unless given | layers where it is; only with `damped` |"
+    row = "| `damped` | boolean; false | attention is damped; only with a gated FFN | torch, cpu, gpu |\n"
+    row += "| `damped_layers` | list of layers, rising; [] | layers where it is; only with `damped` |"
     assert row in fact_table.table()
 
 
@@ -87,8 +87,8 @@ def check_bodies(folder: Path) -> None:
 
     d, undamped = small_decoder(**FACTS), reference.attention
 
-    def attention(decoder: Any, w: Any, x_TD: Any) -> Any:
-        return undamped(decoder, w, x_TD) * (0.5 if decoder.damped else 1)
+    def attention(decoder: Any, w: Any, x_TD: Any, keys: Any) -> Any:
+        return undamped(decoder, w, x_TD, keys) * (0.5 if decoder.damped else 1)
 
     reference.attention = attention
     with Artifact.open(folder / "damped.pi") as artifact, Artifact.open(folder / "plain.pi") as plain:

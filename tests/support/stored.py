@@ -21,6 +21,7 @@ from pi_runtime.kernels.data.matrix_view import matrix
 from pi_runtime.kernels.data.quantised_input import prepare_input
 from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.ffn.memory import Batch, Ffn, every_token, ffn_of
+from pi_runtime.kernels.ops.tile_packing import lay_tiles, tile_vectors
 
 F32 = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -155,10 +156,11 @@ def _stored_index(column: int, blocks: int) -> tuple[int, int]:
 
 
 def quantised_inputs(fmt: int, x_TD: F32) -> npt.NDArray[np.uint8]:
-    """One input for each vector, in memory that was not zero."""
+    """One input for each vector, in memory that was not zero; laid as tiles where these multiply them."""
     found = np.full((len(x_TD), input_nbytes(x_TD.shape[1])), 0xA5, np.uint8)
     for x_D, x_at in zip(x_TD, found, strict=True):
         prepare_input(fmt, x_D, x_at.ctypes.data)
+    lay_tiles(x_TD.shape[1], tile_vectors(fmt, len(x_TD)), found.ctypes.data)
     return found
 
 
@@ -240,7 +242,7 @@ class Layer:
         found = self.record_X.copy()
         for field, value in weight_table.settings_of(self.decoder, self.settings(rung), "auto").items():
             found[field] = value
-        found["has_ffn"] = 1
+        found["d_ff"] = self.decoder.d_ff
         return found
 
     @property

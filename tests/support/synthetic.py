@@ -86,6 +86,15 @@ FACTS: dict[str, dict[str, Any]] = {
         "block": "sandwich", "n_experts": 5, "experts_per_token": 2, "router_norm": True, "expert_scale": True,
         "beside_ff": 37, "activation": "gelu_tanh",
     },
+    "keys of earlier layers, a wider FFN there, an embedding of each layer": {
+        "n_layers": 3, "block": "sandwich", "tied_head": True, "layer_embedding": 37, "shared_key_layers": (2,),
+        "narrow_ff": 23, "window": 9, "windowed_layers": (0, 2), "windowed_head_dim": 12, "qk_norm": True,
+        "v_norm": True, "keys_as_values": True, "activation": "gelu_tanh",
+    },
+    "narrower experts, whose router reads the FFN's input, with a plain FFN beside them": {
+        "n_experts": 5, "experts_per_token": 2, "expert_width": 13, "beside_ff": 37, "activation": "relu2",
+        "ffn": "plain", "router_score": "sigmoid", "router_choice_bias": True,
+    },
     "shared experts, dense layers, a bias for choosing in groups": {
         "n_experts": 5, "experts_per_token": 3, "experts_shared": 1, "dense_layers": (0,), "dense_ff": 130,
         "router_score": "sigmoid", "router_choice_bias": True, "router_groups": 2, "router_scale": 1.5,

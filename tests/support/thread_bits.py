@@ -53,7 +53,7 @@ def operators(w: StoredMatrix, layer: Layer) -> None:
     width = layer.decoder.d_model
     low, high = 5, layer.decoder.d_ff - 10
     for rung in RUNGS:
-        for tokens in (1, 7, 30):
+        for tokens in (1, 7, 40):
             x_TD, y_TD = random(tokens, width), np.zeros((tokens, width), np.float32)
             tally_T3 = np.zeros((tokens, 3), np.int64)
             add_neurons(layer.ffn, layer.batch(rung, low, high, tokens), x_TD, tally_T3, y_TD)

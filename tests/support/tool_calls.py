@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 from pi_runtime.engine.tools.formats import (
+    GEMMA_4,
     GLM_4_5,
     GLM_4_7,
     HERMES,
@@ -20,7 +21,10 @@ from pi_runtime.engine.tools.formats import (
     ToolFormat,
 )
 
-FORMATS = [HERMES, LLAMA_3, MISTRAL_LIST, NEMOTRON_V2, MISTRAL, MISTRAL_CALL_ID, GLM_4_5, GLM_4_7, QWEN_3_CODER, PYTHON]
+FORMATS = [
+    *(HERMES, LLAMA_3, MISTRAL_LIST, NEMOTRON_V2, MISTRAL, MISTRAL_CALL_ID, GLM_4_5, GLM_4_7, QWEN_3_CODER, PYTHON),
+    GEMMA_4,
+]
 
 
 def written(tools: ToolFormat, *calls: tuple[str, dict[str, Any]]) -> str:
@@ -30,12 +34,24 @@ def written(tools: ToolFormat, *calls: tuple[str, dict[str, Any]]) -> str:
         return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
     if tools.pairs:
         return tools.gap.join(f"{tools.trigger}{_paired(tools.pairs, *call)}{tools.end}" for call in calls)
+    if tools is GEMMA_4:
+        return "".join(f"{tools.trigger}call:{name}{marked(found)}{tools.end}" for name, found in calls)
     if tools is LLAMA_3:
         return "; ".join(bodies)
     if tools in (MISTRAL_LIST, NEMOTRON_V2, PYTHON):  # in JSON, as a grammar makes them
         return f"{tools.trigger}[{', '.join(bodies)}{tools.end}"
     call_id = "[CALL_ID]a1b2c3d4e" if tools is MISTRAL_CALL_ID else ""
     return "".join(f"[TOOL_CALLS]{name}{call_id}[ARGS]{json.dumps(found)}" for name, found in calls)
+
+
+def marked(value: Any) -> str:
+    """A value as Gemma 4's template writes it."""
+    if isinstance(value, str):
+        return f"{GEMMA_4.quote}{value}{GEMMA_4.quote}"
+    if isinstance(value, dict):
+        pairs = sorted(value.items(), key=lambda pair: pair[0].lower())
+        return f"{{{','.join(f'{key}:{marked(own)}' for key, own in pairs)}}}"
+    return f"[{','.join(map(marked, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
 def _paired(pairs: Pairs, name: str, arguments: dict[str, Any]) -> str:

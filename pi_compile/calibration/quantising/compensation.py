@@ -33,8 +33,8 @@ import torch
 from pi_compile.results import Stored
 from pi_compile.torch_model import decoder as td
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import BLOCK, Format
-from pi_runtime.artifact.quantisation import dequantise, empty_stored, nearest, pack_blocks, quantise, round_blocks
+from pi_runtime.artifact.formats import BLOCK, GROUP, Format
+from pi_runtime.artifact.quantisation import beside, dequantise, empty_stored, nearest, pack_rows, quantise
 
 Array = npt.NDArray[np.float32]
 RoundRow = Callable[[int, Array], Array]
@@ -64,41 +64,43 @@ def inverse_factor(moment_KK: torch.Tensor) -> torch.Tensor:
 
 
 def round_along_inputs(fmt: Format, rows_NK: Array, factor_KK: torch.Tensor) -> Stored:
-    """Round a matrix (N, K) whose blocks lie along its inputs, as those of all matrices but `down` do.
+    """Round a matrix (N, K) whose blocks lie along its inputs, as those of all matrices but `down` by neuron do.
 
-    A block's scale is chosen when its first column is reached, by the error (w − ŵ)² / U_kk² that nothing makes good.
+    A block's scale is chosen when its first column is reached, by the error (w − ŵ)² / U_kk² that nothing makes good;
+    scales of groups when a group's first one is.
     """
     out = empty_stored(fmt, rows_NK.shape)
     for start in range(0, len(rows_NK), _ROWS_AT_ONCE):
         part = slice(start, start + _ROWS_AT_ONCE)
-        q_BM, scale_M = _along_inputs(fmt, rows_NK[part], factor_KK)
-        out[0][part], out[1][part] = pack_blocks(fmt, q_BM, scale_M, rows_NK.shape[1])
+        out[0][part], out[1][part] = pack_rows(fmt, *_along_inputs(fmt, rows_NK[part], factor_KK))
     return out
 
 
-def _along_inputs(fmt: Format, rows_NK: Array, factor_KK: torch.Tensor) -> tuple[Array, Array]:
-    """Integers (B, M) and scales (M,) of all M blocks of a matrix, row by row."""
-    weight_K1 = np.square(1 / factor_KK.diagonal().numpy())[:, None]
+def _along_inputs(fmt: Format, rows_NK: Array, factor_KK: torch.Tensor) -> Stored:
+    """The integers (N, K), in whole blocks, and what stands beside them, as `pack_rows` takes both."""
+    weight_K = np.square(1 / factor_KK.diagonal().numpy())
     w_KN = torch.from_numpy(np.ascontiguousarray(rows_NK.T))
-    n, blocks = len(rows_NK), -(-len(w_KN) // BLOCK)
-    q_KN = np.zeros((blocks * BLOCK, n), np.float32)
-    scales = np.zeros((blocks, n), np.float32)
+    span = BLOCK * (GROUP if fmt.grouped else 1)
+    q_KN = np.zeros((-(-len(w_KN) // BLOCK) * BLOCK, len(rows_NK)), np.int8)
+    found: list[npt.NDArray[np.generic]] = []
 
-    def begin(first: int, w_BN: Array) -> RoundRow:
-        whole, weight = np.zeros((2, BLOCK, n), np.float32)
-        whole[: len(w_BN)], weight[: len(w_BN)] = w_BN, weight_K1[first : first + len(w_BN)]
-        _, scale = round_blocks(fmt, whole, weight)
-        scales[first // BLOCK] = scale
+    def begin(first: int, left_KN: Array) -> RoundRow:
+        if first % span == 0:
+            _, scales = quantise(fmt, left_KN[:span].T, weight_K[first : first + span])
+            found.append(scales[..., : fmt.scales_shape((span,))[-1]])
+        scale_NS, offset_NS = beside(fmt, found[-1], span)
 
         def round_row(k: int, w_N: Array) -> Array:
-            q_KN[k] = nearest(fmt, w_N, scale)
-            rounded: Array = q_KN[k] * scale
+            scale = scale_NS[:, k % span * scale_NS.shape[1] // span]
+            offset = offset_NS[:, k % span * offset_NS.shape[1] // span] if fmt.offset else np.float32(0)
+            q_KN[k] = q_N = nearest(fmt, w_N - offset, scale)
+            rounded: Array = q_N * scale + offset
             return rounded
 
         return round_row
 
     _compensated(w_KN, factor_KK, begin)
-    return q_KN.reshape(blocks, BLOCK, n).transpose(1, 2, 0).reshape(BLOCK, -1), scales.T.ravel()
+    return q_KN.T, np.concatenate(found, axis=-1)
 
 
 def round_inputs(fmt: Format, rows_KN: Array, moment_KK: torch.Tensor) -> Stored:
@@ -110,7 +112,7 @@ def round_inputs(fmt: Format, rows_KN: Array, moment_KK: torch.Tensor) -> Stored
     w_KN = torch.from_numpy(rows_KN)[order]
     out = empty_stored(fmt, rows_KN.shape)
 
-    def begin(_first: int, _w_BN: Array) -> RoundRow:
+    def begin(_first: int, _left_KN: Array) -> RoundRow:
         def round_row(k: int, w_N: Array) -> Array:
             row = int(order[k])
             stored, scales = quantise(fmt, w_N[None])
@@ -127,13 +129,13 @@ def round_inputs(fmt: Format, rows_KN: Array, moment_KK: torch.Tensor) -> Stored
 def _compensated(w_KN: torch.Tensor, factor_KK: torch.Tensor, begin: Callable[[int, Array], RoundRow]) -> None:
     """Round rows one after the other, moving each one's error to those after it; `w_KN` is used up.
 
-    `begin` gets `BLOCK` rows at a time, with the number of the first, and returns what rounds each of them.
+    `begin` gets the rows from the next on, with its number, and returns what rounds each of the first `BLOCK`.
     """
     for first in range(0, len(w_KN), BLOCK):
         last = min(first + BLOCK, len(w_KN))
         w_BN, u_BB = w_KN[first:last].numpy(), factor_KK[first:last, first:last].numpy()
         error_BN = np.empty_like(w_BN)
-        round_row = begin(first, w_BN)
+        round_row = begin(first, w_KN[first:].numpy())
         for k in range(last - first):
             error_BN[k] = (w_BN[k] - round_row(first + k, w_BN[k])) / u_BB[k, k]
             w_BN[k + 1 :] -= u_BB[k, k + 1 :, None] * error_BN[k]
@@ -162,7 +164,7 @@ def down(n: int) -> str:
 
 def sizes(d: Decoder) -> dict[str, int]:
     """K of each second moment of a layer."""
-    plain = {QKV: d.d_model, OUT: d.mixed_width, FIRST: d.d_model}
+    plain = {QKV: d.d_model, OUT: d.mixed_width, FIRST: d.neuron_width}
     return plain | {down(n): len(part) for n, part in enumerate(neuron_ranges(d))}
 
 
@@ -189,7 +191,7 @@ def second_moments(
         def on_ffn(
             _layer: int, _batch: int, _w: td.NamedTensors, inputs: torch.Tensor, h: torch.Tensor
         ) -> torch.Tensor:
-            seen[FIRST], seen["h"] = inputs[..., : d.d_model], h  # noqa: B023  called in this round
+            seen[FIRST], seen["h"] = inputs[..., : d.neuron_width], h  # noqa: B023  called in this round
             return h
 
         ((after,),) = td.layers(d, [w], [x], on_ffn, seen.__setitem__, first=layer)

@@ -24,7 +24,7 @@ tokens; R rows of k vectors of D values.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -194,16 +194,19 @@ class Sensitivity:
             if not len(changed):
                 continue
             rows_R, w_RD = self.rows_Rk[changed[::EVERY], k], values_RkD[changed[::EVERY], k]
-            error_RD = np.square(w_RD - rounded(fmt, w_RD, self.importance(k)), dtype=np.float64)
+            error_RD = np.square(w_RD - rounded(fmt, w_RD, self.importances[k]), dtype=np.float64)
             share = self.rows_Rk[changed, k].sum() / max(rows_R.sum(), 1e-300)
             total += 0.5 * share * float(rows_R @ error_RD @ columns_D) / max(columns_D.sum(), 1e-300)
         return total
 
-    def importance(self, k: int) -> Array:
-        """What errors of the columns of vector k cost, relative to their mean."""
-        columns_D = self.columns_kD[k].astype(np.float32)
-        mean = columns_D.mean()
-        return columns_D / mean if mean > 0 else np.ones_like(columns_D)
+    @cached_property
+    def importances(self) -> Array:
+        """What errors of the columns (k, D) of each vector cost, relative to their mean."""
+        columns_kD = self.columns_kD.astype(np.float32)
+        mean_k1 = columns_kD.mean(1, keepdims=True)
+        known = mean_k1 > 0
+        found: Array = (np.where(known, columns_kD, 1) / np.where(known, mean_k1, 1)).astype(np.float32)
+        return found
 
 
 def rounded(fmt: Format, rows_RD: Array, importance_D: Array) -> Array:

@@ -7,11 +7,11 @@ is the same whoever does what.
 
 Queries, keys and values are rounded by the mean squares of their inputs alone: a softmax follows them, in which a small
 error of the key that all look at counts more than its part of the mean square. Errors of all other matrices are made
-good (`compensation`). In formats with minima or zeros those of `down` alone are, because the file's own grid, if it has
-one, is kept by the others, whose blocks lie as the file's do.
+good (`compensation`). In formats with minima or zeros of blocks those of `down` by neuron alone are, because the file's
+own grid, if it has one, is kept by the others, whose blocks lie as the file's do.
 
-Only `coarse` formats are rounded so; the embedding and the head are not, because the rows of one are inputs too, and
-the other is read whole for each token and is best kept in q8.
+Only `coarse` formats are rounded so, and no matrix that the checkpoint has in its format already; the embedding and the
+head are not, because the rows of one are inputs too, and the other is read whole for each token and is best kept in q8.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -53,16 +53,18 @@ from pi_compile.torch_model import (
 from pi_compile.torch_model import decoder as td
 from pi_compile.workers import WorkFolder
 from pi_runtime.artifact.decoder import Decoder
-from pi_runtime.artifact.formats import FORMATS, ROW_FORMATS, Format
+from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.quantisation import dequantise, quantise
-from pi_runtime.artifact.sizes import BESIDE, BY_NEURON, MATRICES
+from pi_runtime.artifact.sizes import ALL_MATRICES, BESIDE, NARROWING
 
 Tokens = npt.NDArray[np.integer]
 Progress = Callable[[int, int], None]
 
 SHARDS = 8
 """Most shards of the text: a shard's second moments lie on disk until its layer is rounded."""
-REST = "ffn/rest"
+REST, DOWN = "ffn/rest", "ffn/down"
+_READS = {GATE: QKV, "ffn/up": FIRST}
+"""Matrices that are multiplied by the inputs of another."""
 
 
 def coarse(fmt: Format) -> bool:
@@ -86,16 +88,20 @@ class QuantiseSpec:
     """cpu or cuda:N."""
 
     def arrays(self, layer: int) -> dict[str, Format]:
-        """The matrices of a layer that are rounded if it has them, with their formats. An FFN beside experts is not."""
-        parts, named = MATRICES[BY_NEURON].items(), self.formats
-        found = {name: named.get(f"layers/{layer}/{name}", named[part]) for name, part in parts if name not in BESIDE}
-        return {name: FORMATS[fmt] for name, fmt in found.items() if coarse(FORMATS[fmt]) and fmt in ROW_FORMATS}
+        """The matrices of a layer that are rounded if it has them, with their formats; nothing beside experts is.
+
+        Nor are queries where values have a format of their own, as in files.
+        """
+        parts, named = ALL_MATRICES.items(), self.formats
+        left = {*BESIDE, *NARROWING, *([QKV] if f"layers/{layer}/attention/v" in named else ())}
+        found = {name: named.get(f"layers/{layer}/{name}", named[part]) for name, part in parts if name not in left}
+        return {name: FORMATS[fmt] for name, fmt in found.items() if coarse(FORMATS[fmt])}
 
     @property
     def rounds(self) -> bool:
         """Whether any matrix may be rounded."""
         named = {name for name in self.formats if name.startswith("layers/")}
-        return any(coarse(FORMATS[self.formats[name]]) for name in named.union(MATRICES[BY_NEURON].values()))
+        return any(coarse(FORMATS[self.formats[name]]) for name in named.union(ALL_MATRICES.values()))
 
 
 def memory_bytes(d: Decoder, spec: QuantiseSpec) -> int:
@@ -234,9 +240,10 @@ class _Run:
         return found
 
     def arrays(self, layer: int) -> dict[str, Format]:
-        """The matrices of a layer that are rounded, with their formats."""
-        there = self.checkpoint.array_shapes
-        return {name: fmt for name, fmt in self.spec.arrays(layer).items() if f"layers/{layer}/{name}" in there}
+        """The matrices of a layer that are rounded, with their formats: not those that the checkpoint has in them."""
+        there, keeps, layer_of = self.checkpoint.array_shapes, self.checkpoint.keeps, f"layers/{layer}/"
+        wanted = {name: fmt for name, fmt in self.spec.arrays(layer).items() if layer_of + name in there}
+        return {name: fmt for name, fmt in wanted.items() if not keeps(layer_of + name, fmt.name)}
 
     def _round(self, layer: int) -> None:
         """Round the matrices of a layer by the second moments of all shards."""
@@ -252,8 +259,10 @@ class _Run:
                 stored = quantise(fmt, values[name], importance(moment(name)))
             elif name == REST:
                 stored = self._round_rest(fmt, values[name], moment)
+            elif name == DOWN:
+                stored = self._round_down(fmt, values[name], moment)
             else:
-                stored = _along_inputs(fmt, values[name], moment(QKV if name == GATE else name))
+                stored = _along_inputs(fmt, values[name], moment(_READS.get(name, name)))
             found |= stored_entries(name, stored)
         write_arrays(self.folder / self.rounded(layer), found)
         for path in shards:
@@ -269,10 +278,24 @@ class _Run:
         integers, scales = zip(*rounded, strict=True)
         return np.stack(integers, axis=1), np.stack(scales, axis=1)
 
+    def _round_down(
+        self, fmt: Format, down_DF: npt.NDArray[np.float32], moment: Callable[[str], torch.Tensor]
+    ) -> Stored:
+        """Round `down` (X·D, F / X) as a whole matrix, expert by expert along its neurons."""
+        d = self.checkpoint.decoder
+        moments = [moment(down(n)) for n in range(len(neuron_ranges(d)))]
+        experts, parts = d.neurons // d.d_ff, len(moments) * d.d_ff // d.neurons
+        each = [
+            _along_inputs(fmt, rows, torch.block_diag(*own))  # type: ignore[no-untyped-call]
+            for rows, *own in zip(np.split(down_DF, experts), *(moments[n::parts] for n in range(parts)), strict=True)
+        ]
+        integers, scales = zip(*each, strict=True)
+        return np.concatenate(integers), np.concatenate(scales)
+
 
 def _along_inputs(fmt: Format, rows: npt.NDArray[np.float32], moment: torch.Tensor) -> Stored:
-    """Round rows whose blocks lie along their inputs. With minima or zeros errors are weighed and not made good: so a
-    file's own grid stays."""
-    if fmt.offset:
+    """Round rows whose blocks lie along their inputs. Where blocks have minima or zeros of their own, or rows a factor,
+    errors are weighed and not made good: so a file's own grid stays."""
+    if fmt.row_scaled or (fmt.offset and not fmt.grouped):
         return quantise(fmt, rows, importance(moment))
     return round_along_inputs(fmt, rows, inverse_factor(moment))

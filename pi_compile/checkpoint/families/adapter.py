@@ -210,6 +210,16 @@ def cut_into_experts(
     return tuple(SourceTensor(name, transposed, own, padded=of_expert) for own in rows)
 
 
+def uncut(tensors: Sequence[SourceTensor], *, shared: bool) -> tuple[SourceTensor, ...]:
+    """Those that are not cut, if there are any and none `shared` is asked for; else what the others are cut of."""
+    parts, others = (tuple(tensor for tensor in tensors if bool(tensor.padded) is cut) for cut in (True, False))
+    if not parts or (others and not shared):
+        return others
+    ends = [tensor.rows for tensor in parts if tensor.rows is not None]
+    rows = replace(ends[0], stop=ends[-1].stop)
+    return (replace(parts[0], rows=None if rows.stop - rows.start == rows.size else rows, padded=0),)
+
+
 def cut_ffn(names: Sequence[str], neurons: int, of_expert: int, n_experts: int) -> dict[str, tuple[SourceTensor, ...]]:
     """The arrays of one FFN, cut into experts; `names` are those of its gate, up and down, or of a plain one's two."""
     cuts = [cut_into_experts(name, neurons, of_expert, n_experts, transposed=name == names[-1]) for name in names]

@@ -1,5 +1,7 @@
 """Gemma 4, as text: heads of two sizes, and in one size of the model an FFN beside experts.
 
+E2B and E4B have an embedding of each layer, and last layers that read the keys and values of others.
+
 Most layers have a window, and heads and angles of their own; every sixth, and the last, sees all positions, with wider
 heads, of which a part is rotated. There values may be keys before their norm. Scores are not divided: the root of a
 head's width is a factor of cosine and sine. The embedding is scaled by √D, and each layer ends with a factor.
@@ -11,7 +13,7 @@ from typing import Any
 
 from pi_compile.checkpoint.config import Config
 from pi_compile.checkpoint.families import gemma, llama, rope
-from pi_compile.checkpoint.families.adapter import SourceTensor, Table, stored
+from pi_compile.checkpoint.families.adapter import SourceTensor, Table, cut_ffn, stored
 from pi_compile.checkpoint.families.fields import (
     biases,
     experts,
@@ -40,10 +42,6 @@ _HEADS = {"head_dim", "num_key_value_heads"}
 def _decoder(
     config: Config, family: str = "gemma4_text", per_layer: int = 256, context: int = 131072, window: int = 512
 ) -> Decoder:
-    for key, default in (("hidden_size_per_layer_input", per_layer), ("num_kv_shared_layers", 0)):
-        if found := config.fields.get(key, default):
-            remedy = "take a size without embeddings of each layer and keys of other layers: not E2B or E4B"
-            raise config.error(key, found, expected="0", remedy=remedy)
     config, width = _completed(config), config.size("head_dim", 256)
     groups = kv_heads(config, "num_key_value_heads", 4, config.size("num_attention_heads"))
     whole = _of_full_layers(config, width, groups)
@@ -63,7 +61,9 @@ def _decoder(
         logit_softcap=softcap(config, "final_logit_softcapping", 0.0),
         **biases(attention=config.flag("attention_bias", default=False), ffn=False),
         **(_experts(config) if mixture else {}),
+        layer_embedding=_layer_embedding(config, per_layer),
     )
+    found = replace(found, **_shared_keys(config, found))
     found = replace(found, embedding_scale=found.d_model**0.5, rotary_scale=found.rotary_scale * found.head_dim**0.25)
     local = rope.rotary(rope.of_kind(config, rope.KINDS[True], "rope_theta"), width)
     local["rotary_scale"] *= width**0.25
@@ -71,6 +71,22 @@ def _decoder(
     own: dict[str, Any] = {"windowed_head_dim": width, "windowed_kv_heads": groups} if found.windowed_layers else {}
     usual = {"windowed_head_dim": found.head_dim, "windowed_kv_heads": found.n_kv_heads}
     return replace(found, **{name: value for name, value in own.items() if value != usual[name]})
+
+
+def _layer_embedding(config: Config, usual: int) -> int:
+    """The numbers of each layer's own embedding, which must be one of the same tokens."""
+    width = config.size("hidden_size_per_layer_input", usual, least=0)
+    if width and (found := config.size("vocab_size_per_layer_input", 262144)) != config.size("vocab_size"):
+        raise config.error("vocab_size_per_layer_input", found, expected=f"{config.size('vocab_size')}, as vocab_size")
+    return width
+
+
+def _shared_keys(config: Config, d: Decoder) -> dict[str, Any]:
+    """The fields of last layers that read the keys of others, and whose FFN may have twice as many neurons."""
+    shared = config.size("num_kv_shared_layers", 0, least=0)
+    twice = shared > 0 and config.flag("use_double_wide_mlp", default=False)
+    wide = {"d_ff": 2 * d.d_ff, "narrow_ff": d.d_ff} if twice else {}
+    return {"shared_key_layers": tuple(range(d.n_layers))[max(0, d.n_layers - shared) :], **wide}
 
 
 def _completed(config: Config) -> Config:
@@ -117,7 +133,8 @@ def _experts(config: Config) -> dict[str, Any]:
 
 def _layer(d: Decoder) -> Table:
     block, attention = "layers.{n}", "layers.{n}.self_attn"
-    parts: Sequence[str] = "qk" if d.keys_as_values else "qkv"
+    parts: Sequence[str] = "q" if d.shares_keys else "qk" if d.keys_as_values else "qkv"
+    mlp = [f"{block}.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
     found = {
         **llama.LAYER,
         "attention/qkv": stored(*(f"{attention}.{part}_proj.weight" for part in parts)),
@@ -126,7 +143,11 @@ def _layer(d: Decoder) -> Table:
         "attention/out_norm/weight": stored(f"{block}.post_attention_layernorm.weight"),
         "ffn/norm/weight": stored(f"{block}.pre_feedforward_layernorm.weight"),
         "ffn/out_norm/weight": stored(f"{block}.post_feedforward_layernorm.weight"),
+        "ffn/embedding_gate": stored(f"{block}.per_layer_input_gate.weight"),
+        "ffn/embedding_out": stored(f"{block}.per_layer_projection.weight"),
+        "ffn/embedding_norm/weight": stored(f"{block}.post_per_layer_input_norm.weight"),
         "ffn/block_scale": stored(f"{block}.layer_scalar"),
+        **(cut_ffn(mlp, d.whole_ff, d.d_ff, 1) if d.whole_ff < d.d_ff else {}),
     }
     return {**found, **_mixture(d, found)} if d.n_experts > 1 else found
 
@@ -149,12 +170,16 @@ def _mixture(d: Decoder, dense: Table) -> Table:
     }
 
 
+_EMBEDDING = {
+    "layer_embedding": stored("embed_tokens_per_layer.weight"),
+    "layer_embedding_in": stored("per_layer_model_projection.weight"),
+    "layer_embedding_norm": stored("per_layer_projection_norm.weight"),
+}
 _KEYS = """
     attention_bias hidden_activation layer_types sliding_window final_logit_softcapping attention_k_eq_v
     global_head_dim num_global_key_value_heads per_layer_config hidden_size_per_layer_input num_kv_shared_layers
     enable_moe_block num_experts top_k_experts moe_intermediate_size vocab_size_per_layer_input use_double_wide_mlp
 """
-"""Those that are read; the last two have an effect with embeddings of each layer, or keys of others, alone."""
 _PICTURES = "what reads pictures and sounds is left out"
 _PICTURE_KEYS = """
     vision_config audio_config audio_token_id boa_token_id boi_token_id eoa_token_id eoa_token_index eoi_token_id
@@ -166,7 +191,7 @@ GEMMA4 = replace(
     aliases=("gemma4",),
     architectures=("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM", "Gemma4TextModel", "Gemma4Model"),
     prefixes=("model.language_model.", "model.", "language_model.", ""),
-    global_tensors=llama.ADAPTER.global_tensors,
+    global_tensors={**llama.ADAPTER.global_tensors, **_EMBEDDING},
     layer_tensors=_layer,
     text_key="text_config",
     passed_over=_PICTURE_KEYS.split(),

@@ -1,7 +1,8 @@
 """Nemotron-H, Nemotron Nano v2 and Nemotron 3: a layer is one mixer or one FFN, with its norm.
 
 Mixers are Mamba-2 and attention without positions. FFNs are plain, with squared ReLU: dense ones, or experts chosen as
-GLM's are, beside a shared one of its own width, which stands behind the others, cut into experts.
+GLM's are, beside a shared one of its own width. It stands behind the others, cut into experts; beside those of latents,
+which are narrower, it stays whole.
 """
 
 from dataclasses import replace
@@ -50,13 +51,18 @@ def _experts(config: Config, kinds: list[str]) -> dict[str, Any]:
     if _EXPERTS not in kinds:
         return {"d_ff": config.size("intermediate_size", 21504)}
     neurons, together = (config.size(f"moe_{part}intermediate_size", 7688) for part in ("", "shared_expert_"))
-    if (shared := together // neurons) * neurons != together:
-        expected = f"a multiple of {neurons}, the neurons of an expert"
-        raise config.error("moe_shared_expert_intermediate_size", together, expected=expected)
+    latents = 0 if config.get("moe_latent_size") is None else config.size("moe_latent_size")
+    if latents and (dense or latents > config.size("hidden_size")):
+        expected = "null, or at most hidden_size beside layers whose FFNs all have experts"
+        raise config.error("moe_latent_size", latents, expected=expected)
+    whole = bool(latents or together % neurons)
+    shared = 0 if whole else together // neurons
     names = {"num_local_experts": _key(config, "num_local_experts", "n_routed_experts")}
     routed = experts(config.renamed(names), "num_local_experts", 8, per_token=2)
     return {
         "d_ff": neurons,
+        "expert_width": latents,
+        "beside_ff": together if whole else 0,
         "experts_shared": shared,
         **{name: number + shared for name, number in routed.items()},
         "router_scale": config.number("routed_scaling_factor", 1.0),
@@ -122,12 +128,17 @@ def _ffn(d: Decoder, block: str, *, stacked: bool) -> Table:
             return tuple(replace(whole, item=e) for e in each)
         return tuple(SourceTensor(f"{every}.{e}.{part}_proj.weight", turned) for e in each)
 
-    always = cut_ffn(_names(f"{block}.shared_experts"), d.experts_shared * d.d_ff, d.d_ff, d.experts_shared)
+    names, always = _names(f"{block}.shared_experts"), dict[str, tuple[SourceTensor, ...]]()
+    if d.experts_shared:
+        always = cut_ffn(names, d.experts_shared * d.d_ff, d.d_ff, d.experts_shared)
     return {
+        **dict(zip(("ffn/beside_first", "ffn/beside_down"), map(stored, names), strict=True)),
+        "ffn/experts_in": stored(f"{block}.fc1_latent_proj.weight"),
+        "ffn/experts_out": stored(f"{block}.fc2_latent_proj.weight"),
         "ffn/router": stored(f"{block}.gate.weight"),
         "ffn/router_choice_bias": stored(f"{block}.gate.e_score_correction_bias"),
-        "ffn/first": routed("up", turned=False) + always["ffn/first"],
-        "ffn/rest": routed("down", turned=True) + always["ffn/rest"],
+        "ffn/first": routed("up", turned=False) + always.get("ffn/first", ()),
+        "ffn/rest": routed("down", turned=True) + always.get("ffn/rest", ()),
     }
 
 
@@ -139,7 +150,7 @@ _KEYS = """
     layers_block_type layer_types hybrid_override_pattern mamba_num_heads mamba_head_dim mamba_n_groups n_groups
     ssm_state_size mamba_d_conv conv_kernel mamba_dt_min time_step_min mlp_hidden_act layer_norm_epsilon
     n_routed_experts num_local_experts num_experts_per_tok moe_intermediate_size moe_shared_expert_intermediate_size
-    routed_scaling_factor norm_topk_prob n_group topk_group n_shared_experts
+    routed_scaling_factor norm_topk_prob n_group topk_group n_shared_experts moe_latent_size
     attention_head_dim
 """
 _TRAINING = """
@@ -162,7 +173,6 @@ NEMOTRON_H = replace(
         **dict.fromkeys(("use_bias", "mamba_proj_bias", "mlp_bias", "attention_bias"), (False,)),
         **dict.fromkeys(("use_conv_bias", "mamba_conv_bias"), (True,)),
         "mamba_hidden_act": ("silu", "swish"),
-        "moe_latent_size": (None,),
         "sliding_window": (None,),
     },
     unused_tensors={r"^mtp\.": "mtp.*: the layers that draft further tokens are left out"},

@@ -140,6 +140,9 @@ def gguf_adapter(file: GgufFile, activation: str) -> Adapter:
         global_tensors={
             "embedding": stored("token_embd.weight"),
             "positions": stored("position_embd.weight"),
+            "layer_embedding": stored("per_layer_token_embd.weight"),
+            "layer_embedding_in": stored("per_layer_model_proj.weight"),
+            "layer_embedding_norm": stored("per_layer_proj_norm.weight"),
             **weight_and_bias("final_norm", found.of_family.final_norm if found.of_family else "output_norm"),
         },
         layer_tensors=lambda decoder: _layer(decoder, found, file),

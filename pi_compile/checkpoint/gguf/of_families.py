@@ -88,7 +88,10 @@ def family_layer(d: Decoder, usual: Table) -> Table:
     always = (
         cut_ffn(_parts(d, "_shexp"), d.experts_shared * d.d_ff, d.d_ff, d.experts_shared) if d.experts_shared else {}
     )
+    of_layer = {"beside_first": "up_shexp", "beside_down": "down_shexp"}
+    of_layer |= {"experts_in": "latent_down", "experts_out": "latent_up"}
     return {
+        **{f"ffn/{array}": stored(f"blk.{{n}}.ffn_{name}.weight") for array, name in of_layer.items()},
         **usual,
         "attention/sinks": stored("blk.{n}.attn_sinks.weight"),
         "ffn/router_bias": stored("blk.{n}.ffn_gate_inp.bias"),
@@ -289,6 +292,11 @@ def _gemma4(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
     if [of_kind[bool(mark)] for mark in marks] != groups:
         raise _error(file, "attention.head_count_kv", "one number for layers with a window, and one for others", groups)
     own = {"head_dim": fields["head_dim"], "num_key_value_heads": of_kind[False]}
+    neurons, shared = file.metadata[f"{file.architecture}.feed_forward_length"], _shared_layers(file, keys, layers)
+    narrow = neurons[0] if isinstance(neurons, list) and neurons else neurons
+    if isinstance(neurons, list) and neurons != [narrow] * (layers - shared) + [2 * narrow] * shared:
+        raise _error(file, "feed_forward_length", f"twice as many in the last {shared} layers", neurons)
+    last = max((n for n in range(layers - shared) if not marks[n]), default=layers - 1)
     base = {"rope_type": "default", "rope_theta": fields.pop("windowed_base")}
     return {
         "rope_parameters": dict(zip(KINDS, (fields.pop("rope_parameters"), base), strict=True)),
@@ -296,25 +304,40 @@ def _gemma4(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
         "head_dim": width,
         "num_key_value_heads": of_kind.get(True, of_kind[False]),
         "per_layer_config": {str(n): own for n, mark in enumerate(marks) if not mark},
-        "attention_k_eq_v": f"blk.{layers - 1}.attn_v.weight" not in file.tensors
-        and f"blk.{layers - 1}.attn_qkv.weight" not in file.tensors,
+        "attention_k_eq_v": not {f"blk.{last}.attn_{name}.weight" for name in ("v", "qkv")} & {*file.tensors},
         "hidden_size_per_layer_input": keys.pop("embedding_length_per_layer_input", 0),
-        "num_kv_shared_layers": keys.pop("attention.shared_kv_layers", 0),
+        "vocab_size_per_layer_input": next(
+            (file.shape(name)[0] for name in file.tensors if name == "per_layer_token_embd.weight"), 262144
+        ),
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": isinstance(neurons, list),
         "final_logit_softcapping": keys.pop("final_logit_softcapping", 0.0) or None,
         "enable_moe_block": "num_experts" in fields,
         "moe_intermediate_size": fields["intermediate_size"],
-        "intermediate_size": file.metadata[f"{file.architecture}.feed_forward_length"],
+        "intermediate_size": narrow,
     }
 
 
+def _shared_layers(file: GgufFile, keys: _Fields, layers: int) -> int:
+    """How many of the last layers read the keys and values of others."""
+    found = keys.pop("attention.shared_kv_layers", 0)
+    if type(found) is not int or not 0 <= found < layers:
+        raise _error(file, "attention.shared_kv_layers", f"fewer than {layers}", found)
+    return found
+
+
 def _gemma4_arrays(d: Decoder, names: Collection[str]) -> Table:
-    layer, qkv = "blk.{n}.", "qk" if d.keys_as_values else "qkv"
+    layer, qkv = "blk.{n}.", "q" if d.shares_keys else "qk" if d.keys_as_values else "qkv"
     has_scale = "blk.0.layer_output_scale.weight" in names
     found: dict[str, tuple[SourceTensor, ...]] = {
         **_gemma3_attention(d, names),
         "attention/qkv": stored(*(f"{layer}attn_{part}.weight" for part in qkv)),
         "attention/v_norm": (),
         "ffn/block_scale": stored(f"{layer}layer_output_scale.weight") if has_scale else (),
+        "ffn/embedding_gate": stored(f"{layer}inp_gate.weight"),
+        "ffn/embedding_out": stored(f"{layer}proj.weight"),
+        "ffn/embedding_norm/weight": stored(f"{layer}post_norm.weight"),
+        **(cut_ffn(_parts(d, ""), d.whole_ff, d.d_ff, 1) if d.whole_ff < d.d_ff else {}),
     }
     if d.n_experts > 1:
         scale = SourceTensor(f"{layer}ffn_gate_inp.scale", factor=d.d_model**-0.5)
@@ -430,6 +453,7 @@ def _largest(value: object) -> object:
 def _nemotron_h(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
     """The least step of Mamba-2 is in no file: the family's is taken."""
     keys.pop("expert_shared_count", None)
+    latents = keys.pop("moe_latent_size", 0) or None
     inner, neurons = fields.pop("inner_size"), file.metadata[f"{file.architecture}.feed_forward_length"]
     return {
         "layers_block_type": _layer_kinds(file, fields),
@@ -438,6 +462,7 @@ def _nemotron_h(file: GgufFile, keys: _Fields, fields: _Fields) -> _Fields:
         "moe_intermediate_size": fields["intermediate_size"],
         "intermediate_size": _largest(neurons),
         "moe_shared_expert_intermediate_size": keys.pop("expert_shared_feed_forward_length", 0),
+        "moe_latent_size": latents,
         **_grouped_routing(keys),
     }
 

@@ -122,6 +122,7 @@ class GgufTensors:
         experts, fused, shape = _EXPERTS.fullmatch(name), _FUSED.fullmatch(name), self._file.shape(name)
         heads, gated, both = (pattern.fullmatch(name) for pattern in (_HEADS, _GATED, _FUSED_EXPERTS))
         parts, count = (experts, d.experts_routed) if experts else (heads, d.n_heads)
+        is_joined = d.ffn == "gated" and name.replace("_up", "_gate") not in self._file.tensors
         if parts and len(shape) == 3 and shape[0] == count:
             ending = [f".{e}" for e in range(count)] if heads or d.n_experts > 1 else [""]
             yield from ((f"{parts[1]}{end}{parts[2]}", _StoredTensor(name, item=e)) for e, end in enumerate(ending))
@@ -129,7 +130,7 @@ class GgufTensors:
             for e in range(d.experts_routed):
                 yield f"{both[1]}gate.{e}{both[2]}", _StoredTensor(name, item=e, stop=d.d_ff)
                 yield f"{both[1]}up.{e}{both[2]}", _StoredTensor(name, item=e, start=d.d_ff)
-        elif gated and d.ffn == "gated" and not d.beside_ff and shape[:1] == (2 * d.d_ff,):
+        elif gated and is_joined and shape[:1] == (2 * d.d_ff,):
             yield f"{gated[1]}gate{gated[2]}", _StoredTensor(name, stop=d.d_ff)
             yield f"{gated[1]}up{gated[2]}", _StoredTensor(name, start=d.d_ff)
         elif fused and int(name.split(".")[1]) not in d.recurrent_layers:

@@ -67,7 +67,7 @@ class HostOps(CpuOps):
 
     def ffn(self, layer: int) -> None:
         """x ← x + FFN, where no neuron is on the GPU."""
-        self.rows.take(FfnTokens(self.x_TD, self.input_TD, self.select_T), ahead=False)
+        self.rows.take(FfnTokens(self.x_TD, self.input_TD, self.x_TD, self.select_T), ahead=False)
         super().ffn(layer)
         self.rows_ML2[:, layer] = self.host.workspace.counts_LT3[layer, : self.tokens, READ:]
 
@@ -105,7 +105,7 @@ class HostOps(CpuOps):
         if self.rows.whole_L[layer]:
             cold_sum(m.ffn, w_X, x_MD, expert_MK, weight_MK, cut_X, selected, cold, tally_M3, sum_MD)
         else:
-            self.rows.take(FfnTokens(self.x_TD, x_MD, self.select_T), ahead=False)
+            self.rows.take(FfnTokens(self.x_TD, x_MD, self.x_TD, self.select_T), ahead=False)
             batches = [
                 Batch(w_X, e, int(cut_X[e]), m.cfg.d_ff, token_N, np.ones(len(token_N), np.int64), weight_N, 0)
                 for e, token_N, weight_N in tokens_by_expert(expert_MK.astype(np.int64), weight_MK, m.cfg.experts)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from pi_runtime.artifact.buffers import kv_pages
-from pi_runtime.artifact.decoder import Decoder, rotary_table
+from pi_runtime.artifact.buffers import kv_pages, rotary_table
+from pi_runtime.artifact.decoder import Decoder
 from pi_runtime.artifact.gpu_buffers import gpu_workspace, handover_slots
 from pi_runtime.cuda.kernels.attention import AttentionPartials
 from pi_runtime.cuda.kernels.compaction import NeuronList

@@ -63,6 +63,10 @@ class ToolFormat:
     """The texts around keys and values, where arguments are pairs of these."""
     is_python: bool = False
     """Whether a call is written as Python writes it (see `python_calls`)."""
+    before_name: str = ""
+    """Stands between trigger and name, where texts among the arguments stand between marks (see `marked_calls`)."""
+    quote: str = ""
+    """This mark."""
     ends_thoughts: bool = False
     """Whether a call ends thoughts that were not closed, and is a call; elsewhere it is a part of them."""
     has_channels: bool = False
@@ -79,7 +83,7 @@ class ToolFormat:
             if "[ARGS]" in template:
                 return MISTRAL_CALL_ID if "[CALL_ID]" in template else MISTRAL
             return MISTRAL_LIST
-        listed = next((own for own in (PYTHON, NEMOTRON_V2) if own.trigger in template), None)
+        listed = next((own for own in (PYTHON, NEMOTRON_V2, GEMMA_4) if own.trigger in template), None)
         if listed or "<tool_call>" in template:
             return listed or _tagged(template) or GENERIC
         if "<|start_header_id|>" in template and any(key in template for key in ('"parameters"', '\\"parameters\\"')):
@@ -89,8 +93,9 @@ class ToolFormat:
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that may be special tokens of the tokenizer."""
-        more = ("[ARGS]", "[CALL_ID]") if self.has_head else ()
+        more: tuple[str, ...] = ("[ARGS]", "[CALL_ID]") if self.has_head else ()
         end = self.end.removeprefix("]") or self.end
+        more = (self.quote,) if self.quote else more
         return (self.trigger, end, *more, *(self.pairs.tags if self.pairs else ()))
 
     @property
@@ -150,6 +155,7 @@ MISTRAL_CALL_ID = ToolFormat(name="mistral-call-id", trigger="[TOOL_CALLS]", has
 PYTHON = ToolFormat(
     name="python", trigger="<|tool_call_start|>", begin="[", separator=",", end="]<|tool_call_end|>", is_python=True
 )
+GEMMA_4 = ToolFormat(name="gemma-4", trigger="<|tool_call>", end="<tool_call|>", before_name="call:", quote='<|"|>')
 HARMONY = ToolFormat(name="harmony", trigger=f"{CHANNEL}commentary to=functions.", has_channels=True)
 
 

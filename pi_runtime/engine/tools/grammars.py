@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pi_runtime.engine.tools.formats import CONSTRAIN, MESSAGE, Pairs, ReasoningFormat, ToolFormat
-from pi_runtime.engine.tools.pairs import text_schema
+from pi_runtime.engine.tools.pairs import text_schema, types
 from pi_runtime.errors import Setting, UsageError
 from pi_runtime.text.grammar import with_white_space
 from pi_runtime.text.schemas import Schema
@@ -20,7 +20,11 @@ SPACE: /[ \n]{0,4}/
 PLAIN: /\s*[^{\s](.|\n)*/
 CALL_ID: /[a-zA-Z0-9]{9}/
 ARG_KEY: /[^<>\n]{1,64}/
+MARKED_KEY: /[^<>:,{}\[\]"\n]{1,64}/
 """
+ANY_MARKED = '"{" (MARKED_KEY ":" marked ("," MARKED_KEY ":" marked)*)? "}"'
+"""Any object whose texts stand between marks."""
+PLAIN_KEYS = {"type", "properties", "required", "additionalProperties", "items", "title", "description", "default"}
 DEFINITIONS = ("$defs", "definitions")
 MOST_DEFINED = 4 << 20
 """Bytes of definitions, all their copies together, in the grammar of a function's pairs."""
@@ -109,6 +113,9 @@ class GrammarWriter:
             pairs = tools.pairs
             end = [_text(pairs.after_all)] if pairs.after_all else []
             return " ".join([_text(pairs.before_name + name + pairs.after_name), *self._pairs(pairs, schema), *end])
+        if tools.quote:
+            self._check_definitions(schema, len(schema.get("properties") or ()))
+            return f"{_text(tools.before_name + name)} {self._marked_object(tools.quote, schema, schema)}"
         if not tools.has_head:
             head = f'{{"name": {json.dumps(name)}, "{tools.arguments}": '
             return f"{_text(head)} {self.arguments(schema)} {_text('}')}"
@@ -126,6 +133,62 @@ class GrammarWriter:
             begin = f"{self._marker(pairs.before_key)} {_text(key)}"
             pair = f"{begin} {self._pair(pairs, properties.get(key, True), schema)}"
             yield pair if key in required else f"({pair})?"
+
+    def _marked(self, quote: str, schema: Any, whole: Mapping[str, Any]) -> str:
+        """A value whose texts stand between marks, or in JSON where its schema says more than kinds and properties;
+        `whole` is the schema with the definitions to which it refers."""
+        kinds, is_plain = types(schema, whole), isinstance(schema, Mapping) and schema.keys() <= PLAIN_KEYS
+        if (text := text_schema(schema, whole)) is not None:
+            return self._marked_text(quote, text)
+        if schema in ({}, True):
+            return self._any_marked(quote)
+        if is_plain and kinds == {"object"}:
+            return self._marked_object(quote, schema, whole)
+        if is_plain and kinds == {"array"}:
+            name = self._named(self._marked(quote, schema.get("items", True), whole))
+            return f'"[" ({name} ("," {name})*)? "]"'
+        definitions = {key: whole[key] for key in DEFINITIONS if key in whole}
+        return self.arguments({**schema, **definitions} if isinstance(schema, Mapping) else schema)
+
+    def _any_marked(self, quote: str) -> str:
+        """Any value."""
+        if "marked" not in self._rules:
+            self._rules["marked"] = ""
+            text, scalar = self._marked_text(quote, {}), self.arguments({"type": ["number", "boolean", "null"]})
+            listed = f'"[" (marked ("," marked)*)? "]" | {ANY_MARKED}'
+            self._rules["marked"] = f"{text} | {self._named(scalar)} | {listed}"
+        return "marked"
+
+    def _marked_object(self, quote: str, schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
+        """An object of these properties, which templates sort; of any where none are named."""
+        properties = schema.get("properties") or {}
+        required = [name for name in schema.get("required") or () if isinstance(name, str)]
+        if not properties and not required and schema.get("additionalProperties", True) is not False:
+            self._any_marked(quote)
+            return ANY_MARKED
+        first, later = self._named('""'), self._named('""')
+        for key in sorted({*properties, *required}, key=lambda key: (key.lower(), key), reverse=True):
+            pair = self._named(f"{_text(key + ':')} {self._marked(quote, properties.get(key, True), whole)}")
+            others = ("", "") if key in required else (f" | {first}", f" | {later}")
+            first, later = self._named(f"{pair} {later}{others[0]}"), self._named(f'"," {pair} {later}{others[1]}')
+        return f'"{{" {first} "}}"'
+
+    def _marked_text(self, quote: str, schema: Mapping[str, Any]) -> str:
+        values = [schema["const"]] if "const" in schema else schema.get("enum") or ()
+        mark = self._marker(quote)
+        if texts := [value for value in values if isinstance(value, str)]:
+            return f"{mark} ({' | '.join(map(_text, texts))}) {mark}"
+        if quote in self._tokens:
+            return f"{mark} {_text_rule(schema)} {mark}"
+        name = f"text_{len(self._rules)}"
+        self._rules[f"{name}[lazy]"] = f"{_text_rule(schema)} {_text(quote)}"
+        return f"{mark} {name}"
+
+    def _named(self, body: str) -> str:
+        """The name of a new rule."""
+        name = f"part_{len(self._rules)}"
+        self._rules[name] = body
+        return name
 
     def _check_definitions(self, schema: Mapping[str, Any], pairs: int) -> None:
         """Raise UsageError where definitions, which each pair's value has with it, would make a long grammar."""

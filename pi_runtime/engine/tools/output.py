@@ -175,6 +175,10 @@ class OutputFormat:
             from pi_runtime.engine.tools.python_calls import PythonParser  # noqa: PLC0415  few models write so
 
             calls = PythonParser(self.tools, names, make_id)
+        elif self.tools and self.tools.quote and names:
+            from pi_runtime.engine.tools.marked_calls import MarkedParser  # noqa: PLC0415  few models write so
+
+            calls = MarkedParser(self.tools, names, make_id)
         elif self.tools and names:
             calls = CallParser(self.tools, names, make_id)
         call = self.tools.trigger if self.tools and self.tools.ends_thoughts and names else None
@@ -309,7 +313,7 @@ def _arguments(
         found = _strictly(given, place, what, growth)
         if not _is_object(found):
             raise UsageError(f"{what}parameters must be an object's schema", setting=place)
-        if tools.pairs and (beyond := sorted(BEYOND_PAIRS & found.keys())):
+        if (tools.pairs or tools.quote) and (beyond := sorted(BEYOND_PAIRS & found.keys())):
             why = f"{beyond[0]} of all arguments together cannot be followed in this model's form of calls"
             raise UsageError(what + why, setting=place)
         found = {**found, "type": "object"}

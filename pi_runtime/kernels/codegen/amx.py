@@ -3,7 +3,7 @@
     sums[m, n] += Σ_{k<8} Σ_{j<4} left[m, 4 k + j] · right[k, 4 n + j]           32 bits, exact
 
 A block has 32 columns, so a tile of the left factor has 32 bytes a row, and one of the right factor 8 rows: sums of two
-blocks stay apart. Where a block's fours of columns are to stay apart, `FOUR_LEFT` and `FOUR_RIGHT` hold one each.
+blocks stay apart.
 
 Tiles mean something between `configure` and `release` alone, and no call keeps them: all that works with them belongs
 into one compiled function. What the system must allow first is in `isa`.
@@ -20,10 +20,9 @@ from pi_runtime.kernels.codegen.isa import TILES
 
 ROWS, ROW_NBYTES = 16, 64
 """Rows of a whole tile, and bytes of one of its rows."""
-SUMS, LEFT, RIGHT = (0, 1), (2, 3), (4, 5)
-"""The tiles of two products that are computed beside each other."""
-FOUR_LEFT, FOUR_RIGHT = 6, 7
-_SHAPES = [(16, 64), (16, 64), (16, 32), (16, 32), (8, 64), (8, 64), (16, 4), (1, 64)]
+PRODUCTS = (0, 4, 6), (1, 5, 7), (2, 4, 6), (3, 5, 7)
+"""The tiles of products that are computed one after the other: of the sums, and of the left and the right factor."""
+_SHAPES = [(16, 64)] * 4 + [(16, 32)] * 2 + [(8, 64)] * 2
 """Rows of each tile, and bytes of a row."""
 _CONFIGURATION = struct.pack(
     "<2B14x8H16x8B8x", 1, 0, *(nbytes for _, nbytes in _SHAPES), *(rows for rows, _ in _SHAPES)
@@ -57,12 +56,12 @@ def release(b: Any) -> None:
     instruction(b, "tilerelease")
 
 
-def multiply(b: Any, tiles: tuple[int, int, int], left: Any, left_stride: Any, right: Any) -> None:
-    """Sums ← left · right, for the tiles of sums, left and right factor. Rows of the right one follow each other."""
+def multiply(b: Any, tiles: tuple[int, int, int], left: Any, left_stride: Any, right: Any, right_stride: Any) -> None:
+    """Sums ← left · right, for the tiles of sums, left and right factor."""
     sums, a, w = tiles
     instruction(b, "tilezero", sums)
+    instruction(b, "tileloadd64", w, right, right_stride)
     instruction(b, "tileloadd64", a, left, left_stride)
-    instruction(b, "tileloadd64", w, right, v.offset(ROW_NBYTES))
     instruction(b, "tdpbssd", sums, a, w)
 
 

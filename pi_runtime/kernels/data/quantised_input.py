@@ -5,8 +5,9 @@ x has D columns, padded with zeros to P = 128 ⌈D / 128⌉, in blocks of 32 wit
     float32 x [P]   int8 q [P]   float32 s [P/32]   int32 −Σ q of each block [P/32], and of its first half   int8 q [P]
 
 q = round(x / s), half to even, so that x ≈ s q. It stands there twice: in the order of stored rows (see
-`artifact.formats`) for products, and in the order of the columns, from which that is made. The sums turn products with
-unsigned bytes into products with signed weights: Σ (u − 8) q = Σ u q − 8 Σ q for q4, and 128 instead of 8 for q8.
+`artifact.formats`) for products, and in the order of the columns, from which that is made, and which becomes tiles
+where AMX multiplies them (see `ops.tile_packing`). The sums turn products with unsigned bytes into products with signed
+weights: Σ (u − 8) q = Σ u q − 8 Σ q for q4, and 128 instead of 8 for q8.
 
 Shape letters: D columns, P padded columns, B blocks, J columns of one block, Q fours of bytes.
 """

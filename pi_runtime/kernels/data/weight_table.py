@@ -16,7 +16,7 @@ from pi_runtime.artifact.formats import FORMATS, Array
 from pi_runtime.artifact.layer_classes import layer_classes
 from pi_runtime.artifact.rungs import RUNGS
 from pi_runtime.artifact.schema import Layer, Manifest
-from pi_runtime.artifact.sizes import ALL_MATRICES, APART, scales_name
+from pi_runtime.artifact.sizes import ALL_MATRICES, APART, SHARED, WHOLE, layer_layouts, scales_name
 from pi_runtime.kernels.codegen.indirect_calls import record_dtype
 
 
@@ -81,7 +81,16 @@ class LayerRecord:
     beside_norm: Annotated[int, "ffn/beside_norm"]
     beside_out_norm: Annotated[int, "ffn/beside_out_norm"]
     experts_out_norm: Annotated[int, "ffn/experts_out_norm"]
+    embedding_gate: Annotated[int, "ffn/embedding_gate"]
+    embedding_gate_scales: Annotated[int, "ffn/embedding_gate_scales"]
+    embedding_out: Annotated[int, "ffn/embedding_out"]
+    embedding_out_scales: Annotated[int, "ffn/embedding_out_scales"]
+    embedding_norm: Annotated[int, "ffn/embedding_norm/weight"]
     block_scale: Annotated[int, "ffn/block_scale"]
+    experts_in: Annotated[int, "ffn/experts_in"]
+    experts_in_scales: Annotated[int, "ffn/experts_in_scales"]
+    experts_out: Annotated[int, "ffn/experts_out"]
+    experts_out_scales: Annotated[int, "ffn/experts_out_scales"]
     first: Annotated[int, "ffn/first"]
     first_scales: Annotated[int, "ffn/first_scales"]
     first_bias: Annotated[int, "ffn/first_bias"]
@@ -108,10 +117,16 @@ class LayerRecord:
     beside_first_format: int
     beside_up_format: int
     beside_down_format: int
+    embedding_gate_format: int
+    embedding_out_format: int
+    experts_in_format: int
+    experts_out_format: int
     first_format: int
     rest_format: int
     up_format: int
     down_format: int
+    inputs_format: int
+    """The one that inputs of the FFN are prepared for: a block format where any of its matrices has one."""
     dense: int
     """1: the rung counts every neuron as kept."""
     picks: int
@@ -127,11 +142,14 @@ class LayerRecord:
     rest_slots: int
     recurrence: int
     """The code of what stands in attention's place; 0: nothing does."""
-    has_ffn: int
+    d_ff: int
+    """Neurons of an expert; 0 without an FFN."""
     qkv_width: int
     mixed_width: int
     gate_width: int
     kv_heads: int
+    made_heads: int
+    """Of these heads those that the layer makes: all, or none where it reads the keys and values of another."""
     keys_as_values: int
     head_dim: int
     cached_width: int
@@ -148,7 +166,8 @@ class LayerRecord:
     page_class: int
     """Number of the class of layers that it belongs to."""
     page_layer: int
-    """Number of the layer among those of its class."""
+    """Number of the layer among those of its class, or of that whose keys and values it reads."""
+    layer: int
 
 
 ARRAYS = {field: kind.__metadata__[0] for field, kind in LayerRecord.__annotations__.items() if get_origin(kind)}
@@ -170,6 +189,8 @@ class KernelConfig(NamedTuple):
 
     d_model: int
     d_embedding: int
+    layer_embedding: int
+    n_layers: int
     heads: int
     head_dim: int
     latent_rank: int
@@ -189,6 +210,7 @@ class KernelConfig(NamedTuple):
     score_scale: float
     attention_format: int
     """The format of matrices that have none of their own."""
+    neuron_width: int
     d_ff: int
     experts: int
     experts_per_token: int
@@ -237,6 +259,10 @@ class Ends(NamedTuple):
     norm: int
     """0 where there is no norm before the head."""
     norm_bias: int
+    layer_embedding: int
+    """0 where layers have none."""
+    layer_embedding_in: int
+    layer_embedding_norm: int
     embedding_norm: int
     """0 where there is none."""
     embedding_norm_bias: int
@@ -245,6 +271,8 @@ class Ends(NamedTuple):
     head: int
     head_bias: int
     embedding_scales: int
+    layer_embedding_scales: int
+    layer_embedding_in_scales: int
     positions_scales: int
     embedding_in_scales: int
     embedding_out_scales: int
@@ -310,8 +338,8 @@ def ends_of(artifact: StoredArrays) -> Ends:
 
 
 RowsAt = Callable[[int, str], Sequence[tuple[int, int]] | None]
-"""(layer, array) → of each expert the address of its rows and that of their slots (0: they lie in order); None: they
-are where the array is."""
+"""(layer, array) → of each expert the address of its rows and that of their slots (0: they lie in order), without those
+behind the last that has them there; None: they are where the array is."""
 
 
 def table_of(artifact: StoredArrays, mode: str, rows_at: RowsAt | None = None) -> LayerRecords:
@@ -321,9 +349,14 @@ def table_of(artifact: StoredArrays, mode: str, rows_at: RowsAt | None = None) -
     """
     m = artifact.manifest
     table_LX = np.zeros((len(m.layers), m.decoder.n_experts), LAYER)
-    for n, layer in enumerate(m.layers):
-        settings = settings_of(m.decoder, layer, mode) | _facts_of(m.decoder, n) | formats_of(m.formats, n)
-        fill(table_LX[n], settings, partial(_address, artifact, f"layers/{n}/"))
+    layouts = layer_layouts(m.ffn_layout, (layer.rung for layer in m.layers))
+    for n, (layer, layout) in enumerate(zip(m.layers, layouts, strict=True)):
+        settings = settings_of(m.decoder, layer, mode) | _facts_of(m.decoder, n, layout) | formats_of(m.formats, n)
+        own = m.decoder.of_layer(n)
+        fill(table_LX[n], settings, partial(_address, artifact, f"layers/{n}/", alike=own.experts_alike))
+        if own.experts_alike < own.n_experts:
+            for field, value in (formats_of(m.formats, n, shared=True) | {"d_ff": own.last_ff}).items():
+                table_LX[field][n, -1] = value
         if rows_at is not None:
             _point_to_rows(table_LX[n], partial(rows_at, n))
     return table_LX
@@ -334,33 +367,36 @@ def _point_to_rows(w_X: LayerRecords, rows_at: Callable[[str], Sequence[tuple[in
     for field, name in ARRAYS.items():
         if (place_X := rows_at(name)) is None:
             continue
-        w_X[field] = [address for address, _ in place_X]
+        w_X[field][: len(place_X)] = [address for address, _ in place_X]
         if f"{field}_slots" in LayerRecord.__annotations__:
-            w_X[f"{field}_slots"] = [slots for _, slots in place_X]
+            w_X[f"{field}_slots"][: len(place_X)] = [slots for _, slots in place_X]
 
 
-def _facts_of(d: Decoder, layer: int) -> dict[str, int]:
-    """The facts of a decoder in which its layers differ."""
-    own = d.of_layer(layer)
-    places = ((kind, of.layers.index(layer)) for kind, of in enumerate(layer_classes(d, "f32")) if layer in of.layers)
+def _facts_of(d: Decoder, layer: int, layout: str) -> dict[str, int]:
+    """The facts of a decoder in which its layers differ; the layout is that of the layer's FFN."""
+    own, keys = d.of_layer(layer), d.keys_of(layer)
+    places = ((kind, of.layers.index(keys)) for kind, of in enumerate(layer_classes(d, "f32")) if keys in of.layers)
     kind, place = next(places, (0, 0))
+    shared = own.experts_shared or int(own.n_experts < d.n_experts)  # a dense FFN stands for the last expert
     return {
         "recurrence": CODES[own.recurrence],
-        "has_ffn": int(own.has_ffn),
+        "d_ff": own.whole_ff if layout == WHOLE else own.d_ff,
         "qkv_width": own.qkv_width,
         "mixed_width": own.mixed_width,
         "gate_width": own.gate_width,
         "kv_heads": own.n_kv_heads,
+        "made_heads": 0 if own.shares_keys else own.n_kv_heads,
         "keys_as_values": int(own.keys_as_values),
         "head_dim": own.head_dim,
         "cached_width": own.cached_width,
         "angles": own.rotary_dim // 2,
         "window": own.window,
         "second_angles": int(layer in d.windowed_layers and d.windowed_frequencies != ()),
-        "experts_shared": own.experts_shared,
-        "experts_chosen": own.experts_per_token - own.experts_shared,
+        "experts_shared": shared,
+        "experts_chosen": own.experts_per_token - shared,
         "page_class": kind,
         "page_layer": place,
+        "layer": layer,
     }
 
 
@@ -372,11 +408,16 @@ def fill(w_X: LayerRecords, settings: Mapping[str, int | np.float32], address_of
         w_X[field] = [address_of(name, expert) for expert in range(len(w_X))]
 
 
-def formats_of(formats: Mapping[str, str], layer: int) -> dict[str, int]:
-    """The fields of a layer's record that say which formats its matrices have."""
+def formats_of(formats: Mapping[str, str], layer: int, *, shared: bool = False) -> dict[str, int]:
+    """The fields of a layer's records that say which formats its matrices have; or those of a `shared` expert's own."""
     matrices = ALL_MATRICES | APART
     named = {name: formats.get(f"layers/{layer}/{name}", formats[part]) for name, part in matrices.items()}
-    return {f"{name.split('/')[1]}_format": FORMATS[fmt].code for name, fmt in named.items()}
+    inputs = [named[f"ffn/{name}"] for name in ("first", "rest", "up", "shared_first", "shared_up")]
+    prepared = next((fmt for fmt in inputs if FORMATS[fmt].quantised), inputs[0])
+    if shared:
+        named = {name: named[own] for own, name in SHARED.items()}
+    found = {f"{name.split('/')[1]}_format": fmt for name, fmt in named.items() if name not in SHARED}
+    return {field: FORMATS[fmt].code for field, fmt in (found | {"inputs_format": prepared}).items()}
 
 
 def settings_of(d: Decoder, layer: Layer, mode: str) -> dict[str, int | np.float32]:
@@ -392,9 +433,14 @@ def settings_of(d: Decoder, layer: Layer, mode: str) -> dict[str, int | np.float
     }
 
 
-def _address(artifact: StoredArrays, start: str, name: str, expert: int = 0) -> int:
-    """Address of an array, or of one expert's rows of it; 0 where there is none. Its name begins with `start`."""
+def _address(artifact: StoredArrays, start: str, name: str, expert: int = 0, alike: int = 1) -> int:
+    """Address of an array, or of one expert's rows of it, of which so many are `alike`; 0 where there is none. Its name
+    begins with `start`."""
+    own = name.startswith(EXPERT_ARRAYS) and name != "ffn/down_bias"
+    shared = f"{start}{name.replace('ffn/', 'ffn/shared_')}" if own and expert >= alike else ""
+    if shared in artifact.manifest.arrays:
+        return int(artifact.array(shared).ctypes.data)
     if start + name not in artifact.manifest.arrays:
         return 0
-    stored, own = artifact.array(start + name), name.startswith(EXPERT_ARRAYS) and name != "ffn/down_bias"
-    return int(stored.ctypes.data) + (expert * stored.nbytes // artifact.manifest.decoder.n_experts if own else 0)
+    stored = artifact.array(start + name)
+    return int(stored.ctypes.data) + (expert % alike * stored.nbytes // alike if own else 0)

@@ -3,7 +3,7 @@
 Shape letters: T up to `BLOCK_TOKENS` tokens, D model width, W embedding width, Q numbers
 of a token's queries, keys and values (in `mixed_TQ` of its queries), X experts (in `expert_TK` K of them a token), F
 neurons of one expert, C chunks, K places for a chunk's neurons, P padded columns, B positions of a page, E head width,
-L layers, V vocabulary. An array is `flat` where its shape varies.
+L layers, or the width of narrower experts, V vocabulary. An array is `flat` where its shape varies.
 """
 
 from typing import NamedTuple
@@ -29,6 +29,14 @@ class Workspace(NamedTuple):
     """The residual beside the FFN, where its sum is normed alone and its input is another."""
     beside_TF: Floats
     """Factors of the FFN beside the experts, and behind them its products with `up`."""
+    layer_embedding_TP: Floats
+    """What a layer reads of the layers' embedding, and behind it what is multiplied by that."""
+    token_row: Floats
+    """A part of a row of that embedding, from where a group of columns begins."""
+    narrow_TL: Floats
+    """What experts read, where they are narrower than the model."""
+    narrow_sum_TL: Floats
+    """Their sum."""
     embedding_TW: Floats
     """States as wide as the embedding, where the model has another width."""
     qkv_TQ: Floats

@@ -39,13 +39,13 @@ def add_matrices(f: Ffn, e: Batch, sum_TD: Floats, tally_T3: Ints, y_TD: Floats)
     `tally_T3` ← tally + what `network.add_neurons` counts. `f.low_rank_inputs` has room for N inputs of F columns.
     """
     w, tokens = weights_of(e), e.token_N.shape[0]
-    h_NF, sum_ND = carray(pointer_of(f.h_CTK), (tokens, f.d_ff), np.float32), sum_TD[:tokens]
+    h_NF, sum_ND = carray(pointer_of(f.h_CTK), (tokens, w.d_ff), np.float32), sum_TD[:tokens]
     _factors(f, e, h_NF)
-    linear(matrix(w.down_format, w.down, w.down_scales, f.d_ff), f.d_model, 0, h_NF, f.low_rank_inputs, sum_ND)
+    linear(matrix(w.down_format, w.down, w.down_scales, w.d_ff), f.d_model, 0, h_NF, f.low_rank_inputs, sum_ND)
     for n in range(tokens):
         t, weight = e.token_N[n], e.route_weight_N[n]
-        tally_T3[t, READ] += f.d_ff
-        tally_T3[t, KEPT] += _count(h_NF[n]) if w.dense == 0 else f.d_ff
+        tally_T3[t, READ] += w.d_ff
+        tally_T3[t, KEPT] += _count(h_NF[n]) if w.dense == 0 else w.d_ff
         for j in range(f.d_model):
             y_TD[t, j] += weight * sum_ND[n, j]
 
@@ -65,14 +65,14 @@ def _some_factors(f: Ffn, e: Batch, begin: int, end: int, h_NF: Floats) -> None:
     w, tokens, columns = weights_of(e), h_NF.shape[0], f.d_model
     up_NF = carray(pointer_of(f.up_CTK), h_NF.shape, np.float32)
     x = Vectors(f.inputs, input_nbytes(columns), address_of(e.token_N), tokens)
-    rows = RowList(begin, 0, end - begin, f.d_ff - begin)
+    rows = RowList(begin, 0, end - begin, w.d_ff - begin)
     first = matrix(w.first_format, w.first, w.first_scales, columns)
-    row_products(first, rows, x, address_of(h_NF) + 4 * begin, 4 * f.d_ff)
+    row_products(first, rows, x, address_of(h_NF) + 4 * begin, 4 * w.d_ff)
     if f.gated:
         up = matrix(w.up_format, w.up, w.up_scales, columns)
-        row_products(up, rows, x, address_of(up_NF) + 4 * begin, 4 * f.d_ff)
-    first_bias_F = vector(w.first_bias, f.d_ff if w.first_bias != 0 else 0)
-    up_bias_F = vector(w.up_bias, f.d_ff if w.up_bias != 0 else 0)
+        row_products(up, rows, x, address_of(up_NF) + 4 * begin, 4 * w.d_ff)
+    first_bias_F = vector(w.first_bias, w.d_ff if w.first_bias != 0 else 0)
+    up_bias_F = vector(w.up_bias, w.d_ff if w.up_bias != 0 else 0)
     for n in range(tokens):
         for i in range(begin, end):
             z = h_NF[n, i] + first_bias_F[i] if w.first_bias != 0 else h_NF[n, i]
@@ -82,6 +82,6 @@ def _some_factors(f: Ffn, e: Batch, begin: int, end: int, h_NF: Floats) -> None:
 
 @parallel(_some_factors)
 def _factors(f: Ffn, e: Batch, h_NF: Floats) -> None:
-    for part in prange((f.d_ff + NEURONS_AT_ONCE - 1) // NEURONS_AT_ONCE):
+    for part in prange((h_NF.shape[1] + NEURONS_AT_ONCE - 1) // NEURONS_AT_ONCE):
         begin = part * NEURONS_AT_ONCE
-        _some_factors(f, e, begin, min(f.d_ff, begin + NEURONS_AT_ONCE), h_NF)
+        _some_factors(f, e, begin, min(h_NF.shape[1], begin + NEURONS_AT_ONCE), h_NF)

@@ -54,6 +54,7 @@ class Ffn(NamedTuple):
     """
 
     d_model: int
+    """Numbers that its neurons read and make."""
     d_ff: int
     gated: bool
     activation: int
@@ -103,7 +104,7 @@ class Batch(NamedTuple):
 def ffn_of(cfg: KernelConfig, ws: Workspace) -> Ffn:
     """The FFN of a model with the memory in a workspace, valid as long as that is."""
     return Ffn(
-        d_model=cfg.d_model,
+        d_model=cfg.neuron_width,
         d_ff=cfg.d_ff,
         gated=cfg.rows_per_neuron == 2,
         activation=cfg.activation,
@@ -130,7 +131,8 @@ def ffn_of(cfg: KernelConfig, ws: Workspace) -> Ffn:
 
 def whole_batch(f: Ffn, w_X: LayerRecords, expert: int, token_N: Ints, select_N: Ints, route_weight_N: Floats) -> Batch:
     """All neurons of an expert for some tokens."""
-    return Batch(w_X, expert, 0, f.d_ff, token_N, select_N, route_weight_N, 0)
+    own = w_X[expert]["d_ff"]
+    return Batch(w_X, expert, 0, own if own > 0 else f.d_ff, token_N, select_N, route_weight_N, 0)
 
 
 whole_expert = device(whole_batch)

@@ -69,8 +69,7 @@ STRIP_TOKENS = 16
 @public
 def prepare(f: Ffn, w: LayerRecord, x_TD: Floats) -> None:
     """Prepare the inputs of a layer's FFN for all its experts; what is prepared for a block format serves all."""
-    others = w.rest_format if w.down == 0 else w.up_format
-    rows = w.first_format if is_quantised(w.first_format) else others
+    rows = w.inputs_format
     prepare_inputs(rows if is_quantised(rows) else selector_format(f, w), x_TD, f.inputs)
 
 

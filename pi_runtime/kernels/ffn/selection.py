@@ -26,6 +26,7 @@ from pi_runtime.kernels.data.quantised_input import prepare_input
 from pi_runtime.kernels.data.weight_table import LayerRecord
 from pi_runtime.kernels.ffn.memory import Batch, Ffn, weights_of
 from pi_runtime.kernels.ops.row_products import row_products
+from pi_runtime.kernels.ops.tile_packing import BY_TILES, lay_tiles, tile_vectors
 
 _RANKS_AT_ONCE, _NEURONS_AT_ONCE = 16, 128
 """Rows of `down` and of `up` that a thread takes at once."""
@@ -79,6 +80,8 @@ def score(f: Ffn, e: Batch, token_N: Ints, threads: bool | None) -> None:
         _parallel_reduce(f, e, token_N, r_NR)
     for n in range(tokens):
         prepare_input(f.predictor_format, r_NR[n], f.low_rank_inputs + n * input_nbytes(w.rank))
+    if BY_TILES:
+        lay_tiles(w.rank, tile_vectors(f.predictor_format, tokens), f.low_rank_inputs)
     if threads is None:
         _serial_scores(f, e, tokens)
     else:

@@ -211,7 +211,7 @@ def _attend_tile(
     """The queries of one group of heads for some tokens of a run; `at`: the first token, its position, their number."""
     token, start, tokens = at
     width, every = cache.width, qkv_TQ.shape[1] // cache.width
-    shared = every // cache.groups - 2
+    shared = out_TQ.shape[1] // width // cache.groups
     queries, end = shared * tokens, start + tokens
     # The memory holds numbers of queries, then their sums, weights, largest scores and totals.
     query_N = carray(pointer_of(address_of(scratch_X)), (queries,), np.int64)

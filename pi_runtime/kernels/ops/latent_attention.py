@@ -50,6 +50,7 @@ from pi_runtime.kernels.ops.page_rows import hadamard, limited_hadamard, row_nby
 from pi_runtime.kernels.ops.reductions import squares, weigh
 from pi_runtime.kernels.ops.row_products import row_products
 from pi_runtime.kernels.ops.row_sums import row_sums
+from pi_runtime.kernels.ops.tile_packing import BY_TILES, lay_tiles, tile_vectors
 
 _prepare_input = by_address(prepare_input)
 
@@ -101,6 +102,8 @@ def _some_heads(
         first = x.first + head * x.step
         for t in range(tokens):
             _prepare_input(m.fmt, x_TQ[t, first : first + m.columns], inputs_at + t * stride)
+        if BY_TILES:
+            lay_tiles(m.columns, tile_vectors(m.fmt, tokens), inputs_at)
         out = address_of(y_TQ) + 4 * (y.first + head * y.step)
         row_products(m, rows_in_turn(head * rows, rows), Vectors(inputs_at, stride, 0, tokens), out, 4 * y_TQ.shape[1])
 

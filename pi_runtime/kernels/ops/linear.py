@@ -19,6 +19,7 @@ from pi_runtime.kernels.data.quantised_input import prepare_input
 from pi_runtime.kernels.data.weight_table import CLAMPED_SWIGLU, DRELU, GELU, RELU, RELU2, SILU
 from pi_runtime.kernels.ops.reductions import squares, total
 from pi_runtime.kernels.ops.row_products import row_products
+from pi_runtime.kernels.ops.tile_packing import BY_TILES, TILE, lay_tiles, tile_vectors
 
 ROWS_AT_ONCE = 32
 """Rows that a thread takes at once."""
@@ -41,17 +42,29 @@ _prepare_input = by_address(prepare_input)
 
 @public
 def prepare_inputs(fmt: int, x_TD: Floats, inputs_at: int) -> None:
-    """Write T vectors as inputs of products with a matrix of format `fmt`, one after the other."""
+    """Write T vectors as inputs of products with a matrix of format `fmt`, one after the other, and lay them as tiles
+    where these multiply them."""
     if x_TD.shape[0] == 1:
         _prepare_input(fmt, x_TD[0], inputs_at)
     else:
         _prepare_inputs(fmt, x_TD, inputs_at)
 
 
-@parallel(_prepare_input)
+@loop_body
+def _prepare_some(fmt: int, x_TD: Floats, first: int, count: int, inputs_at: int) -> None:
+    tokens, columns = x_TD.shape
+    for t in range(first, min(first + count, tokens)):
+        _prepare_input(fmt, x_TD[t], inputs_at + t * input_nbytes(columns))
+    if BY_TILES and count == TILE and first + count <= tokens:
+        lay_tiles(columns, count, inputs_at + first * input_nbytes(columns))
+
+
+@parallel(_prepare_some, _prepare_input)
 def _prepare_inputs(fmt: int, x_TD: Floats, inputs_at: int) -> None:
-    for t in prange(x_TD.shape[0]):
-        _prepare_input(fmt, x_TD[t], inputs_at + t * input_nbytes(x_TD.shape[1]))
+    tokens = x_TD.shape[0]
+    at_once = TILE if BY_TILES and tile_vectors(fmt, tokens) > 0 else 1
+    for part in prange((tokens + at_once - 1) // at_once):
+        _prepare_some(fmt, x_TD, part * at_once, at_once, inputs_at)
 
 
 @loop_body

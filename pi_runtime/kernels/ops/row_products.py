@@ -59,7 +59,7 @@ from pi_runtime.kernels.data.weight_formats import (
     integer_weight,
 )
 from pi_runtime.kernels.ops.product_tiles import LANES, BlockTile, Rows, beside_room, float_tile, write_beside
-from pi_runtime.kernels.ops.tile_packing import TILE, TILED
+from pi_runtime.kernels.ops.tile_packing import TILE, TILED, tile_vectors
 from pi_runtime.kernels.ops.tile_products import tile_row_products
 
 ROWS = 4
@@ -347,13 +347,33 @@ _without_vectors = mixed_row_products if HALF_IS_NATIVE else portable_row_produc
 _few_row_products = by_address(vector_row_products if ISA.lanes else _without_vectors)
 
 
+@device
+def _in_turn(x: Vectors) -> bool:
+    """Whether a list of vectors has all up to its length in turn."""
+    found = True
+    if x.listed != 0:
+        listed = integers(x.listed, x.tokens)
+        for t in range(x.tokens):
+            found &= listed[t] == t
+    return found
+
+
 @public
 def tiled_row_products(m: MatrixView, rows: RowList, x: Vectors, out: int, out_stride: int) -> None:
-    """`row_products` by AMX's tiles where rows and vectors fill them; 16 vectors are slower so."""
-    if m.fmt in TILED and x.tokens >= 2 * TILE and rows.rows >= TILE // 2:
-        tile_row_products(m, rows, x, out, out_stride)
-    else:
+    """`row_products`, whole tiles of rows and vectors by AMX where vectors are laid so."""
+    tokens, count = tile_vectors(m.fmt, x.tokens), rows.rows // TILE * TILE
+    if m.fmt not in TILED or tokens == 0 or count == 0 or not _in_turn(x):
         _few_row_products(m, rows, x, out, out_stride)
+        return
+    whole, laid = RowList(rows.first, rows.listed, count, rows.known), Vectors(x.inputs, x.stride, 0, tokens)
+    tile_row_products(m, whole, laid, out, out_stride)
+    if count < rows.rows:
+        listed = rows.listed + 8 * count if rows.listed != 0 else 0
+        others = RowList(rows.first + count, listed, rows.rows - count, rows.known - count)
+        _few_row_products(m, others, laid, out + 4 * count, out_stride)
+    if tokens < x.tokens:
+        others_x = Vectors(x.inputs + tokens * x.stride, x.stride, 0, x.tokens - tokens)
+        _few_row_products(m, rows, others_x, out + tokens * out_stride, out_stride)
 
 
 _row_products = by_address(tiled_row_products) if ISA.tiles else _few_row_products

@@ -6,8 +6,10 @@ block outside the groups. So lanes are gone through one after the other, each wi
 
     for some columns:   `GROUPS` groups, the last of them with the blocks outside the groups
         rows as tiles, scales and sums of vectors                                (`tile_packing`)
-        for each lane, for each of its blocks:   sums ← vectors · rows;   lane ← lane + s t · sums
+        for each lane, for each of its blocks:   sums ← rows · vectors;   lane ← lane + s t · sums
     row · x = the lanes, added in halves
+
+Tiles compute a lane's sums while vector instructions add those of the lane before.
 """
 
 # The signature of `generate` is numba's.
@@ -17,36 +19,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from llvmlite import ir
-from numba import carray, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pi_runtime.artifact.formats import BLOCK
 from pi_runtime.kernels.codegen import amx
 from pi_runtime.kernels.codegen import simd as v
-from pi_runtime.kernels.codegen.intrinsics import emits
+from pi_runtime.kernels.codegen.intrinsics import emits, padded_width
 from pi_runtime.kernels.codegen.jit import device, public
-from pi_runtime.kernels.data.matrix_view import MatrixView, RowList, Vectors, pointer_of
+from pi_runtime.kernels.data.matrix_view import MatrixView, RowList, Vectors
+from pi_runtime.kernels.data.quantised_input import column_order_at
 from pi_runtime.kernels.data.weight_formats import BLOCK_FORMATS, BlockFormat
 from pi_runtime.kernels.ops.product_tiles import LANES
 from pi_runtime.kernels.ops.tile_packing import (
     BESIDE,
     BLOCKS,
-    COPY,
+    FOURS_TILE,
     GROUPS,
     LINE,
     ROOM,
     ROWS,
-    SCALES,
+    SINGLES,
     SUMS_TILE,
     TILE,
     VECTORS,
     WEIGHTS_TILE,
     emitted,
+    pack_beside,
     pack_rows,
-    pack_vectors,
+    turned,
 )
 
 
@@ -56,42 +58,91 @@ class _Lanes:
 
     f: BlockFormat
     b: Any
+    room: Any
     vectors: Any
     stride: Any
     beside: Any
-    weights: Any
-    scales: Any
     lanes: Any
-    sums: Any
+    begun: Any
     groups: Any
     singles: Any
 
     def emit(self) -> None:
-        b, places, kind = self.b, [v.offset(m * LINE) for m in range(TILE)], v.vec(v.F32, TILE)
-        with cgutils.for_range(b, v.offset(LANES)) as loop:
-            own = self._at(self.lanes, (loop.index, SUMS_TILE))
-            totals = [cgutils.alloca_once_value(b, v.load(b, own, at, kind)) for at in places]
-            self._add_blocks(loop.index, totals)
-            for at, total in zip(places, totals, strict=True):
-                v.store(b, b.load(total), own, at)
+        b = self.b
+        with cgutils.for_range(b, v.offset(LANES + 1)) as loop:
+            with b.if_then(b.icmp_signed("<", loop.index, v.offset(LANES))):
+                self._multiply_lane(loop.index)
+            with b.if_then(b.icmp_signed(">", loop.index, v.offset(0))):
+                self._add_lane(b.sub(loop.index, v.offset(1)))
 
-    def _add_blocks(self, lane: Any, totals: list[Any]) -> None:
-        b, grouped = self.b, self._times(self.groups, 8)
-        with cgutils.for_range(b, b.lshr(self.groups, v.offset(1))) as loop:
-            # Two at once, so that tiles and vectors work at the same time.
-            blocks = [b.add(self._times(loop.index, 16), b.add(lane, v.offset(other))) for other in (0, 8)]
-            for n, block in enumerate(blocks):
-                self._multiply(n, block)
-            for n, block in enumerate(blocks):
-                self._add(n, block, block, totals)
-        with b.if_then(b.trunc(self.groups, ir.IntType(1))):
-            block = b.add(b.sub(grouped, v.offset(8)), lane)
-            self._multiply(0, block)
-            self._add(0, block, block, totals)
+    def _multiply_lane(self, lane: Any) -> None:
+        b, vectors, slot = self.b, self._fours(lane), self._slot(lane, v.offset(0))
+        weights = self._at(self.room, (v.offset(1), ROOM.weights), (lane, GROUPS * WEIGHTS_TILE))
+        for n, tiles in enumerate(amx.PRODUCTS):
+            with b.if_then(b.icmp_signed(">", self.groups, v.offset(n))):
+                steps = n * WEIGHTS_TILE, n * LANES // 2 * FOURS_TILE, n * SUMS_TILE
+                places = [b.gep(at, [v.offset(step)]) for at, step in zip((weights, vectors, slot), steps, strict=True)]
+                self._multiply(tiles, *places)
         with cgutils.for_range(b, self.singles) as loop:
-            block = b.add(grouped, loop.index)
-            self._multiply(0, block, lane)
-            self._add(0, block, b.add(grouped, b.add(self._times(loop.index, LANES), lane)), totals)
+            single = b.add(v.offset(LANES * GROUPS), b.add(self._times(loop.index, LANES), lane))
+            weights = self._at(self.room, (v.offset(1), ROOM.weights), (single, WEIGHTS_TILE))
+            slot = self._slot(lane, b.add(loop.index, v.offset(GROUPS)))
+            self._multiply(amx.PRODUCTS[0], weights, self._fours(self._outside(loop.index)), slot)
+
+    def _multiply(self, tiles: tuple[int, int, int], weights: Any, vectors: Any, slot: Any) -> None:
+        amx.multiply(self.b, tiles, weights, v.offset(BLOCK), vectors, self.stride)
+        amx.store(self.b, tiles[0], slot)
+
+    def _fours(self, block: Any, four: Any = None) -> Any:
+        """Pointer to a block of the vectors, or to one of its fours."""
+        b = self.b
+        line = self._times(b.and_(block, v.offset(1)), LANES)
+        if four is not None:
+            line = b.add(line, four)
+        at = b.add(b.mul(line, self.stride), self._times(b.lshr(block, v.offset(1)), FOURS_TILE))
+        return v.pointer(b, b.add(self.vectors, at))
+
+    def _add_lane(self, lane: Any) -> None:
+        b, kind, places = self.b, v.vec(v.F32, TILE), [v.offset(r * LINE) for r in range(TILE)]
+        own, totals = self._at(self.lanes, (lane, SUMS_TILE)), []
+        begun = v.splat(b, b.icmp_signed("!=", self.begun, v.offset(0)), TILE)
+        for at in places:
+            before = b.select(begun, v.load(b, own, at, kind), v.const(v.F32, TILE, 0.0))
+            totals.append(cgutils.alloca_once_value(b, before))
+            b.store(before, totals[-1])
+        with cgutils.for_range(b, self.groups) as loop:
+            block = b.add(self._times(loop.index, LANES), lane)
+            at = self._at(self.beside, (v.offset(1), BESIDE), (block, LINE))
+            self._add(self._slot(lane, loop.index), block, v.load(b, at, v.offset(0), v.vec(v.I32, TILE)), totals)
+        with cgutils.for_range(b, self.singles) as loop:
+            block, negative = self._outside(loop.index), v.const(v.I32, TILE, 0)
+            fours = v.load(b, self._fours(block, lane), v.offset(0), negative.type)
+            for bit in range(0, 32, 8):
+                upper = b.shl(fours, v.const(v.I32, TILE, bit))
+                negative = b.sub(negative, b.ashr(upper, v.const(v.I32, TILE, 24)))
+            self._add(self._slot(lane, b.add(loop.index, v.offset(GROUPS))), block, negative, totals)
+        for at, total in zip(places, totals, strict=True):
+            v.store(b, b.load(total), own, at)
+
+    def _add(self, slot: Any, block: Any, negative: Any, totals: list[Any]) -> None:
+        """Add sums times the scales of a block; the vectors' negative sums are given."""
+        b, kind = self.b, v.vec(v.F32, TILE)
+        scales = self._at(self.room, (v.offset(1), ROOM.scales), (block, 4))
+        t = v.load(b, self._at(self.beside, (block, LINE)), v.offset(0), kind)
+        for r, total in enumerate(totals):
+            whole = b.sitofp(v.load(b, slot, v.offset(r * LINE), v.vec(v.I32, TILE)), kind)
+            places = [v.offset(part + 4 * r * BLOCKS) for part in (0, BESIDE)]
+            s, offset = (v.splat(b, v.load(b, scales, place, v.F32), TILE) for place in places)
+            b.store(self.f.scaled(b, b.load(total), whole, b.sitofp(negative, kind), s, t, offset), total)
+
+    def _outside(self, n: Any) -> Any:
+        """The n-th block outside the groups."""
+        return self.b.add(self._times(self.groups, LANES), n)
+
+    def _slot(self, lane: Any, n: Any) -> Any:
+        """Pointer to the sums of a lane's n-th block."""
+        turn = self._times(self.b.and_(lane, v.offset(1)), GROUPS + SINGLES)
+        return self._at(self.room, (v.offset(1), ROOM.sums), (self.b.add(turn, n), SUMS_TILE))
 
     def _times(self, count: Any, nbytes: int) -> Any:
         return self.b.mul(count, v.offset(nbytes))
@@ -101,27 +152,6 @@ class _Lanes:
         for count, nbytes in steps:
             base = self.b.add(base, self._times(count, nbytes))
         return v.pointer(self.b, base)
-
-    def _multiply(self, n: int, block: Any, four: Any = None) -> None:
-        """The n-th sums of a block, or of one of its fours."""
-        left, right, tiles = [(block, BLOCK)], [(block, WEIGHTS_TILE)], (amx.LEFT[n], amx.RIGHT[n])
-        if four is not None:
-            left, right, tiles = [*left, (four, 4)], [*right, (four, LINE)], (amx.FOUR_LEFT, amx.FOUR_RIGHT)
-        factors = self._at(self.vectors, *left), self.stride, self._at(self.weights, *right)
-        amx.multiply(self.b, (amx.SUMS[n], *tiles), *factors)
-        amx.store(self.b, amx.SUMS[n], self._at(self.sums, (v.offset(n), SUMS_TILE)))
-
-    def _add(self, n: int, block: Any, taken: Any, totals: list[Any]) -> None:
-        """Add the n-th sums times the scales of a block; the vectors' negative sums are the `taken`-th."""
-        b, kind, at = self.b, v.vec(v.F32, TILE), self._times(block, LINE)
-        s, offset = (v.load(b, v.pointer(b, self.scales), b.add(at, v.offset(part)), kind) for part in (0, SCALES))
-        places = self._times(block, 4), b.add(self._times(taken, 4), v.offset(4 * BLOCKS))
-        for m, total in enumerate(totals):
-            at = v.offset((n * TILE + m) * LINE)
-            whole = b.sitofp(v.load(b, v.pointer(b, self.sums), at, v.vec(v.I32, TILE)), kind)
-            beside = self._at(self.beside, (v.offset(m), BESIDE))
-            t, negative = (v.splat(b, v.load(b, beside, place, v.F32), TILE) for place in places)
-            b.store(self.f.scaled(b, b.load(total), whole, negative, s, t, offset), total)
 
 
 def _emit_lanes(f: BlockFormat, b: Any, call: Sequence[Any]) -> None:
@@ -133,7 +163,7 @@ _KIND_OF = tuple(
     _KINDS[BLOCK_FORMATS[code].offset] if code in BLOCK_FORMATS else 0 for code in range(max(BLOCK_FORMATS) + 1)
 )
 """A format whose blocks have the same beside their scales: once they are unpacked, there is no other difference."""
-_add_products = emitted({code: BLOCK_FORMATS[code] for code in _KINDS.values()}, 9, _emit_lanes)
+_add_products = emitted({code: BLOCK_FORMATS[code] for code in _KINDS.values()}, 8, _emit_lanes)
 
 
 @intrinsic
@@ -155,46 +185,48 @@ def _end(b: Any) -> Any:
     amx.release(b)
 
 
-@device
-def _lanes_at(room: int, tile: int, part: int) -> int:
-    """Where the lanes of 16 vectors and 16 rows are, by the number of each tile."""
-    return room + ROOM.lanes + (tile * (ROWS // TILE) + part) * LANES * SUMS_TILE
+@emits(types.void(*[types.intp] * 3))
+def _write_sums(b: Any, lanes: Any, out: Any, step: Any) -> Any:
+    """Write products of 16 rows and 16 vectors: the lanes, added in halves."""
+    found, lanes, out = [], v.pointer(b, lanes), v.pointer(b, out)
+    for r in range(TILE):
+        places = [v.offset(lane * SUMS_TILE + r * LINE) for lane in range(LANES)]
+        sums = [v.load(b, lanes, at, v.vec(v.F32, TILE)) for at in places]
+        while len(sums) > 1:
+            sums = [b.fadd(*both) for both in zip(sums[: len(sums) // 2], sums[len(sums) // 2 :], strict=True)]
+        found += sums
+    for t, products in enumerate(turned(b, found)):
+        v.store(b, products, out, b.mul(step, v.offset(t)))
 
 
 @device
-def _write_sums(lanes: int, count: int, out: int) -> None:
-    """Write products of the first of 16 rows with a vector: their lanes, added in halves."""
-    z = carray(pointer_of(lanes), (LANES, SUMS_TILE // 4), np.float32)
-    y = carray(pointer_of(out), (count,), np.float32)
-    for r in range(count):
-        y[r] = ((z[0, r] + z[4, r]) + (z[2, r] + z[6, r])) + ((z[1, r] + z[5, r]) + (z[3, r] + z[7, r]))
+def _lanes_at(room: int, part: int, tile: int) -> int:
+    """Where the lanes of 16 rows and 16 vectors are, by the number of each tile."""
+    return room + ROOM.lanes + (part * (VECTORS // TILE) + tile) * LANES * SUMS_TILE
 
 
 @public
 def tile_row_products(m: MatrixView, rows: RowList, x: Vectors, out: int, out_stride: int) -> None:
-    """`row_products` of a block format."""
-    room, blocks = _begin(), (m.columns + BLOCK - 1) // BLOCK
-    groups = blocks // 8
+    """`row_products` of a block format, of whole tiles: so many rows, and vectors that are laid as tiles."""
+    room, blocks, p = _begin(), (m.columns + BLOCK - 1) // BLOCK, padded_width(m.columns)
+    groups = blocks // LANES
     for row in range(0, rows.rows, ROWS):
         for first in range(0, x.tokens, VECTORS):
-            parts, count = (min(rows.rows - row, ROWS) + TILE - 1) // TILE, min(x.tokens - first, VECTORS)
-            tiles = (count + TILE - 1) // TILE
-            sums = carray(pointer_of(room + ROOM.lanes), (tiles * ROWS * TILE * LANES,), np.float32)
-            for k in range(sums.shape[0]):
-                sums[k] = np.float32(0)
+            parts, tiles = min(rows.rows - row, ROWS) // TILE, min(x.tokens - first, VECTORS) // TILE
             for group in range(0, max(groups, 1), GROUPS):
-                some = min(GROUPS, groups - group)
-                singles = blocks - 8 * groups if group + some == groups else 0
-                for part in range(parts):
-                    pack_rows(m, rows, row + part * TILE, 8 * group, some, singles, room)
+                some, begin = min(GROUPS, groups - group), LANES * group
+                singles = blocks - LANES * groups if group + some == groups else 0
                 for tile in range(tiles):
-                    vectors = pack_vectors(x, m.columns, first + tile * TILE, 8 * group, some, singles, room)
-                    for part in range(parts):
-                        weights = room + ROOM.weights + part * TILE * COPY, room + ROOM.scales + part * 2 * SCALES
-                        others = *vectors, room + ROOM.beside, *weights, _lanes_at(room, tile, part)
-                        _add_products(_KIND_OF[m.fmt], (*others, room + ROOM.sums, some, singles))
-            for t in range(count):
+                    vectors, to = x.inputs + (first + tile * TILE) * x.stride, room + ROOM.beside + tile * 2 * BESIDE
+                    pack_beside(m.fmt, vectors, m.columns, begin, LANES * some + singles, to)
                 for part in range(parts):
-                    lanes, own = _lanes_at(room, t // TILE, part) + t % TILE * LINE, row + part * TILE
-                    _write_sums(lanes, min(rows.rows - own, TILE), out + (first + t) * out_stride + 4 * own)
+                    pack_rows(m, rows, row + part * TILE, begin, some, singles, room)
+                    for tile in range(tiles):
+                        vectors = column_order_at(x.inputs + (first + tile * TILE) * x.stride, p) + begin * BLOCK
+                        own = room + ROOM.beside + tile * 2 * BESIDE, _lanes_at(room, part, tile)
+                        _add_products(_KIND_OF[m.fmt], (room, vectors, x.stride, *own, group, some, singles))
+            for part in range(parts):
+                for tile in range(tiles):
+                    to = out + (first + tile * TILE) * out_stride + 4 * (row + part * TILE)
+                    _write_sums(_lanes_at(room, part, tile), to, out_stride)
     _end()

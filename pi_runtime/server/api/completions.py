@@ -9,8 +9,8 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 from pi_runtime.engine.events import End, Event, PromptLogprobs, PromptProgress, TextDelta
 from pi_runtime.sequence.settings import AnswerSettings
 from pi_runtime.server.api.answer import FINISH_REASONS, GatheredAnswer
-from pi_runtime.server.api.body import TOKENS, Known, ModelName, invalid, unsupported
-from pi_runtime.server.api.conversation import GrammarFields
+from pi_runtime.server.api.body import MANY, TOKENS, Body, Known, ModelName, invalid, unsupported
+from pi_runtime.server.api.conversation import GrammarFields, TextPart
 from pi_runtime.server.api.openai_forms import (
     ChoicesWriter,
     Chunk,
@@ -30,8 +30,7 @@ DEFAULT_TOKENS = 16
 """Most tokens of an answer where the request does not say: OpenAI's default."""
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1), TOKENS]
 # The kinds have one bound, so that a list beyond it is too long whatever its items are.
-Texts = Annotated[list[str], Field(min_length=1), TOKENS]
-Lists = Annotated[list[Ids], Field(min_length=1), TOKENS]
+Mixed = Annotated[list[Annotated[int, Field(ge=0)] | str], Field(min_length=1), TOKENS]
 
 
 FILL_IN = (
@@ -64,15 +63,33 @@ def fill_in_tokens(served: Served, text: str, param: str) -> list[int]:
     return served.encode(RenderedPrompt(text, range(1, len(text) + 1)), param, prefix=False)
 
 
+class TextObject(Body):
+    """A text as an object, as llama-server takes it."""
+
+    known: ClassVar[Known] = unsupported("this server reads text", "multimodal_data", allowed=([],))
+    prompt_string: str | None = None
+    content: Annotated[list[TextPart], Field(min_length=1), MANY] | None = None
+
+    @property
+    def text(self) -> str:
+        """The text. Raises ApiError where there is none, or there are two."""
+        if (self.prompt_string is None) == (self.content is None):
+            raise invalid(None, "a text that is an object has either prompt_string or content")
+        return self.prompt_string or "".join(part.text for part in self.content or ())
+
+
+Several = Annotated[list[str | Mixed | TextObject], Field(min_length=1), TOKENS]
+
+
 class CompletionRequest(GrammarFields, LengthFields, StreamingFields):
-    """A text, a list of token ids, or a list of either, to be continued."""
+    """A text, token ids, both in one list, or a list of such prompts, to be continued."""
 
     known: ClassVar[Known] = {
         **unsupported("give token ids, which are taken as they are", "add_special_tokens", allowed=(True,)),
     }
     model: ModelName = None
-    prompt: str | Ids | Texts | Lists | None = Field(
-        description="Token ids are taken as they are; a text is framed as the model was trained."
+    prompt: str | Ids | Mixed | TextObject | Several | None = Field(
+        description="Token ids are taken as they are; a text that begins a prompt is framed as the model was trained."
     )
     suffix: str | None = Field(default=None, description="What follows the text that is wanted.")
     max_tokens: MostOrNone | None = Field(
@@ -121,13 +138,13 @@ class CompletionChunk(Chunk):
 def completion_request(body: CompletionRequest, served: Served) -> Prompt:
     """Make the engine's prompt of a request for completions. Raises ApiError for what is wrong."""
     served.check_name(body.model)
-    is_list = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
-    count = body.count(served, len(body.prompt) if body.prompt is not None and is_list else 1)
+    given = body.prompt if isinstance(body.prompt, list) else [0]
+    count = body.count(served, 1 if any(isinstance(part, int) for part in given) else len(given))
     prompts = prompts_of(body.prompt)
     if body.suffix:
         if not isinstance(body.prompt, str):
             raise invalid("suffix", "allowed only with a prompt that is one text")
-        prompts = {"prompt": fill_in(served, body.prompt, body.suffix, "suffix")}
+        prompts = {"prompt": [*fill_in(served, body.prompt, body.suffix, "suffix")]}
     if body.best_of not in {None, count}:
         raise invalid("best_of", f"not supported: answers are not compared; only {count}, the value of n")
     most = served.most_tokens(body.most_tokens, DEFAULT_TOKENS)
@@ -161,8 +178,8 @@ class CompletionWriter(ChoicesWriter):
         self._echo = [""] * len(prompt.texts)
         if body.echo:
             show = Tokenizer.decode if prompt.goal == "texts" else TextStream.begun
-            given = prompts_of(body.prompt).values()
-            self._echo = [text if isinstance(text, str) else show(served.model.tokenizer, text) for text in given]
+            given = zip(prompts_of(body.prompt).values(), prompt.texts, strict=True)
+            self._echo = [text if isinstance(text, str) else show(served.model.tokenizer, ids) for text, ids in given]
         self._prompt_logprobs: dict[int, CompletionLogprobs] = {}
         """Log-probabilities of prompts, by their places; all answers to one prompt show the same."""
         self._logprobs: dict[int, CompletionLogprobsWriter] = {}
@@ -212,12 +229,14 @@ class CompletionWriter(ChoicesWriter):
         return choice
 
 
-def prompts_of(
-    prompt: str | Sequence[int | str | list[int]] | None, field: str = "prompt"
-) -> dict[str, str | list[int]]:
-    """The prompts of a request, by their fields; none at all is the beginning of a text."""
-    if prompt is None or isinstance(prompt, str):
-        return {field: prompt or ""}
-    ids = [item for item in prompt if isinstance(item, int)]
-    several = [item for item in prompt if not isinstance(item, int)]
-    return {field: ids} if ids else {f"{field}[{n}]": item for n, item in enumerate(several)}
+def prompts_of(prompt: Any, field: str = "prompt") -> dict[str, str | list[int | str]]:
+    """The prompts of a request, by their fields; none at all is the beginning of a text.
+
+    A list that has any token id is one prompt."""
+    if not isinstance(prompt, list) or any(isinstance(part, int) for part in prompt):
+        return {field: _text(prompt)}
+    return {f"{field}[{n}]": _text(part) for n, part in enumerate(prompt)}
+
+
+def _text(prompt: Any) -> Any:
+    return prompt.text if isinstance(prompt, TextObject) else prompt or ""

@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -10,15 +10,14 @@ from typing_extensions import TypedDict  # pydantic takes no other before Python
 
 from pi_runtime.engine.events import Embedded
 from pi_runtime.server.api.answer import GatheredAnswer, SseWriter
-from pi_runtime.server.api.body import MANY, Body, Known, ModelName, accepted, invalid
-from pi_runtime.server.api.completions import Ids, prompts_of
+from pi_runtime.server.api.body import Body, Known, ModelName, accepted, invalid
+from pi_runtime.server.api.completions import Ids, Mixed, Several, TextObject, prompts_of
 from pi_runtime.server.api.prompt import Prompt
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import ApiError
 
 MOST_TEXTS = 2048
 """Texts of a request: OpenAI's bound."""
-Several = Annotated[list[str | Ids], Field(min_length=1), MANY]
 
 
 class OllamaEmbedRequest(Body):
@@ -26,7 +25,9 @@ class OllamaEmbedRequest(Body):
 
     known: ClassVar[Known] = accepted("keep_alive", "options", "user")
     model: ModelName = None
-    input: str | Ids | Several = Field(description="A text, its token ids, or a list of either.")
+    input: str | Ids | Mixed | TextObject | Several = Field(
+        description="A text, token ids, both in one list, or a list of these."
+    )
     truncate: bool | None = Field(default=None, description="Nothing is cut: a text that is too long is a 400.")
     dimensions: int | None = Field(default=None, description="Vectors are not cut: only the model's own width.")
 

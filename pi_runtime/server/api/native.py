@@ -111,7 +111,7 @@ class NativeAnswer(TypedDict):
     model: NotRequired[str]
     stop_type: NotRequired[Literal["eos", "word", "limit"]]
     stopping_word: NotRequired[str]
-    truncated: NotRequired[Literal[False]]
+    truncated: NotRequired[bool]
     has_new_line: NotRequired[bool]
     tokens_predicted: NotRequired[int]
     tokens_evaluated: NotRequired[int]
@@ -196,7 +196,7 @@ class NativeWriter(CompletionWriter):
                 "model": self.served.name,
                 "stop_type": STOP_TYPES.get(end.finish_reason, "limit"),
                 "stopping_word": end.stop_string or "",
-                "truncated": False,
+                "truncated": end.finish_reason == "context",
                 "has_new_line": "\n" in answer.text,
                 "tokens_predicted": end.stats.generated_tokens,
                 "tokens_evaluated": end.stats.prompt_tokens,

@@ -25,6 +25,7 @@ from pi_runtime.server.api.conversation import (
 )
 from pi_runtime.server.api.served import Served
 from pi_runtime.server.errors import described, refused
+from pi_runtime.text.chat_template import dates
 from pi_runtime.text.grammar import Grammar
 from pi_runtime.text.grammar_check import LIMITS, check_grammar
 
@@ -172,7 +173,7 @@ def rendered(
         return served.model.chat_prompt(
             messages,
             tools=tools,
-            variables=variables,
+            variables={**dates(), **variables},
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )

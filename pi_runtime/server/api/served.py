@@ -84,7 +84,7 @@ class Served:
         """
         nbytes, longest = len(text.encode("utf-8", "surrogatepass")), self.model.tokenizer.longest
         if nbytes > longest * max(0, self.model.context - beside):
-            self._refuse(f"at least {-(-nbytes // longest)} tokens", param, beside)
+            self._refuse("at least ", -(-nbytes // longest), param, beside)
         try:
             return self.model.tokenizer.encode(text, prefix=prefix)
         except PromptError as error:
@@ -94,9 +94,19 @@ class Served:
         """How many tokens a text has. More than fit the context are counted too, as far as it can be tokenized."""
         return len(self.encode(text, param, beside=0))
 
-    def tokens(self, prompt: str | list[int], param: str, *, beside: int = 1) -> list[int]:
-        """The token ids of a prompt that is text or ids. Raises ApiError for one that is empty, wrong or too long."""
-        ids = self.encode(prompt, param, beside=beside) if isinstance(prompt, str) else prompt
+    def tokens(self, prompt: str | Sequence[int | str], param: str, *, beside: int = 1) -> list[int]:
+        """The token ids of a prompt that is text, ids, or both in turns, of which a first text begins as prompts do.
+
+        Raises ApiError for one that is empty, wrong or too long.
+        """
+        parts, ids = [prompt] if isinstance(prompt, str) else prompt, list[int]()
+        self.check_length(len(parts), param, beside=beside)
+        for n, part in enumerate(parts):
+            if isinstance(part, str):
+                ids += self.encode(part, param, prefix=n == 0, beside=beside)
+                self.check_length(len(ids), param, beside=beside)
+            else:
+                ids.append(part)
         if not ids:
             raise invalid(param, "the prompt is empty, and the model has no begin-of-text token to start from")
         self.check_length(len(ids), param, beside=beside)
@@ -106,12 +116,15 @@ class Served:
     def check_length(self, tokens: int, param: str, *, beside: int = 1) -> None:
         """Raise ApiError where tokens do not fit the context beside others: the first of an answer, as a rule."""
         if tokens > max(0, self.model.context - beside):
-            self._refuse(f"{tokens} tokens", param, beside)
+            self._refuse("", tokens, param, beside)
 
-    def _refuse(self, found: str, param: str, beside: int) -> NoReturn:
+    def _refuse(self, least: str, tokens: int, param: str, beside: int) -> NoReturn:
+        """Raise the ApiError of a prompt that is too long, in the words by which clients of other servers know it."""
         most = max(0, self.model.context - beside)
-        said = f"{found}; at most {most} fit the context"
-        raise invalid(param, said, code="context_length_exceeded")
+        said = f"the prompt is too long: {least}{tokens} tokens, which exceeds the available context size; "
+        error = invalid(param, f"{said}at most {most} fit the context", code="context_length_exceeded")
+        error.figures = {"n_prompt_tokens": tokens, "n_ctx": self.model.context}
+        raise error
 
     def check_tokens(self, ids: Sequence[int], param: str) -> None:
         """Raise ApiError where one of the ids is none of the model's."""

@@ -66,7 +66,7 @@ def calibrate(spec: Spec, matrices: Matrices) -> Calibrated:
     for _ in range(d.n_layers):
         x_TD = x_TD + reference.attention(d, w, reference.norm(d, w, "attention/norm", x_TD))
         normed_TD = reference.norm(d, w, "ffn/norm", x_TD)
-        thresholds.append(_threshold(normed_TD, w["ffn/first"], fixed, spec.density))
+        thresholds.append(threshold_of(normed_TD, w["ffn/first"], fixed, spec.density))
         normed_TD[:, fixed] *= np.float32(thresholds[-1])
         active_LTF.append(normed_TD @ w["ffn/first"].T > 0)
         score_LTF.append(normed_TD @ w["predictor/down"].T @ w["predictor/up"].T)
@@ -93,7 +93,7 @@ def norms(d_model: int, threshold: float) -> Mapping[str, Array]:
     return {"attention/norm/weight": attention.astype(np.float32), "ffn/norm/weight": ffn.astype(np.float32)}
 
 
-def _threshold(normed_TD: Array, first_FD: Array, fixed: Array, density: float) -> float:
+def threshold_of(normed_TD: Array, first_FD: Array, fixed: Array, density: float) -> float:
     """The factor for the constant coordinates that brings the density wanted, or as near as a moderate one does."""
     some_TD = normed_TD[:: TOKENS // 16]
     constant_TF = some_TD[:, fixed] @ first_FD[:, fixed].T

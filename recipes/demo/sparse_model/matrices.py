@@ -115,10 +115,10 @@ def make(spec: Spec) -> Matrices:
     ends = {"embedding": store(spec.formats["embedding"], embedding), "head": store(spec.formats["head"], head)}
     attention = {"qkv": qkv, "out": out}
     layer = {f"attention/{k}": store(spec.formats["attention"], v) for k, v in attention.items()}
-    return Matrices(ends, layer | _neurons(spec, fixed, rng))
+    return Matrices(ends, layer | neurons(spec, fixed, rng))
 
 
-def _neurons(spec: Spec, fixed: Array, rng: np.random.Generator) -> dict[str, Stored]:
+def neurons(spec: Spec, fixed: Array, rng: np.random.Generator) -> dict[str, Stored]:
     """Predictor, gate (`first`), up and down (`rest`)."""
     d, free = spec.decoder, ~fixed
     # The normed state: √D · cos along u; beside it, deviation `spread` along any unit vector of the other coordinates.

@@ -107,12 +107,14 @@ def decode(tokens: list[int], warm: int) -> dict[str, Any]:
     for token in tokens[:warm]:
         model.decode(token, cache)
     cpu, device, disk_before, reads = time.process_time(), _bytes_from_devices(), executor.disk, _reads(model)
-    _computing[0] = 0.0
+    _computing[0], rows_2 = 0.0, np.zeros(2)
     for token in tokens[warm:]:
         began = time.perf_counter()
-        model.decode(token, cache)
+        _, rows_L2 = model.decode(token, cache)
         seconds.append(time.perf_counter() - began)
+        rows_2 += rows_L2.sum(0)
     found = {"seconds": seconds, "cpu_s": (time.process_time() - cpu) / len(seconds), "peak": _peak()}
+    found["rows"] = (rows_2 / len(seconds)).tolist()
     found["device_bytes"] = _bytes_from_devices() - device
     if executor.disk is not None:
         since = asdict(executor.disk - disk_before)

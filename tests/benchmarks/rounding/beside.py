@@ -2,15 +2,17 @@
 
 The weights of every file are read, and the perplexity of the same tokens is computed from them in torch, in float32, by
 one program: so rows differ in what the files hold, and in nothing else. Windows are paired with the source's. The
-divergence is Kullback and Leibler's, of the predictions from the source's, in nats a token.
+divergence is Kullback and Leibler's, of the predictions from the source's, in nats a token. Files are compared at the
+same bytes of all that is no tokenizer: ours have `tokenizer.json` whole, and llama.cpp's another form of it.
 """
 
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -23,6 +25,7 @@ from pi_compile.calibration.quantising.loss import text_states
 from pi_compile.checkpoint import Checkpoint, open_checkpoint
 from pi_compile.pipeline import stages
 from pi_compile.pipeline.division import divide
+from pi_compile.pipeline.rounding_check import DIVIDED_BY
 from pi_compile.torch_model import decoder as td
 from pi_runtime.errors import NotMetError
 from rounding import peer
@@ -38,14 +41,16 @@ class Row:
 
     name: str
     nbytes: int
+    """Without what belongs to the tokenizer."""
+    of_file: int
     loss: RoundingLoss
     divergence: float
     divergence_error: float
 
     def __str__(self) -> str:
         increase = f"{self.loss.increase:+10.2%} ± {INTERVAL * self.loss.error:.2%}"
-        divergence = f"{self.divergence:.4f} ± {INTERVAL * self.divergence_error:.4f}"
-        return f"{self.name:<34}{self.nbytes / 1e6:>9.2f}{increase:>20}{divergence:>20}"
+        divergence = f"{self.divergence:.5f} ± {INTERVAL * self.divergence_error:.5f}"
+        return f"{self.name:<34}{self.nbytes / 1e6:>9.3f}{self.of_file / 1e6:>9.2f}{increase:>20}{divergence:>20}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Beside:
         with torch.inference_mode():
             source_ends, source_NTD = states(self.checkpoint, source_values)
 
-        def row(name: str, path: Path, values: Values, checkpoint: Checkpoint = self.checkpoint) -> Row:
+        def row(name: str, path: Path, nbytes: int, values: Values, checkpoint: Checkpoint = self.checkpoint) -> Row:
             with torch.inference_mode():
                 ends, states_NTD = states(checkpoint, values)
                 found = []
@@ -82,19 +87,20 @@ class Beside:
             packed_N, source_N, divergence_N = np.array(found).T
             loss = RoundingLoss.between(packed_N, source_N, ids_NT.numel())
             error = divergence_N.std(ddof=1) / len(divergence_N) ** 0.5
-            return Row(name, path.stat().st_size, loss, divergence_N.mean(), error)
+            return Row(name, nbytes, path.stat().st_size, loss, divergence_N.mean(), error)
 
         same = []
         for name, path, *opened in self._peers(kinds):
             if isinstance(path, Path):
-                same.append(path.stat().st_size / 1e6)
-                yield row(name, path, source_values, *opened)
+                same.append(path.stat().st_size - gguf.GGUFReader(path).data_offset)
+                yield row(name, path, same[-1], source_values, *opened)
             else:
                 yield f"{name}: {path}"
-        for megabytes, on_text in product([*same, *budgets], sorted({0, quantise_tokens})):
-            name = f"ours, {megabytes:.4g} MB{', rounded on text' if on_text else ''}"
+        more = (round(megabytes * 1e6) for megabytes in budgets)
+        for nbytes, on_text in product([*same, *more], sorted({0, quantise_tokens})):
+            name = f"ours, {nbytes / 1e6:.4g} MB{', rounded on text' if on_text else ''}"
             try:
-                yield row(name, *self._packed(megabytes, on_text))
+                yield row(name, *self._packed(nbytes, on_text))
             except NotMetError as error:
                 yield f"{name}: {error}"
 
@@ -115,16 +121,19 @@ class Beside:
                 continue
             yield name, path, open_checkpoint(path, activation=self.checkpoint.decoder.activation)
 
-    def _packed(self, megabytes: float, on_text: int) -> tuple[Path, Values]:
-        """The artifact of a budget, and the values of its arrays."""
+    def _packed(self, nbytes: int, on_text: int) -> tuple[Path, int, Values]:
+        """The artifact of a budget, its bytes, and the values of its arrays."""
+        tokenizer = sum(map(len, self.checkpoint.text_files.files.values()))
         widest = dict.fromkeys(self.checkpoint.formats(), "q8")
-        divided = divide(self.checkpoint, self.fit[:2048], formats=widest, file_mib=megabytes * 1e6 / 2**20)
-        rounded = None
+        mib = (nbytes + tokenizer) / 2**20
+        divided = divide(self.checkpoint, self.fit[:DIVIDED_BY], formats=widest, file_mib=mib)
+        checkpoint, rounded = replace(self.checkpoint, importance=divided.importance), None
         if on_text:
-            rounded = stages.quantise(self.checkpoint, self.fit[:on_text], formats=divided.formats)
-        path = self.folder / f"{megabytes:g}-{on_text}.pi"
-        stages.pack(self.checkpoint, path, formats=divided.formats, quantised=rounded)
-        return path, quantising.packed_values(self.checkpoint, divided.formats, rounded)
+            rounded = stages.quantise(checkpoint, self.fit[:on_text], formats=divided.formats)
+        path = self.folder / f"{nbytes}-{on_text}.pi"
+        stages.pack(checkpoint, path, formats=divided.formats, quantised=rounded)
+        values = quantising.packed_values(checkpoint, divided.formats, rounded)
+        return path, path.stat().st_size - tokenizer, values
 
     def _source(self) -> Path:
         """The model as a GGUF file, in what it is stored in."""

@@ -64,7 +64,7 @@ def write_gguf(
             writer.add_tensor(name, values if router_rows is None else values * router_rows[:, None])
             continue
         if shape not in made:  # the same numbers for each layer; the file has them each time
-            made[shape] = _matrix(rng, shape, TYPES[format_name])
+            made[shape] = random_matrix(rng, shape, TYPES[format_name])
         writer.add_tensor(name, made[shape], raw_dtype=TYPES[format_name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -111,7 +111,8 @@ def _shapes(d: Decoder) -> list[tuple[str, tuple[int, ...]]]:
     return [*ends, *layers]
 
 
-def _matrix(rng: np.random.Generator, shape: tuple[int, ...], kind: Type) -> np.ndarray:
+def random_matrix(rng: np.random.Generator, shape: tuple[int, ...], kind: Type) -> np.ndarray:
+    """Random numbers in a format, of many rows the same ones again and again."""
     every = math.prod(shape[:-1])
     rows = min(_TILE_ROWS, every)
     values = rng.standard_normal((rows, shape[-1]), np.float32) / np.float32(np.sqrt(shape[-1]))

@@ -10,7 +10,7 @@ import torch
 
 from pi_compile.calibration.quantising.compensation import DAMPING, inverse_factor, round_along_inputs, round_inputs
 from pi_compile.results import Stored
-from pi_runtime.artifact.formats import FORMATS
+from pi_runtime.artifact.formats import FORMATS, Format
 from pi_runtime.artifact.quantisation import dequantise, quantise
 
 Q4 = FORMATS["q4"]
@@ -28,8 +28,8 @@ def moment(x: Floats) -> torch.Tensor:
     return torch.from_numpy(x.astype(np.float64).T @ x)
 
 
-def values(stored: Stored, columns: int) -> Floats:
-    return dequantise(Q4, *stored, columns)
+def values(stored: Stored, columns: int, fmt: Format = Q4) -> Floats:
+    return dequantise(fmt, *stored, columns)
 
 
 def normal(*shape: int) -> Floats:
@@ -43,6 +43,18 @@ def test_products_err_less_than_rounded_to_nearest(k: int) -> None:
     assert np.square(x @ (along - w).T).sum() < 0.8 * np.square(x @ (values(quantise(Q4, w), k) - w).T).sum()
     inputs = values(round_inputs(Q4, v, moment(x)), 70)
     assert np.square(x @ (inputs - v)).sum() < 0.8 * np.square(x @ (values(quantise(Q4, v), 70) - v)).sum()
+
+
+@pytest.mark.parametrize("name", ["q5", "q6", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4"])
+def test_every_format_with_scales_of_blocks_or_groups_gains(name: str) -> None:
+    x, w, fmt = correlated(256), normal(70, 256), FORMATS[name]
+    along = values(round_along_inputs(fmt, w, inverse_factor(moment(x))), 256, fmt)
+    plain = values(quantise(fmt, w), 256, fmt)
+    assert np.square(x @ (along - w).T).sum() < 0.8 * np.square(x @ (plain - w).T).sum()
+    alone = inverse_factor(torch.eye(256, dtype=torch.float64))
+    weighed = quantise(fmt, w, 1 / np.square(alone.diagonal().numpy()))
+    for found, expected in zip(round_along_inputs(fmt, w, alone), weighed, strict=True):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_other_text_of_the_same_kind_gains_too() -> None:

@@ -79,7 +79,7 @@ def test_the_divergence_is_about_what_is_measured(checkpoint: Checkpoint) -> Non
             expected += sensitivity.divergence(q4, values, none)
             assert sensitivity.divergence(q4, values, ~none) == 0
             parts = values.reshape(len(values), -1, values.shape[-1])
-            again = [rounded(q4, parts[:, k], sensitivity.importance(k)) for k in range(parts.shape[1])]
+            again = [rounded(q4, parts[:, k], sensitivity.importances[k]) for k in range(parts.shape[1])]
             w[name] = torch.from_numpy(np.stack(again, 1).reshape(values.shape))
     measured = float((before.exp() * (before - log_p(checkpoint, layers, ends))).sum(-1).mean())
     assert 0.5 < expected / measured < 2

@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from support import families, hf
 
@@ -46,15 +47,26 @@ def opt(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
+def matrices(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A model whose FFNs are whole matrices, of rows of whole groups."""
+    folder = tmp_path_factory.mktemp("matrices")
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "hidden_act": "silu"}
+    hf.random_llama(folder, tokenizer=False, num_attention_heads=4, num_key_value_heads=2, head_dim=64, **sizes)
+    return open_checkpoint(folder).in_layout("matrices")
+
+
+@pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     folder = tmp_path_factory.mktemp("mixtral")
     families.random_checkpoint(folder, "mixtral")
     return open_checkpoint(folder)
 
 
-def quantised(checkpoint: Checkpoint, scratch: Path, spec: QuantiseSpec = SPEC) -> QuantisedWeights:
+def quantised(
+    checkpoint: Checkpoint, scratch: Path, spec: QuantiseSpec = SPEC, tokens: npt.NDArray[np.int64] = TOKENS
+) -> QuantisedWeights:
     with work_folder(scratch) as work:
-        return quantise_weights(checkpoint, TOKENS, spec, work=work, inputs="x", progress=lambda _done, _total: None)
+        return quantise_weights(checkpoint, tokens, spec, work=work, inputs="x", progress=lambda _done, _total: None)
 
 
 def weights(
@@ -104,6 +116,21 @@ def test_with_an_offset_down_is_made_good_and_others_are_weighed(llama: Checkpoi
         every = [loss(llama, weights(llama, one, fmt=fmt)) for one in (found, None)]
         down = [loss(llama, weights(llama, one, NAMES[3:], fmt)) for one in (found, None)]
     assert every[0] < every[1]
+    assert down[0] < down[1]
+
+
+@pytest.mark.parametrize("fmt", ["q4", "q4_k", pytest.param("q6_k", marks=MORE), pytest.param("iq4_xs", marks=MORE)])
+def test_whole_matrices_are_made_good_in_their_formats_too(matrices: Checkpoint, tmp_path: Path, fmt: str) -> None:
+    tokens = np.random.default_rng(0).integers(3, 130, 300 * 16)  # of fewer, nothing is learnt about 256 neurons
+    found = quantised(matrices, tmp_path, replace(SPEC, formats={"attention": fmt, "ffn": fmt}), tokens)
+    names = ("attention/qkv", "attention/out", "ffn/first", "ffn/up", "ffn/down")
+    assert sorted(found) == sorted(f"layers/{n}/{name}" for n in range(2) for name in names)
+    with torch.inference_mode():
+        every = [loss(matrices, weights(matrices, one, names, fmt)) for one in (found, None)]
+        others = [loss(matrices, weights(matrices, one, names[1:], fmt)) for one in (found, None)]
+        down = [loss(matrices, weights(matrices, one, names[-1:], fmt)) for one in (found, None)]
+    assert every[0] < every[1]
+    assert others[0] < 0.9 * others[1]
     assert down[0] < down[1]
 
 

@@ -71,7 +71,7 @@ def test_a_missing_extra(recipe: Path, model: Path, names: set[str], command: st
     assert_a_message(err)
     assert "is not installed, and this command needs it" in err
     extra = EXTRA_OF[err.removeprefix("error: ").partition(" ")[0]] if command == "init" else "pack"
-    assert f"try: pip install 'pi-toolchain[{extra}]'" in err
+    assert f"try: pip install '.[{extra}]'" in err
 
 
 @pytest.mark.slow

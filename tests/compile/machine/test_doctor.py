@@ -64,7 +64,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     )
     finding = found("extra compile")
     assert finding.found == "missing torch, zarr"
-    assert finding.remedy == f"{sys.executable} -m pip install 'pi-toolchain[compile]'"
+    assert finding.remedy == f"{sys.executable} -m pip install '.[compile]', in your clone of pi-toolchain"
     assert found("extra place").found == "missing highspy"
 
 
@@ -78,7 +78,7 @@ def test_without_torch_no_gpu_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(doctor, "find_spec", without("torch", "gguf", "llguidance", "starlette", "ray"))
     finding = found("gpu")
     assert "torch is not installed" in finding.found
-    assert "pi-toolchain[cuda]" in finding.remedy
+    assert "'.[cuda]'" in finding.remedy
 
 
 def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import math
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,9 +26,9 @@ from pi_compile.results import Division
 from pi_compile.results.predictor_set import store_folder
 from pi_runtime import load
 from pi_runtime.artifact.formats import FORMATS
-from pi_runtime.artifact.quantisation import as_stored
+from pi_runtime.artifact.quantisation import as_stored, quantise
 from pi_runtime.artifact.reader import Artifact
-from pi_runtime.artifact.sizes import BY_NEURON, WHOLE
+from pi_runtime.artifact.sizes import BY_NEURON, WHOLE, scales_name
 from pi_runtime.errors import NotMetError
 
 WIDEST = {"embedding": "q8", "attention": "q8", "ffn": "q8", "head": "q8"}
@@ -142,6 +143,32 @@ def test_a_build_divides_once_and_rounds_by_matrix(project: Path) -> None:
         assert "formats.matrices" in artifact.manifest.features
     stored = Division.load(next(store_folder(path).glob("divide-*.npz")))
     assert named == {name: fmt for name, fmt in stored.formats.items() if "/" in name}
+
+
+@pytest.mark.parametrize("road", ["build", "plain"])
+def test_matrices_are_rounded_as_the_division_weighs_them(
+    project: Path, road: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose cost was that of scales by the weighted error."""
+    path, output, divided = write(project, perplexity_increase=1.0), project / "a.pi", list[Division]()
+
+    def recorded(*args: Any, **settings: Any) -> Division:
+        divided.append(divide(*args, **settings))
+        return divided[-1]
+
+    monkeypatch.setattr(f"pi_compile.pipeline.{'pipeline' if road == 'build' else 'division'}.divide", recorded)
+    if road == "build":
+        Pipeline(path, "cpu", lambda _line: None, no_progress).pack(output)
+    else:
+        pack_plain(path, output, progress=no_progress, notice=lambda _line: None)
+    (found,), checkpoint = divided, open_checkpoint(project / "model")
+    with Artifact.open(output) as artifact:
+        for name in ("embedding", "layers/0/attention/qkv", "layers/1/attention/out"):
+            fmt, values = FORMATS[artifact.manifest.arrays[name].format], checkpoint.values(name)
+            stored = artifact.array(name), artifact.array(scales_name(name))
+            for mine, expected in zip(stored, quantise(fmt, values, found.importance[name][0]), strict=True):
+                np.testing.assert_array_equal(mine, expected)
+            assert not np.array_equal(stored[0], quantise(fmt, values)[0])
 
 
 def test_what_lies_on_a_grid_with_minima_keeps_it(project: Path) -> None:

@@ -28,6 +28,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "granitemoe": {"hidden_act": "relu", "intermediate_size": 96},
     "nanochat": {"intermediate_size": 192},
     "nemotron-h-experts": {"moe_intermediate_size": 96, "moe_shared_expert_intermediate_size": 96},
+    "nemotron-h-latents": {"moe_intermediate_size": 96, "moe_shared_expert_intermediate_size": 50},
     "olmo2": {"hidden_act": "relu", "intermediate_size": 192},
     "olmoe": {"hidden_act": "relu", "intermediate_size": 96},
     "qwen3.5-fatrelu": {"intermediate_size": 192, "layer_types": MIXERS},

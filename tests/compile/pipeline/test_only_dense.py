@@ -14,7 +14,8 @@ from support.hf import edit_json
 from support.small_project import no_progress, small_project
 
 from pi_compile.pipeline.packed import pack_plain
-from pi_compile.pipeline.pipeline import Pipeline
+from pi_compile.pipeline.pipeline import Pipeline, forecast
+from pi_compile.pipeline.summary import built_line
 from pi_runtime import load
 from pi_runtime.artifact.reader import Artifact
 from pi_runtime.artifact.verification import verify
@@ -54,6 +55,18 @@ def test_profile_and_train_are_left_out(recipe: Path) -> None:
         assert artifact.manifest.plans
         assert artifact.manifest.profiled_tokens == 0
     assert built(recipe)[0] == []
+
+
+def test_what_is_built_says_that_nothing_is_gained(recipe: Path) -> None:
+    for machine, stored in (
+        ("stand-in", ";"),
+        ("laptop", ", stored as whole matrices, and runs as fast as `pack --plain`;"),
+    ):
+        recipe.write_text(recipe.read_text().replace('"stand-in"', f'"{machine}"'))
+        _, _, output = built(recipe)
+        line = f"nothing is gained by skipping here: every layer is dense{stored} the quality budget is not spent"
+        assert built_line(None, 0.01, output) == line
+        assert forecast(Pipeline(recipe, "cpu", print, no_progress), output) == ""
 
 
 def test_without_a_gpu_ffns_are_those_of_a_plain_artifact(recipe: Path) -> None:
@@ -118,22 +131,29 @@ def quantised(recipe: Path) -> Path:
     return recipe
 
 
-def test_weights_are_rounded_on_text(recipe: Path) -> None:
-    ran, said, output = built(quantised(recipe))
+@pytest.mark.parametrize(
+    ("machine", "names"), [("stand-in", ("ffn/first", "ffn/rest")), ("laptop", ("ffn/first", "ffn/up", "ffn/down"))]
+)
+def test_weights_are_rounded_on_text(recipe: Path, machine: str, names: tuple[str, ...]) -> None:
+    """By neuron and as whole matrices, by a build and packed plainly."""
+    nearest, plain = (recipe.with_name(f"{name}.pi") for name in ("nearest", "plain"))
+    layout = "neurons" if machine == "stand-in" else "matrices"
+    recipe.write_text(recipe.read_text().replace('"stand-in"', f'"{machine}"'))
+    quantised(recipe)
+    ran, said, output = built(recipe)
     assert ran == ["corpus", "quantise", "pack"]
     assert any(line.startswith("quantising on 640 tokens") for line in said)
     assert any(line.startswith("rounding costs ") for line in said)
     assert built(recipe)[0] == []
-    plain = recipe.with_name("plain.pi")
-    pack_plain(recipe, plain, layout="neurons", progress=no_progress, notice=said.append)
-    assert said[-1] == "without profiling weights are rounded to nearest: [quantise] has no effect"
-    with Artifact.open(output) as rounded, Artifact.open(plain) as nearest:
-        assert rounded.manifest.recipe["quantise"] == {"tokens": 640}
-        pairs = [
-            (name, e.sha256 == nearest.manifest.arrays[name].sha256) for name, e in rounded.manifest.arrays.items()
-        ]
-    assert {name.split("/", 2)[-1] for name, same in pairs if not same} == {
-        *("ffn/first", "ffn/first_scales", "ffn/rest", "ffn/rest_scales")
-    }
-    with load(output) as model, load(plain) as other:
-        assert not np.array_equal(model.logits([1, 5, 9]), other.logits([1, 5, 9]))
+    pack_plain(recipe, plain, layout=layout, progress=no_progress, notice=said.append)
+    recipe.write_text(recipe.read_text().replace("tokens = 640", "tokens = 0"))
+    pack_plain(recipe, nearest, layout=layout, progress=no_progress, notice=said.append)
+    with Artifact.open(nearest) as artifact:
+        digests = {name: entry.sha256 for name, entry in artifact.manifest.arrays.items()}
+    for path in (output, plain):
+        with Artifact.open(path) as artifact:
+            assert artifact.manifest.recipe["quantise"] == {"tokens": 640}
+            other = {n for n, entry in artifact.manifest.arrays.items() if entry.sha256 != digests[n]}
+        assert {n.split("/", 2)[-1] for n in other} == {*names, *(f"{name}_scales" for name in names)}
+        with load(path) as model, load(nearest) as unfitted:
+            assert not np.array_equal(model.logits([1, 5, 9]), unfitted.logits([1, 5, 9]))

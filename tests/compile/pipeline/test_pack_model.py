@@ -72,7 +72,7 @@ def test_a_missing_package_is_named_with_the_small_extra(models: dict[str, Path]
     out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (USAGE, "")
     assert "gguf is not installed" in err
-    assert "try: pip install 'pi-toolchain[pack]'" in err
+    assert "try: pip install '.[pack]'" in err
 
 
 def test_it_is_packed_as_init_proposes(models: dict[str, Path], tmp_path: Path) -> None:

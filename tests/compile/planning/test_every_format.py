@@ -112,6 +112,16 @@ def test_formats_that_are_not_cut_into_neurons_are_left_out_where_they_must_be(p
     assert [row["format"] for row in plan("sparse.json", *fires)["formats"]] == ROW_FORMATS
 
 
+def test_how_the_neurons_fire_is_told(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sparse.json").write_text(json.dumps({**WIDE, "hidden_act": "relu"}))
+    fires = ("--curve", "reglu-70b", "--density", "0.2")
+    assert "silu: no neuron is ever exactly zero" in text_of(capsys, "model")
+    assert "20.0% of the neurons fire for a token" in text_of(capsys, "sparse.json", *fires, "--format", "all")
+    found = plan("sparse.json", *fires, "--format", "all")
+    assert (found["density"], found["experts"]) == (0.2, 1)
+    assert found["activation"].startswith("curve reglu-70b, density 0.2")
+
+
 def test_the_answer_comes_first(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.match(r"answer +it runs: in q8, within 4\.0 GiB of RAM, at [\d.]+ tokens/s\n", text_of(capsys, "model"))
     rows = {row["format"]: row for row in plan("model")["formats"]}

@@ -303,6 +303,16 @@ def test_a_mixture_is_answered_for_first(plan: Plan, folder: Path) -> None:
     assert f"at {rates[3 << 29]:.1f} tokens/s; 8.0 GiB more RAM would give {max(rates.values()):.1f}" in text
 
 
+def test_layers_with_a_mixer_or_an_ffn_alone_are_planned(plan: Plan, folder: Path) -> None:
+    """Layers of Nemotron-3 Super: the first one has no FFN, and experts are narrower than the model."""
+    path = ROOT / "tests/compile/checkpoint/configs/nvidia--NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4.json"
+    cut = {"hybrid_override_pattern": "ME*", "num_hidden_layers": 3, "n_routed_experts": 32}
+    (folder / "config.json").write_text(json.dumps(json.loads(path.read_text()) | cut))
+    found = plan("config.json", "--machine", "pc-low", "--format", "q4", "--curve", "opt-30b", "--density", "0.2")
+    assert {"decoder.expert_width", "decoder.beside_ff"} < set(found["gpu_lacks"])
+    assert found["budgets"][1]["prefill_tokens_per_s"] > 0
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_names_what_there_is(path: Path) -> None:
     recipe = read_recipe(path)

@@ -425,7 +425,7 @@ def test_a_missing_extra_is_named(folder: Path) -> None:
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (USAGE, ""), err
     assert_a_message(err)
-    assert "pip install 'pi-toolchain[report]'" in err
+    assert "pip install '.[report]'" in err
     assert not (folder / "page.html").exists()
 
 

@@ -94,7 +94,7 @@ def test_a_threshold_is_counted_as_what_fires() -> None:
     h = td.neurons(d, w, x)
     read, kept = SparseFfn(layer).apply(d, w, x, h)
     assert read is None
-    sums.add(h, kept, read, w["ffn/rest"][:, -1])
+    sums.add(h, kept, read, w)
     neuron = FfnBytes(d, "f16", "f16")
     row = sums.row(neuron, BYTES, layer)
     share = float((kept != 0).float().mean())

@@ -38,7 +38,7 @@ def choice(options: Any, most: float, formats: Sequence[str] = ("f16",), measure
     def measure(chosen: Sequence[Candidate]) -> Any:
         if measured is not None:
             measured.append(list(chosen))
-        return SimpleNamespace(divergence=divergence(chosen))
+        return divergence(chosen), SimpleNamespace()
 
     return choose_rungs(options, most, formats=formats, time=time, measure=measure, on_pass=lambda: None)
 
@@ -89,12 +89,12 @@ def test_few_passes_find_how_far_the_budget_reaches(slope: float, bend: float) -
 
     def measure(chosen: Sequence[Candidate]) -> Any:
         measured.append(chosen)
-        return SimpleNamespace(divergence=slope * (divergence(chosen) / 1e-3) ** bend * 1e-3)
+        return slope * (divergence(chosen) / 1e-3) ** bend * 1e-3, SimpleNamespace()
 
     most = slope * 1e-3
     found = choose_rungs(options, most, formats=["f16"], time=time, measure=measure, on_pass=lambda: None)
     assert len(measured) <= PASSES
-    assert found.tune.divergence <= most
+    assert found.cost <= most
     known = choice(options, 1e-3)
     assert sum(map(time, found.candidates)) <= 1.1 * sum(map(time, known.candidates))
 

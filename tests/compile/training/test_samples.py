@@ -21,7 +21,7 @@ WIDTH, TOKENS, WINDOWS = 8, 1000, 2 * BATCH + 1
 @pytest.fixture
 def pushed(tmp_path: Path) -> Any:
     """A text of five windows, of which no batch has been pushed."""
-    checkpoint: Any = SimpleNamespace(decoder=SimpleNamespace(d_model=WIDTH, router_apart=False))
+    checkpoint: Any = SimpleNamespace(decoder=SimpleNamespace(neuron_width=WIDTH, router_apart=False))
     ids_NT = torch.zeros(WINDOWS, TOKENS, dtype=torch.int64)
     return PushedText(checkpoint, None, ids_NT, "fit", tmp_path, "cpu")  # type: ignore[arg-type]
 

@@ -11,11 +11,11 @@ from pi_runtime.artifact.buffers import (
     kv_bytes,
     kv_cache,
     kv_page,
+    rotary_table,
     rotary_tables,
     table_bytes,
     workspace_bytes,
 )
-from pi_runtime.artifact.decoder import rotary_table
 from pi_runtime.artifact.footprint import GEMM_NEURONS, POSITIONS, PartBytes
 from pi_runtime.artifact.gpu_buffers import (
     WEIGHT_ALIGN,

@@ -76,8 +76,9 @@ def test_facts_of_a_decoder_are_features(kind: str, tmp_path: Path, monkeypatch:
 
 
 def test_every_fact_has_a_case() -> None:
-    """So each is run from disk, in company and on two sides. Those of the ends of a model have tests of their own."""
-    ends = {"final_norm", "head_bias", "position_offset", "rotary_scale", "shared_norm", "threshold"}
+    """So each is run from disk, in company and on two sides. Those of the ends of a model, and of whole matrices, have
+    tests of their own."""
+    ends = {"final_norm", "head_bias", "position_offset", "rotary_scale", "shared_norm", "threshold", "last_ff"}
     cases = {name for given in FACTS.values() for name in names_of(given)} | {f"decoder.{name}" for name in ends}
     named = {f"decoder.{name}" for name, own in facts().items() if own.default is not MISSING}
     assert named - cases == {"decoder.rotary_frequencies"}

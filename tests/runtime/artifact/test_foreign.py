@@ -31,11 +31,10 @@ def test_other_files_are_recognised(tmp_path: Path, data: bytes, kind: str) -> N
 
 
 @pytest.mark.parametrize(("magic", "kind"), [(b"GGUF", "a GGUF model"), (b"PWRI", "a GGUF model of PowerInfer")])
-def test_a_gguf_file_has_two_commands(tmp_path: Path, magic: bytes, kind: str) -> None:
+def test_a_gguf_file_has_a_command(tmp_path: Path, magic: bytes, kind: str) -> None:
     message = refused(tmp_path / "my model.gguf", magic + b"\3\0\0\0")
     assert f"found: {kind}\n" in message
-    two = f"pi-compile init '{tmp_path}/my model.gguf' -o 'my model.toml', then pi-compile pack --plain 'my model.toml'"
-    assert f"try: {two} -o 'my model.pi'" in message
+    assert f"try: pi-compile pack --plain '{tmp_path}/my model.gguf' -o 'my model.pi'" in message
 
 
 def test_no_such_file(tmp_path: Path) -> None:
@@ -49,9 +48,8 @@ def test_no_such_file(tmp_path: Path) -> None:
 
 def test_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    name = tmp_path.name
-    two = f"pi-compile init {tmp_path} -o {name}.toml, then pi-compile pack --plain {name}.toml -o {name}.pi"
-    assert f"this looks like a checkpoint: {two}" in refusal(tmp_path)
+    command = f"pi-compile pack --plain {tmp_path} -o {tmp_path.name}.pi"
+    assert f"this looks like a checkpoint: {command}" in refusal(tmp_path)
 
 
 def test_a_file_that_cannot_be_read(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """`pi-run` as its user meets it: results, talk, variables and flags."""
 
+import io
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +12,9 @@ from support.paths import GOLDEN
 from support.scripted import saying, scripted_artifact
 from support.synthetic import END_ID, random_artifact, small_decoder
 
+from pi_runtime import console
 from pi_runtime.commands import chat, warm_up
+from pi_runtime.commands.run import app
 from pi_runtime.execution.kv_cache import KVCache
 
 Run = Callable[..., tuple[int, str, str]]
@@ -193,6 +197,22 @@ def test_chat(run: Run, alphabet: Path) -> None:
     assert "Your turn" in err
     assert run(alphabet, "--chat", stdin="")[:2] == (0, "")
     assert run(alphabet, "--chat", "-n", 1, "--stats", stdin="a\n")[2].count("generated_tokens") == 1
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 0), (["--system", "be"], 0), (["--json"], 2), (["--md"], 2)])
+def test_the_model_alone_starts_a_chat_on_a_terminal(
+    alphabet: Path,
+    no_variables: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    code: int,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("uv\n"))
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert console.run(app, [str(alphabet), *arguments]) == code
+    assert ("wxyz" in capsys.readouterr().out) == (code == 0)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`pi-serve` as a command: its flags, and what it says where they cannot be."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from support.commands import INPUT, USAGE, assert_a_message
 from pi_runtime import console
 from pi_runtime.commands import access
 from pi_runtime.commands import serve as cli
-from pi_runtime.errors import ArtifactError
+from pi_runtime.errors import ArtifactError, UsageError
 
 for name in ("starlette", "uvicorn", "pydantic", "llguidance"):
     pytest.importorskip(name)
@@ -134,7 +135,7 @@ def test_without_the_extra_it_says_which(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "starlette", None)
     assert run(alphabet) == USAGE
-    assert "pip install 'pi-toolchain[serve]'" in capsys.readouterr().err
+    assert "pip install '.[serve]', in your clone" in capsys.readouterr().err
 
 
 def test_an_artifact_is_checked_while_it_is_served(random_path: Path, tmp_path: Path) -> None:
@@ -155,3 +156,12 @@ def test_defaults_of_answers(alphabet: Path) -> None:
     assert (settings.sampling, settings.max_tokens) == ({"temperature": 0, "top_k": 5}, 9)
     unsaid = cli._settings(cli.ListenOptions(artifact=alphabet), cli.DefaultOptions(), 2)
     assert (unsaid.sampling, unsaid.max_tokens) == ({}, None)
+
+
+@pytest.mark.parametrize(
+    ("host", "needs_key"), [("127.0.0.1,::1", False), ("127.0.0.1,0.0.0.0", True), ("192.0.2.1,127.0.0.1", True)]
+)
+def test_every_address_is_looked_at(host: str, needs_key: bool) -> None:
+    access.check_reach(host, ["key"])
+    with pytest.raises(UsageError, match="other machines") if needs_key else nullcontext():
+        access.check_reach(host, [])

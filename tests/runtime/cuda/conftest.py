@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 for _module in ("torch", "triton"):
-    pytest.importorskip(_module, reason=f"the GPU tier needs {_module}: pip install 'pi-toolchain[cuda]'")
+    pytest.importorskip(_module, reason=f"the GPU tier needs {_module}: pip install '.[cuda]'")
 
 # A machine with a GPU may have what runs a model, and nothing that places one.
 _PLACING = ["test_budgets.py", "test_selection_stats.py"]

@@ -61,7 +61,7 @@ def test_two_sides_give_what_one_gives(family: str, cuts: tuple[int, ...], mode:
 @pytest.mark.parametrize("facts", BESIDE.values(), ids=BESIDE)
 def test_two_sides_give_what_one_gives_whatever_the_decoder(facts: dict[str, Any], tmp_path: Path) -> None:
     decoder = small_decoder(d_ff=200, **facts)
-    some = (128, 64) if decoder.n_experts == 1 else (128, 0, 64, 0, 200, 64, 30, 200, 5, 0)
+    some = (128, 64, 0) if decoder.n_experts == 1 else (128, 0, 64, 0, 200, 64, 30, 200, 5, 0)
     cuts = some[: decoder.n_layers * decoder.n_experts]
     plan = stored_plan(cuts, 1000, 900, attention=("cpu",) * decoder.n_layers)
     path = random_artifact(tmp_path / "a.pi", decoder, ranks=[7] * decoder.n_layers, plans=[plan])

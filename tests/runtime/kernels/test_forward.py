@@ -73,6 +73,12 @@ DECODERS: dict[str, dict[str, Any]] = {
         **ODD,
         "n_kv_heads": 1,
     },
+    "shared-keys": {
+        **FACTS["keys of earlier layers, a wider FFN there, an embedding of each layer"],
+        "n_layers": 5,
+        "shared_key_layers": (3, 4),
+        "windowed_layers": (0, 2, 3),
+    },
     "short-conv": {**FACTS["a short convolution"], **ODD, "n_kv_heads": 1},
     "relu2-plain": {"activation": "relu2", "ffn": "plain", "norm": "layer", "rotary_frequencies": (1.0,)},
     "inner-norms": {**ODD, "activation": "relu2", "inner_norms": True},
@@ -254,7 +260,8 @@ def test_matrices_with_formats_of_their_own(
 
 @pytest.mark.parametrize("fmt", ["f32", "f16", "q8", "q4_1"])
 @pytest.mark.parametrize(
-    "name", ["llama-silu-tied-biases", "parallel-shared-norm", "parallel-partial-rotary", "sandwich", "opt-odd"]
+    "name",
+    ["llama-silu-tied-biases", "parallel-shared-norm", "parallel-partial-rotary", "sandwich", "opt-odd", "shared-keys"],
 )
 def test_ffns_of_whole_matrices(name: str, fmt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = small_decoder(**{"activation": "silu"} | DECODERS[name])

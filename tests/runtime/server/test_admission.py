@@ -252,6 +252,15 @@ def test_every_address_of_a_host_has_one_port() -> None:
     assert len({each.family for each in found}) == len(found)
 
 
+def test_several_addresses_have_one_port() -> None:
+    found = listen("127.0.0.1,127.0.0.2", 0, Connections(1))
+    names = [each.getsockname() for each in found]
+    for each in found:
+        each.close()
+    assert [address for address, _ in names] == ["127.0.0.1", "127.0.0.2"]
+    assert len({port for _, port in names}) == 1
+
+
 def test_a_port_that_is_taken_is_an_error() -> None:
     (first,) = listen("127.0.0.1", 0, Connections(1))
     with first:

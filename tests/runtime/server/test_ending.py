@@ -207,6 +207,40 @@ def test_a_fault_of_the_engine_is_told_to_all_and_ends_the_server(endless: Path,
     wait_until(lambda: served.server.should_exit)
 
 
+MESSAGES = [{"role": "user", "content": "a"}]
+FORMS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/responses": {"input": "a"},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 1},
+    "/v1/embeddings": {"input": "a"},
+    "/completion": {"prompt": "a"},
+    "/api/chat": {"messages": MESSAGES},
+    "/api/generate": {"prompt": "a"},
+    "/api/embed": {"input": "a"},
+}
+
+
+@pytest.mark.parametrize("is_noticed", [False, True])
+def test_a_failed_engine_is_unavailable_in_every_form(
+    alphabet: Path, serve: Serve, monkeypatch: Any, is_noticed: bool
+) -> None:
+    """Whether the server has noticed by itself, or the engine is asked first."""
+    monkeypatch.setattr("pi_runtime.server.service.WATCH_S", 0.0 if is_noticed else 3600.0)
+    served = serve(alphabet, changed=failing(0), embeddings="mean")
+    served.service.on_failure = lambda: None  # it goes on listening
+    assert served.complete("a", max_tokens=3).json()["error"]["message"] == "internal error: RuntimeError"
+    wait_until(lambda: served.engine.ended is not None)
+    wait_until(lambda: served.service.phase == ("failed" if is_noticed else "ready"))
+    for path, body in FORMS.items():
+        for streams in (False, True):
+            answer = served.post(path, {"model": served.name, **body, "stream": streams})
+            assert answer.status_code == 503, (path, answer.text)
+            assert "the engine has failed: internal error: RuntimeError" in answer.text, path
+            assert "retry-after" in answer.headers
+            assert "on fire" not in answer.text  # the message may quote somebody's request
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_a_failure_that_another_thread_tells_ends_the_server(alphabet: Path, serve: Serve, early: bool) -> None:
     """As the check of an artifact's bytes does: while it serves, or before it listens."""

@@ -1,5 +1,6 @@
 """Figures for Prometheus."""
 
+import re
 from dataclasses import fields
 from importlib.metadata import version
 from platform import python_version
@@ -29,6 +30,7 @@ def test_before_the_engine_is_there_its_figures_are_left_out() -> None:
     assert "pi_slots 8\n" in text
     assert 'pi_http_requests_total{route="/health",status="503"} 1\n' in text
     assert "pi_running_answers" not in text
+    assert re.search(r"^# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds \d+\.\d+$", text, re.M)
     assert f'pi_build_info{{version="{version("pi-toolchain")}",python="{python_version()}"}} 1\n' in text
 
 

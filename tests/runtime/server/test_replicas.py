@@ -127,7 +127,7 @@ def test_a_replica_stays_on_its_node(start: Start, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def proxy(replicas: tuple[ServeProcess, ...], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The docs' configuration, with the ports of the replicas that run here."""
+    """The docs' configuration, with the ports of the replicas that run here; answers tell which one it was."""
     haproxy = shutil.which("haproxy", path=f"{os.environ['PATH']}:/usr/sbin")
     if haproxy is None:
         pytest.skip("no haproxy here")
@@ -137,7 +137,8 @@ def proxy(replicas: tuple[ServeProcess, ...], tmp_path_factory: pytest.TempPathF
         assert f"127.0.0.1:{old}" in text
         text = text.replace(f"127.0.0.1:{old}", f"127.0.0.1:{new}")
     path = tmp_path_factory.mktemp("proxy") / "haproxy.cfg"
-    path.write_text(text)
+    # The last section of the file is that of the replicas.
+    path.write_text(f"{text.rstrip()}\n    http-response set-header x-replica %s\n")
     checked = subprocess.run([haproxy, "-c", "-f", path], capture_output=True, text=True, check=False)
     assert (checked.returncode, "warning" in checked.stderr.lower()) == (0, False), checked.stderr
     process = subprocess.Popen([haproxy, "-db", "-f", path], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

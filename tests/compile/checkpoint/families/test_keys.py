@@ -45,7 +45,6 @@ def decoder(fields: dict[str, Any]) -> Decoder | None:
 
 
 NO_DEFAULT = {
-    "Gemma4Text": {"hidden_size_per_layer_input": 0},
     "DeepseekV2": {"num_experts_per_tok": 6},
     "Glm4Moe": {"head_dim": 128},
     "GraniteMoeHybrid": {"layer_types": [*["linear_attention"] * 31, "full_attention"], "intermediate_size": 512},
@@ -207,9 +206,14 @@ WITH_OTHERS = {
     "embeddings of each layer": (
         "Gemma4Text",
         {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 131},
+        "equal",
+    ),
+    "more of these than words": (
+        "Gemma4Text",
+        {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 140},
         "refused",
     ),
-    "keys of other layers": ("Gemma4Text", {"num_kv_shared_layers": 2}, "refused"),
+    "keys of no layer": ("Gemma4Text", {"num_kv_shared_layers": 1}, "no model"),
     "text that sees what follows": ("Gemma4Text", {"use_bidirectional_attention": "all"}, "refused"),
     "pictures that do": ("Gemma4Text", {"use_bidirectional_attention": "vision"}, "equal"),
     "a single expert of Gemma 4": (

@@ -238,6 +238,14 @@ CHANGING: list[tuple[str, dict[str, Any], str]] = [
     ("nanochat", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters"),
     ("nemotron", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor"),
     ("nemotron", {"hidden_act": "laplace"}, "hidden_act"),
+    *(
+        ("nemotron_h", {"moe_latent_size": size, "layers_block_type": ["mamba", kind, "moe", "attention"]}, key)
+        for size, kind, key in (
+            (999, "moe", "moe_latent_size"),
+            (0, "moe", "moe_latent_size"),
+            (8, "mlp", "moe_latent_"),
+        )
+    ),
     ("olmo2", {"clip_qkv": 8.0}, "clip_qkv"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
     ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine"),

@@ -93,7 +93,7 @@ _MAMBA = {"time_step_min": 0.001, "ssm_state_size": 8, "mamba_num_heads": 8, "ma
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2]}
 CHANGES: dict[str, dict[str, Any]] = {
     "nemotron": {"hidden_size": 72},
-    **dict.fromkeys(("nemotron-h", "nemotron-h-experts"), _MAMBA),
+    **dict.fromkeys(("nemotron-h", "nemotron-h-experts", "nemotron-h-latents"), _MAMBA),
     "granite-hybrid": {"mamba_d_state": 8, "shared_intermediate_size": 53},
     "granite-hybrid-experts": {"mamba_d_state": 8},
     "phi": {"intermediate_size": 240},
@@ -116,6 +116,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 """Fields without which llama.cpp has no such model: widths of whole heads, and what a file does not say."""
 USUAL = {"hidden_act": "silu", "activation_function": "gelu_new", "activation": "gelu_pytorch_tanh"}
 """The activations that llama.cpp takes, by the keys of the families."""
+_ALTERNATING = {"hybrid_override_pattern": "ME*E", "num_hidden_layers": 4}
 SAID = {
     "GPT2": {"n_ctx": 37},
     "DeepseekV2": {"scoring_func": "softmax"},
@@ -123,12 +124,13 @@ SAID = {
     "Glm4MoeLite": {"scoring_func": "sigmoid", "first_k_dense_replace": 1},
     "GraniteMoeHybrid": {"layer_types": ["mamba", "attention", "mamba", "mamba"]},
     "nemotron-h": {"hybrid_override_pattern": "M-M*-", "num_hidden_layers": 5},
-    "nemotron-h-experts": {"hybrid_override_pattern": "ME*E", "num_hidden_layers": 4},
+    "nemotron-h-experts": _ALTERNATING,
+    "nemotron-h-latents": _ALTERNATING,
 }
 """Keys of published configs that transformers does not write, or otherwise, by the case or the class of its model."""
 UNSAID = {
     "nemotron-h": ("num_experts_per_tok", "n_routed_experts", "n_group", "topk_group", "layers_block_type"),
-    "nemotron-h-experts": ("layers_block_type",),
+    **dict.fromkeys(("nemotron-h-experts", "nemotron-h-latents"), ("layers_block_type",)),
 }
 """Keys that published configs of such a case do not have."""
 OTHERWISE = {
@@ -136,7 +138,7 @@ OTHERWISE = {
     **dict.fromkeys(("qwen3", "olmo2-biases", "arcee-biases"), "llama.cpp has no bias of attention's output there"),
 }
 """Cases that llama.cpp refuses, or computes otherwise than transformers, as which they are read."""
-LOOSE = dict.fromkeys(("gemma3-linear", "gemma3-six", "gemma4-six"), 2e-2)
+LOOSE = dict.fromkeys(("gemma3-linear", "gemma3-six", "gemma4-six", "gemma4-e", "gemma4-e-narrow"), 2e-2)
 """Tolerance where llama.cpp's table of GELU, in binary16, is seen: a cap leaves little of the logits."""
 
 
@@ -198,7 +200,8 @@ def made(case: str, folder: Path, sizes: Mapping[str, Any] = MappingProxyType({}
     usual = {key: value for key, value in USUAL.items() if key in fields or (key == "activation" and "falcon" in case)}
     # More rows than words: some tokenizers add words of their own. The converter cuts those of Gemma 3 off.
     rows = words + (len(tokenizer["added_tokens"]) if case.startswith("gemma") else 9)
-    changes = {"vocab_size": rows, **usual, **CHANGES.get(case, {}), **sizes}
+    own = dict.fromkeys({"vocab_size", "vocab_size_per_layer_input"} & {"vocab_size", *fields}, rows)
+    changes = {**own, **usual, **CHANGES.get(case, {}), **sizes}
     model = random_checkpoint(folder, case, tokenizer=False, sizes=changes)
     if case == "falcon-7b":
         edit_json(folder / "config.json", num_kv_heads=1)

@@ -19,7 +19,9 @@ from pi_compile.checkpoint.gguf.blocks import taken
 from pi_compile.errors import CheckpointError
 from pi_compile.packing import ALL_KEPT, PackSpec, pack
 from pi_compile.pipeline.packed import pack_model, pack_plain
+from pi_compile.pipeline.pipeline import Pipeline
 from pi_compile.pipeline.recipe_checkpoint import create_recipe
+from pi_compile.pipeline.stages import train_spec
 from pi_runtime import load
 from pi_runtime.artifact.formats import FORMATS, WEIGHT_FORMATS
 from pi_runtime.artifact.quantisation import as_stored, dequantise, pack_rows
@@ -305,9 +307,29 @@ def test_a_recipe_is_packed_plain_with_the_blocks_of_its_file(folder: Path, tmp_
     pack_plain(tmp_path / "recipe.toml", tmp_path / "a.pi", progress=no_progress, notice=said.append)
     assert ALL_KEPT in said
     pack_model(str(path), tmp_path / "b.pi", progress=no_progress, notice=said.append)
-    with Artifact.open(tmp_path / "a.pi") as one, Artifact.open(tmp_path / "b.pi") as other:
-        arrays = [{n: (e.format, e.sha256) for n, e in a.manifest.arrays.items()} for a in (one, other)]
-    assert arrays[0] == arrays[1]
+    said.clear()
+    (tmp_path / "recipe.toml").write_text((tmp_path / "recipe.toml").read_text().replace('"pc-low"', '"laptop"'))
+    with (pipeline := Pipeline(tmp_path / "recipe.toml", "cpu", said.append, no_progress)).worker:
+        pipeline.pack(tmp_path / "c.pi")
+    assert ALL_KEPT in said  # and no loss is measured that there is not
+    arrays = []
+    for name in "abc":
+        with Artifact.open(tmp_path / f"{name}.pi") as a:
+            arrays.append({n: (e.format, e.sha256) for n, e in a.manifest.arrays.items()})
+    assert arrays[0] == arrays[1] == arrays[2]
+
+
+@pytest.mark.parametrize(("activation", "machine"), [("relu", "laptop"), ("silu", "stand-in"), ("silu", "laptop")])
+def test_a_dense_layer_is_priced_as_the_blocks_that_it_keeps(
+    folder: Path, tmp_path: Path, activation: str, machine: str
+) -> None:
+    """Skipping in q8 must be quicker than whole matrices in their own 4.5 bits, where these would be stored."""
+    checkpoint = open_checkpoint(
+        mixed(folder, tmp_path / "model.gguf", dict.fromkeys(SHAPES, Type.Q4_K)), activation=activation
+    )
+    processor = train_spec(checkpoint, machine, formats=AGAIN, rungs=("dense", "threshold")).processor
+    ratio = 8.5 / 4.5 if (activation, machine) == ("silu", "laptop") else 1
+    assert processor.rate("q8", "dense") / processor.rate("q8", "gather") == pytest.approx(ratio, rel=0.02)
 
 
 def test_the_table_of_pack_names_every_format_of_a_part(folder: Path, tmp_path: Path) -> None:

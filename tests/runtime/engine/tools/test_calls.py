@@ -24,6 +24,7 @@ from pi_runtime.engine.tools.formats import (
     NEMOTRON_V2,
     ToolFormat,
 )
+from pi_runtime.engine.tools.marked_calls import MarkedParser
 from pi_runtime.engine.tools.pairs import PairParser
 from pi_runtime.engine.tools.scanners import JsonScanner
 
@@ -38,7 +39,8 @@ FUNCTIONS: dict[str, Any] = {"look": {"properties": {"city": {"type": "string"}}
 def parse(tools: ToolFormat, pieces: list[str], functions: dict[str, Any] = FUNCTIONS) -> list[Delta]:
     count = itertools.count()
     make_id = lambda: f"id{next(count)}"  # noqa: E731
-    parser = PairParser(tools, functions, make_id) if tools.pairs else CallParser(tools, functions, make_id)
+    kind: Any = PairParser if tools.pairs else MarkedParser if tools.quote else CallParser
+    parser: CallParser = kind(tools, functions, make_id)
     deltas = [delta for piece in pieces for delta in parser.push(piece)]
     return joined(deltas + parser.finish())
 

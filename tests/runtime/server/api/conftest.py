@@ -37,6 +37,15 @@ def random_chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serv
 
 
 @pytest.fixture(scope="session")
+def prefixed_chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Engine]]:
+    """The same, with a token that begins every prompt, and a template that knows the date."""
+    path = tmp_path_factory.mktemp("api") / "prefixed.pi"
+    text, decoder = Text(prefix_ids=(END_ID,), end_ids=()), small_decoder(context_length=192)
+    files = {"chat_template.jinja": b"{{ date_string }}|{{ datetime }}|{{ messages[-1].content }}"}
+    yield from served_by(random_artifact(path, decoder, scale=3.0, text=text, files=files))
+
+
+@pytest.fixture(scope="session")
 def alphabet_chat(alphabet: Path) -> Iterator[tuple[Served, Engine]]:
     """A model that goes on with the alphabet, then ends."""
     yield from served_by(alphabet)

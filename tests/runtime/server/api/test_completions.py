@@ -215,7 +215,14 @@ def test_timings_come_with_the_end_or_with_each_token(random_chat: Chat) -> None
         ({"prompt": [[1], [2, 10**30]]}, "prompt[1][1]", "below 257"),
         ({"prompt": []}, "prompt", "at least 1"),
         ({"prompt": [[]]}, "prompt[0]", "at least 1"),
-        ({"prompt": ["a", 1]}, "prompt[0]", "integer"),
+        ({"prompt": ["a", 1.5]}, "prompt[0]", "integer"),
+        ({"prompt": [[1, []]]}, "prompt[0][1]", "integer"),
+        ({"prompt": ["a", 300]}, "prompt[1]", "found 300"),
+        ({"prompt": ["a" * 100, 1, "a" * 100]}, "prompt", "at most 191 fit"),
+        ({"prompt": {}}, None, "prompt_string or content"),
+        ({"prompt": {"prompt_string": "a", "content": [{"type": "text", "text": "a"}]}}, None, "either"),
+        ({"prompt": {"prompt_string": "a", "multimodal_data": ["x"]}}, "prompt.multimodal_data", "reads text"),
+        ({"prompt": {"content": [{"type": "image_url"}]}}, "prompt.content[0].type", "text"),
         ({"prompt": 5}, "prompt", "found 5"),
         ({"prompt": "a" * 192}, "prompt", "at most 191 fit"),
         ({"prompt": "a" * 193, "max_tokens": 0, "echo": True, "logprobs": 1}, "prompt", "at most 192 fit"),
@@ -264,6 +271,48 @@ def test_the_model_goes_by_its_names_or_none(random_chat: Chat, path: str) -> No
 @pytest.mark.parametrize("body", [None, [], "text", 3, float("nan")])
 def test_a_body_that_is_no_object(random_chat: Chat, body: object) -> None:
     asking.refused(COMPLETIONS, body, random_chat[0], None, "not a JSON object")
+
+
+OBJECT: dict[str, Any] = {"content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        (["a", "b"], ["a", "b"]),
+        ([98, "c", 100], [[98, "c", 100]]),
+        (["b", 99], [["b", 99]]),
+        ([[98, "c"], "d", [99]], [[98, "c"], "d", [99]]),
+        ({"prompt_string": "ab"}, ["ab"]),
+        ({"prompt_string": "", "multimodal_data": []}, [""]),
+        (OBJECT, ["bc"]),
+        (["a", OBJECT, {"prompt_string": "x"}, [97]], ["a", "bc", "x", [97]]),
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, "/completion", "/v1/embeddings"])
+def test_text_and_ids_in_one_prompt(prefixed_chat: Chat, path: str, prompt: Any, texts: list[Any]) -> None:
+    """As llama-server takes them: a text begins a prompt as prompts do only where it comes first."""
+    served = prefixed_chat[0]
+    encode = served.model.tokenizer.encode
+    assert encode("a") == [256, *encode("a", prefix=False)]
+    expected = [
+        encode(text)
+        if isinstance(text, str)
+        else [
+            id_
+            for n, part in enumerate(text)
+            for id_ in (encode(part, prefix=n == 0) if isinstance(part, str) else [part])
+        ]
+        for text in texts
+    ]
+    name = "input" if path == "/v1/embeddings" else "prompt"
+    served = replace(served, settings=replace(served.settings, embeddings="mean"))
+    assert [*asking.asked(path, {name: prompt}, served).texts] == expected
+
+
+def test_an_echo_of_text_and_ids(prefixed_chat: Chat) -> None:
+    (choice,) = ask(prefixed_chat, prompt=["ab", 99], echo=True, max_tokens=1)["choices"]
+    assert choice["text"].startswith("abc")
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,15 @@ def test_a_list_of_ids_is_refused_by_its_length(random_chat: tuple[Served, Engin
     assert told(lambda: asked(COMPLETIONS, body, random_chat[0])) == (400, "prompt", "context_length_exceeded")
 
 
+@pytest.mark.parametrize(("prompt", "tokens"), [([1] * 500, 500), (LONG, 100_000 // 7 + 1)])
+def test_it_is_told_in_the_words_of_other_servers(random_chat: tuple[Served, Engine], prompt: Any, tokens: int) -> None:
+    """Clients look for Anthropic's and llama-server's words, OpenAI's code, and llama-server's figures."""
+    with pytest.raises(ApiError, match=r"prompt is too long.* exceeds the available context size") as raised:
+        asked(COMPLETIONS, {"model": "m", "prompt": prompt}, random_chat[0])
+    found = raised.value.body()["error"]
+    assert (found["n_prompt_tokens"], found["n_ctx"], found["code"]) == (tokens, 192, "context_length_exceeded")
+
+
 @pytest.mark.usefixtures("untold")
 def test_a_raw_prompt_of_ollama_is_refused_by_its_length(random_chat: tuple[Served, Engine]) -> None:
     with pytest.raises(ApiError, match="at most 191 fit the context"):

@@ -52,7 +52,7 @@ def test_base64_has_the_same_numbers(chat: Chat) -> None:
         ({"input": ["a", ""]}, "input[1]"),
         ({"input": [999]}, "input[0]"),
         ({"input": "a" * 193}, "input"),
-        ({"input": {"content": "a"}}, "input"),
+        ({"input": {"content": "a"}}, "input.content"),
         ({"input": "a", "dimensions": 3}, "dimensions"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": ["a"] * 2049}, "input"),

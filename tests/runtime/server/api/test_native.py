@@ -174,6 +174,12 @@ def test_a_completion_whole_and_streamed(
         assert found["timings"]["predicted_n"] == found["tokens_predicted"]
 
 
+def test_an_answer_that_fills_the_context_is_truncated(random_chat: Chat) -> None:
+    found = [asking.whole(COMPLETION, {"prompt": "a" * 180, "n_predict": n}, random_chat) for n in (-1, 5)]
+    assert [one["truncated"] for one in found] == [True, False]
+    assert found[0]["tokens_predicted"] == 192 - 180 + 1  # the last one takes no place
+
+
 def test_several_prompts_are_a_list(alphabet_chat: Chat) -> None:
     found = asking.whole(COMPLETION, {"prompt": ["wx", "x"]}, alphabet_chat)
     assert [(one["index"], one["content"]) for one in found] == [(0, "yz"), (1, "yz")]

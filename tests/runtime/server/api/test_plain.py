@@ -39,6 +39,16 @@ def test_a_chat_becomes_a_prompt(served: Served) -> None:
     }
 
 
+def test_a_template_is_told_the_date(prefixed_chat: tuple[Served, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As llama-server tells it; a request may name another, and `chat_prompt` alone renders as transformers does."""
+    monkeypatch.setattr("pi_runtime.text.chat_template.time.strftime", lambda form: form)
+    served, messages = prefixed_chat[0], [{"role": "user", "content": "hi"}]
+    assert computed("/apply-template", {"messages": messages}, served) == {"prompt": "%d %b %Y|%b %d %Y|hi"}
+    other = {"messages": messages, "chat_template_kwargs": {"date_string": "then"}}
+    assert computed("/apply-template", other, served) == {"prompt": "then|%b %d %Y|hi"}
+    assert served.model.chat_prompt(messages) == "||hi"
+
+
 def test_the_model_is_listed(served: Served) -> None:
     (found,) = plain.list_models(served)["data"]
     Model.model_validate(found, strict=True)
