@@ -67,19 +67,22 @@ def table_bytes(*tables: Buffers) -> int:
 class CacheFormat:
     """How keys and values are held."""
 
-    numbers: Format
+    keys: Format
     """A float format; or one whose integers are packed in blocks of 32 columns, each with a scale in float16."""
-    hadamard: bool = False
-    """Whether each head is rotated before it is rounded, so that no column is much larger than the others."""
+    values: Format
+    """Such a format too, a float format where that of keys is one."""
 
-    def row_nbytes(self, width: int) -> int:
-        """Bytes of a head's keys, or values, at one position; packed ones up to the end of the last block."""
-        if not self.numbers.quantised:
-            return width * self.numbers.itemsize
-        return -(-width // BLOCK) * (BLOCK * self.numbers.bits // 8 + FORMATS["scale"].itemsize)
+    def page_nbytes(self, width: int, latents: bool) -> int:
+        """Bytes of a head's keys and values at one position, or of a latent; packed ones up to the last block's end."""
+        keys, values = (BLOCK * one.bits // 8 + FORMATS["scale"].itemsize for one in (self.keys, self.values))
+        # Below 8 bits a page has a reference, in as many bytes as scales.
+        reference = FORMATS["scale"].itemsize if self.keys.bits < 8 else 0
+        return -(-width // BLOCK) * (keys if latents else keys + reference + values)
 
 
-CACHE_FORMATS = {name: CacheFormat(FORMATS[name], hadamard=name == "q4") for name in ("f32", "f16", "q8", "q4")}
+CACHE_FORMATS = {name: CacheFormat(FORMATS[name], FORMATS[name]) for name in ("f32", "f16", "q8")} | {
+    "q4": CacheFormat(FORMATS["q6"], FORMATS["q5"])
+}
 """Formats that keys and values can be asked for in; besides `auto`."""
 
 
@@ -111,13 +114,14 @@ def kv_page(d: Decoder, fmt: str, layers: int) -> Buffer:
 
     Values (S, E) lie row by row, keys (E, S) column by column, so that one vector holds a column of several positions.
     Of packed numbers the blocks' scales are behind the integers of their row, or of all keys: `ops.page_rows` says what
-    a row is. A page of latents has a row for each position.
+    a row is, and keys of all heads come before values. A page of latents has a row for each position.
     """
-    held = CACHE_FORMATS[fmt]
-    if held.numbers.quantised:
+    held, heads = CACHE_FORMATS[fmt], 1 if d.latent_rank else d.n_kv_heads
+    if held.values.quantised:
         # Bytes behind the last column are never written.
-        return Buffer((layers, *_page_shape(d, held.row_nbytes(d.cached_width))), "uint8", fill=0)
-    return Buffer((layers, *_page_shape(d, d.cached_width)), held.numbers.stored.name)
+        row = held.page_nbytes(d.cached_width, d.latent_rank > 0)
+        return Buffer((layers, heads * POSITIONS * row), "uint8", fill=0)
+    return Buffer((layers, *_page_shape(d, d.cached_width)), held.values.stored.name)
 
 
 def state_page(d: Decoder) -> Buffer:
@@ -183,7 +187,7 @@ def cpu_workspace(d: Decoder, rank: int, tokens: int, cache: str = "f16", layout
     widths = ("mixed", "qkv", "gate", "cached")
     mixed, made, gates, cached = (max(getattr(one, f"{of}_width") for one in d.kinds) for of in widths)
     t, latents = tokens, d.n_heads if d.latent_rank else 0
-    packed = cache in CACHE_FORMATS and CACHE_FORMATS[cache].numbers.quantised
+    packed = cache in CACHE_FORMATS and CACHE_FORMATS[cache].values.quantised
     widest = max(d.d_model, d.d_embedding, mixed, rank, d.query_rank, d.beside_ff, d.layer_embedding)
     places = chunk_places(d.d_ff)
     routed = (d.n_experts + d.shared_gate) * (2 if d.router_choice_bias or d.router_groups > 1 else 1)

@@ -56,9 +56,9 @@ def load(
     into memory where it fits, and else takes what is free. `kv_budget`: bytes of it for keys and values, of all caches
     and engines together; None: as many as one sequence takes.
     `context`: positions to hold, prompt and answer together. `cache_format`: how keys and values are held: `f32`,
-    `f16`, `q8` or `q4`; `q8` takes about half as much as `f16`, `q4` a quarter, and neither is exact; `auto` is float32
-    beside attention weights in float32, else `f16`. A GPU has `auto` alone. `threads`: CPU threads; results do not
-    depend on it.
+    `f16`, `q8` or `q4`; `q8` takes about half as much as `f16`, `q4` 0.39 of it, and neither is exact; `auto` is
+    float32 beside attention weights in float32, else `f16`. A GPU has `auto` alone. `threads`: CPU threads; results do
+    not depend on it.
 
     Raises ArtifactError for a file that is not an artifact of this version, UsageError for an impossible argument,
     DeviceError for a device that is not there.

@@ -134,10 +134,10 @@ class PagePool:
         return -(-nbytes * (self.page_nbytes + self._beside) // self.page_nbytes)
 
     @property
-    def kernel_format(self) -> tuple[int, bool]:
-        """What kernels know of keys and values: the code of their number format, and whether heads are rotated."""
+    def kernel_format(self) -> tuple[int, int]:
+        """The codes of the number formats of keys and values."""
         held = CACHE_FORMATS[self.format]
-        return held.numbers.code, held.hadamard
+        return held.keys.code, held.values.code
 
     @property
     def in_use(self) -> int:

@@ -33,7 +33,7 @@ from pi_runtime.kernels.data.workspace import Workspace
 from pi_runtime.kernels.ops.attention import LayerCache, attend, norm_heads, rotate, store_kv
 from pi_runtime.kernels.ops.latent_attention import mix_latents
 from pi_runtime.kernels.ops.linear import activate, add_vector, finish_logits, linear, norm, prepare_inputs, product
-from pi_runtime.kernels.ops.page_rows import row_nbytes
+from pi_runtime.kernels.ops.page_rows import unsteady
 from pi_runtime.kernels.ops.recurrence import Made, States, mix_states
 
 _load_row, _route = by_address(load_row), by_address(moe.route)
@@ -49,10 +49,10 @@ class Positions(NamedTuple):
     run_R4: Ints
     """Runs of consecutive tokens of a sequence: the first one's index, their number, the first one's position, and the
     address of the table of the cache's pages, a row for each place with a page of each class of layers."""
-    cache_format: int
-    """Code of the number format of keys and values."""
-    hadamard: bool
-    """Whether heads are held rotated (see `page_rows`)."""
+    keys: int
+    """Code of the number format of keys."""
+    values: int
+    """Code of that of values."""
 
 
 class Step(NamedTuple):
@@ -195,7 +195,8 @@ def _attend(
         linear(gates, gates_TG.shape[1], 0, x_TD, address_of(ws.inputs), gates_TG)
     _project(cfg, w, x_TD, address_of(ws.inputs), qkv_TQ)
     pages = w.page_layer, w.kv_heads, w.cached_width, w.window, w.page_class, cfg.page_classes, w.sinks
-    cache = LayerCache(at.cache_format, row_nbytes(at.cache_format, w.cached_width), *pages, at.hadamard)
+    first = cos_SJ.shape[0] // 2 * w.second_angles
+    cache = LayerCache(at.keys, at.values, *pages, w.angles, unsteady(cos_SJ[first:], sin_SJ[first:], w.angles))
     if w.recurrence != 0:
         heads = w.recurrence, cfg.state_heads, cfg.state_key_heads, cfg.state_heads_tiled
         sizes = cfg.state_key_dim, cfg.state_value_dim, cfg.state_columns, cfg.state_gates

@@ -18,7 +18,7 @@ from pi_runtime.kernels.data.weight_table import SILU
 from pi_runtime.kernels.forward import Positions
 from pi_runtime.kernels.ops.attention import LayerCache, attend, rotate, store_kv
 from pi_runtime.kernels.ops.linear import activate, linear, norm
-from pi_runtime.kernels.ops.page_rows import row_nbytes
+from pi_runtime.kernels.ops.page_rows import unsteady
 
 _load_row, _norm = by_address(load_row), by_address(norm)
 
@@ -122,8 +122,8 @@ def guess(
     qkv = matrix(w.matrix_format, w.qkv, w.qkv_scales, joined_TU.shape[1])
     linear(qkv, qkv_TQ.shape[1], 0, joined_TU, inputs, qkv_TQ)
     rotate(cos_SJ, sin_SJ, cos_SJ.shape[1], at.position_T, w.heads + w.kv_heads, w.head_dim, qkv_TQ)
-    row = at.cache_format, row_nbytes(at.cache_format, w.head_dim)
-    cache = LayerCache(*row, 0, w.kv_heads, w.head_dim, 0, 0, 1, 0, at.hadamard)
+    turned = cos_SJ.shape[1], unsteady(cos_SJ, sin_SJ, cos_SJ.shape[1])
+    cache = LayerCache(at.keys, at.values, 0, w.kv_heads, w.head_dim, 0, 0, 1, 0, *turned)
     store_kv(cache, qkv_TQ, at.run_R4)
     attend(cache, qkv_TQ, at.run_R4, ws.unpacked_CBE, ws.attention_CX, mixed_TQ)
     out = matrix(w.matrix_format, w.out, w.out_scales, mixed_TQ.shape[1])

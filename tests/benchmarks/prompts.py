@@ -35,7 +35,6 @@ from pi_runtime.kernels.ffn import network
 from pi_runtime.kernels.ffn.memory import Batch, Ffn, first_rows, up_rows, whole_batch
 from pi_runtime.kernels.ops.attention import LayerCache, attend
 from pi_runtime.kernels.ops.linear import linear
-from pi_runtime.kernels.ops.page_rows import row_nbytes
 
 
 @public
@@ -87,10 +86,8 @@ def _alone(model: CpuModel, ops: CpuOps, layer: int, found: Seconds) -> None:
     f, at, inputs = model.ffn, ops.at, ws.inputs.ctypes.data
     batch = whole_batch(f, model.table_LX[layer], 0, ws.token_T[:tokens], ops.select_T, ws.one_T[:tokens])
     found.add("down", lambda: _sums(f, batch, ws.attended_TD[:tokens]))
-    width, fmt = int(w["cached_width"]), at.cache_format
-    pages = LayerCache(
-        fmt, row_nbytes(fmt, width), w["page_layer"], w["kv_heads"], width, w["window"], hadamard=at.hadamard
-    )
+    shape = w["page_layer"], w["kv_heads"], int(w["cached_width"]), w["window"]
+    pages = LayerCache(at.keys, at.values, *shape)
     qkv_TQ, mixed_TQ = ws.qkv_TQ[:tokens], ws.mixed_TQ[:tokens]
     found.add("attention", lambda: attend(pages, qkv_TQ, at.run_R4, ws.unpacked_CBE, ws.attention_CX, mixed_TQ))
     qkv = matrix(w["qkv_format"], w["qkv"], w["qkv_scales"], cfg.d_model)

@@ -34,7 +34,16 @@ from pi_runtime.kernels.data.matrix_view import (
     vector,
 )
 from pi_runtime.kernels.ops.key_products import key_products
-from pi_runtime.kernels.ops.page_rows import hadamard, limited_hadamard, store_keys, store_row, unpack_keys, unpack_rows
+from pi_runtime.kernels.ops.page_rows import (
+    hadamard,
+    key_nbytes,
+    limited_hadamard,
+    row_nbytes,
+    store_keys,
+    store_row,
+    unpack_keys,
+    unpack_rows,
+)
 from pi_runtime.kernels.ops.reductions import squares, weigh
 from pi_runtime.kernels.ops.row_sums import row_sums
 
@@ -47,10 +56,10 @@ STORED_ALONE = 4096
 class LayerCache(NamedTuple):
     """Where pages hold a layer's keys and values."""
 
-    fmt: int
-    """Code of the number format."""
-    stride: int
-    """Bytes of a head's keys, or values, at one position."""
+    keys: int
+    """Code of the number format of keys, and of latents."""
+    values: int
+    """Code of the number format of values."""
     layer: int
     """Number of the layer among those of its class."""
     groups: int
@@ -63,8 +72,10 @@ class LayerCache(NamedTuple):
     """How many classes of layers have pages."""
     sinks: int = 0
     """Address of a number for each query head, whose exponential is added to the sum of weights; 0 for none."""
-    hadamard: bool = False
-    """Whether heads are held rotated (see `page_rows`)."""
+    angles: int = 0
+    """Pairs of columns (j, angles + j) that positions turn."""
+    unsteady: int = 0
+    """So many of these, the first ones, are turned by much within a page (see `page_rows`)."""
 
 
 @public
@@ -97,7 +108,9 @@ def rotate(cos_SJ: Floats, sin_SJ: Floats, half: int, position_T: Ints, heads: i
 def _head(cache: LayerCache, run_4: Ints, block: int, head: int) -> int:
     """Where a page holds the keys (heads 0 … G − 1) or values (G … 2G − 1) of one head."""
     page = carray(pointer_of(run_4[TABLE]), (block + 1, cache.classes), np.int64)[block, cache.kind]
-    return page + (2 * cache.groups * cache.layer + head) * POSITIONS * cache.stride
+    keys, values = key_nbytes(cache.keys, cache.width), row_nbytes(cache.values, cache.width)
+    before = min(head, cache.groups) * keys + max(0, head - cache.groups) * values
+    return page + POSITIONS * (cache.groups * cache.layer * (keys + values) + before)
 
 
 @device
@@ -130,11 +143,12 @@ def _store_task(cache: LayerCache, qkv_TQ: Floats, run_4: Ints, group: int) -> N
         block, place = divmod(run_4[START] + n, POSITIONS)
         for head in (group, cache.groups + group):
             x_E = qkv_TQ[run_4[FIRST] + n, (heads + head) * width : (heads + head + 1) * width]
-            limited_hadamard(cache.hadamard, x_E)
+            at = _head(cache, run_4, block, head)
             if head < cache.groups:
-                store_keys(cache.fmt, x_E, _head(cache, run_4, block, head), place)
+                store_keys(cache.keys, x_E, (cache.angles, cache.unsteady), at, place)
             else:
-                store_row(cache.fmt, x_E, _head(cache, run_4, block, head), cache.stride, place)
+                limited_hadamard(cache.values, x_E)
+                store_row(cache.values, x_E, at, row_nbytes(cache.values, width), place)
 
 
 @parallel(_store_task)
@@ -208,17 +222,17 @@ def _attend_tile(
     sum_NE[:], largest_N[:], total_N[:] = np.float32(0), np.float32(-np.inf), np.float32(0)
     for n in range(queries):
         query_N[n] = (token + n // shared) * every + group * shared + n % shared
-        hadamard(cache.hadamard, qkv_TQ.reshape(-1)[query_N[n] * width : (query_N[n] + 1) * width])
+        hadamard(cache.keys, qkv_TQ.reshape(-1)[query_N[n] * width : (query_N[n] + 1) * width])
     scale = np.float32(1 / np.sqrt(width))
     # A block that no token of the tile sees is not read: its page is gone.
     lowest = max(0, start + 1 - cache.window) if cache.window > 0 else 0
     for first in range(lowest // POSITIONS * POSITIONS, end, POSITIONS):
         block, count = first // POSITIONS, min(POSITIONS, end - first)
         keys, values = _head(cache, run_4, block, group), _head(cache, run_4, block, cache.groups + group)
-        fmt, stride = cache.fmt, cache.stride
-        if is_quantised(cache.fmt):
-            unpack_keys(cache.fmt, keys, width, address_of(unpacked_BE))
-            fmt, stride, keys = F32, 4 * width, address_of(unpacked_BE)
+        fmt, stride = cache.keys, row_nbytes(cache.values, width)
+        if is_quantised(cache.keys):
+            unpack_keys(cache.keys, keys, width, address_of(unpacked_BE))
+            fmt, keys = F32, address_of(unpacked_BE)
         later = _next_keys(cache, run_4, block, (lowest // POSITIONS, (end - 1) // POSITIONS), group)
         key_products(
             fmt, keys, values, later, width, address_of(qkv_TQ), address_of(query_N), queries, address_of(score_NB)
@@ -235,9 +249,9 @@ def _attend_tile(
             if rescale != 1:
                 for j in range(width):
                     sum_NE[n, j] *= rescale
-        if is_quantised(cache.fmt):
-            unpack_rows(cache.fmt, values, cache.stride, count, width, address_of(unpacked_BE))
-            values = address_of(unpacked_BE)
+        if is_quantised(cache.values):
+            unpack_rows(cache.values, values, stride, count, width, address_of(unpacked_BE))
+            values, stride = address_of(unpacked_BE), 4 * width
         rows = MatrixView(fmt, values, 0, stride, 0, width, 0, 0)
         listed = rows_in_turn(0, count)
         row_sums(rows, listed, address_of(score_NB), 4 * POSITIONS, queries, address_of(sum_NE), 4 * width)
@@ -247,7 +261,7 @@ def _attend_tile(
         out_E = out_TQ[token + n // shared, head * width : (head + 1) * width]
         for j in range(width):
             out_E[j] = sum_NE[n, j] / total
-        hadamard(cache.hadamard, out_E)
+        hadamard(cache.values, out_E)
 
 
 @device

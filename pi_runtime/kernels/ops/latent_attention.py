@@ -46,7 +46,7 @@ from pi_runtime.kernels.ops.attention import (
     part_of_tasks,
 )
 from pi_runtime.kernels.ops.linear import linear
-from pi_runtime.kernels.ops.page_rows import hadamard, limited_hadamard, store_row, unpack_rows
+from pi_runtime.kernels.ops.page_rows import hadamard, limited_hadamard, row_nbytes, store_row, unpack_rows
 from pi_runtime.kernels.ops.reductions import squares, weigh
 from pi_runtime.kernels.ops.row_products import row_products
 from pi_runtime.kernels.ops.row_sums import row_sums
@@ -122,7 +122,7 @@ def products_by_head(
 def _page(cache: LayerCache, run_4: Ints, block: int) -> int:
     """Where a page holds a layer's latents."""
     page = carray(pointer_of(run_4[TABLE]), (block + 1, cache.classes), np.int64)[block, cache.kind]
-    return page + cache.layer * POSITIONS * cache.stride
+    return page + cache.layer * POSITIONS * row_nbytes(cache.keys, cache.width)
 
 
 @public
@@ -133,9 +133,9 @@ def store_latents(cache: LayerCache, rank: int, first: int, x_TQ: Floats, run_R4
         for n in range(run_4[COUNT]):
             block, place = divmod(run_4[START] + n, POSITIONS)
             x_X = x_TQ[run_4[FIRST] + n, first : first + cache.width]
-            limited_hadamard(cache.hadamard, x_X[:rank])
-            limited_hadamard(cache.hadamard, x_X[rank:])
-            store_row(cache.fmt, x_X, _page(cache, run_4, block), cache.stride, place)
+            limited_hadamard(cache.keys, x_X[:rank])
+            limited_hadamard(cache.keys, x_X[rank:])
+            store_row(cache.keys, x_X, _page(cache, run_4, block), row_nbytes(cache.keys, cache.width), place)
 
 
 @loop_body
@@ -187,14 +187,14 @@ def _attend_tile(
     for n in range(queries):
         query_N[n] = (token + n // shared) * heads + head + n % shared
         query_X = latent_TX.reshape(-1)[query_N[n] * cache.width : (query_N[n] + 1) * cache.width]
-        hadamard(cache.hadamard, query_X[:rank])
-        hadamard(cache.hadamard, query_X[rank:])
+        hadamard(cache.keys, query_X[:rank])
+        hadamard(cache.keys, query_X[rank:])
     query = Vectors(address_of(latent_TX), 4 * cache.width, address_of(query_N), queries)
     for first in range(0, end, POSITIONS):
         block, count = first // POSITIONS, min(POSITIONS, end - first)
-        rows, fmt, stride = _page(cache, run_4, block), cache.fmt, cache.stride
-        if is_quantised(cache.fmt):
-            unpack_rows(cache.fmt, rows, stride, count, cache.width, address_of(unpacked_BX))
+        rows, fmt, stride = _page(cache, run_4, block), cache.keys, row_nbytes(cache.keys, cache.width)
+        if is_quantised(cache.keys):
+            unpack_rows(cache.keys, rows, stride, count, cache.width, address_of(unpacked_BX))
             rows, fmt, stride = address_of(unpacked_BX), F32, 4 * cache.width
         keys = MatrixView(fmt, rows, 0, stride, 0, cache.width, 0, 0)
         row_products(keys, rows_in_turn(0, count), query, address_of(score_NB), 4 * POSITIONS)
@@ -212,7 +212,7 @@ def _attend_tile(
         out_L = latent_TX[token + n // shared, at_X : at_X + rank]
         for j in range(rank):
             out_L[j] = sum_NL[n, j] / total_N[n]
-        hadamard(cache.hadamard, out_L)
+        hadamard(cache.keys, out_L)
 
 
 _norm_latents, _rotate_apart, _store_latents = map(by_address, (norm_latents, rotate_apart, store_latents))

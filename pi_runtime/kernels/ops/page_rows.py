@@ -3,15 +3,23 @@
 Floats are stored as they are, float16 limited to its largest number. Packed rows are cut into blocks of 32 columns, of
 which each has a scale s in float16:
 
-    q8   x ≈ s · q          q in −127…127, a byte each                             s = max |x| / 127
-    q4   x ≈ s · (q − 8)    q in 0…15, those of columns i and 16 + i in one byte   s = (the x that is largest) / −8
+    q8       x ≈ s · q           q in −127…127, a byte each     s = max |x| / 127
+    q5, q6   x ≈ s · (q − Q)     q in 0…2Q − 1, Q = 16 or 32    s = (the x that is largest) / −Q
 
-Some formats hold a head rotated, so that no column is much larger than the others, and rounding costs less:
+The lower four bits of columns i and 16 + i lie in one byte; each upper bit in words of 32 bits, for keys one a column
+with a bit for each position, for values one a block with a bit for each column.
+
+In q5 and q6 a head is held rotated, so that no column is much larger than the others, and rounding costs less:
 
     y = H x / √n        H₁ = (1), H₂ₙ = (Hₙ Hₙ; Hₙ −Hₙ)        (Hadamard)
 
 for each part of n columns, the largest power of two that is left. H is symmetric and H H = n, so products of rotated
 queries and keys are those of the unrotated, and sums of rotated values are rotated back by H itself.
+
+What the keys of a page have in common is rounded once: behind the scales stands a reference in float16, the page's
+first key, rotated, but only its steady columns, which positions turn by less than 1 / 32 of a radian each, so by at
+most one in a page; others count as 0. Of all keys what they have beside the reference is packed. So a page says what it
+holds by itself, and the first of its keys decides it.
 
 Shape letters: E head width, B positions of a page, H half as many columns as a block has, X numbers.
 """
@@ -43,7 +51,24 @@ from pi_runtime.kernels.data.matrix_view import (
 LARGEST_HALF = np.float32(65504)
 """The largest float16 number."""
 _HALF, _LANES = BLOCK // 2, 8
-Q4, Q8 = FORMATS["q4"].code, FORMATS["q8"].code
+Q5, Q6, Q8 = (FORMATS[name].code for name in ("q5", "q6", "q8"))
+_PLANES = {Q5: 1, Q6: 2}
+"""Upper bits of formats whose integers do not fill a byte."""
+
+
+@device
+def unsteady(cos_SJ: Floats, sin_SJ: Floats, angles: int) -> int:
+    """How many of the first `angles` columns of these tables are turned by much within a page: they fall."""
+    one, found = min(1, cos_SJ.shape[0] - 1), 0
+    while found < angles and POSITIONS * abs(sin_SJ[one, found]) > cos_SJ[one, found]:
+        found += 1
+    return found
+
+
+@device
+def is_rotated(fmt: int) -> bool:
+    """Whether heads are held rotated."""
+    return fmt in (Q5, Q6)
 
 
 @emits(types.void(types.intp))
@@ -67,9 +92,9 @@ def _transform_pair(b: Any, at: Any, distance: Any) -> None:
 
 
 @device
-def hadamard(wanted: bool, x_E: Floats) -> None:
-    """x ← H x / √n for each part of its columns, in place, where that is wanted."""
-    first, width = 0, x_E.shape[0] if wanted else 0
+def hadamard(fmt: int, x_E: Floats) -> None:
+    """x ← H x / √n for each part of its columns, in place, where the format holds heads so."""
+    first, width = 0, x_E.shape[0] if is_rotated(fmt) else 0
     while first < width:
         size = 1
         while 2 * size <= width - first:
@@ -95,42 +120,76 @@ def hadamard(wanted: bool, x_E: Floats) -> None:
 
 
 @device
-def limited_hadamard(wanted: bool, x_E: Floats) -> None:
+def limited_hadamard(fmt: int, x_E: Floats) -> None:
     """The same of numbers that are limited to what float16 can hold before."""
-    for j in range(x_E.shape[0] if wanted else 0):
+    for j in range(x_E.shape[0] if is_rotated(fmt) else 0):
         x_E[j] = min(max(x_E[j], -LARGEST_HALF), LARGEST_HALF)
-    hadamard(wanted, x_E)
+    hadamard(fmt, x_E)
+
+
+@device
+def _blocks(width: int) -> int:
+    return (width + BLOCK - 1) // BLOCK
 
 
 @device
 def _packed_nbytes(fmt: int, width: int) -> int:
     """Bytes of a position's packed numbers without their scales."""
-    return (width + BLOCK - 1) // BLOCK * (_HALF if fmt == Q4 else BLOCK)
+    return _blocks(width) * (20 if fmt == Q5 else 24 if fmt == Q6 else BLOCK)
 
 
 @device
 def row_nbytes(fmt: int, width: int) -> int:
-    """Bytes of a head's keys, or values, at one position."""
+    """Bytes of a head's values at one position, or of a latent."""
     if is_quantised(fmt):
-        return _packed_nbytes(fmt, width) + (width + BLOCK - 1) // BLOCK * 2
+        return _packed_nbytes(fmt, width) + _blocks(width) * 2
     return width * (2 if fmt == F16 else 4)
 
 
 @device
-def store_keys(fmt: int, x_E: Floats, at: int, place: int) -> None:
-    """Write the keys of one position: the columns of a page lie a page's positions apart."""
+def key_nbytes(fmt: int, width: int) -> int:
+    """Bytes of a head's keys at one position, with its part of a page's reference."""
+    return row_nbytes(fmt, width) + (_blocks(width) * 2 if is_rotated(fmt) else 0)
+
+
+@device
+def store_keys(fmt: int, x_E: Floats, turned: tuple[int, int], at: int, place: int) -> None:
+    """Write the keys of one position: the columns of a page lie a page's positions apart. Those that are held rotated
+    are rotated in place, and lose their page's reference. `turned`: J, and how many of J angles are unsteady."""
+    if is_rotated(fmt):
+        reference_at = at + POSITIONS * row_nbytes(fmt, x_E.shape[0])
+        half_E = carray(pointer_of(reference_at), (x_E.shape[0],), np.uint16)
+        if place == 0:
+            _store_reference(x_E, turned, half_E)
+        limited_hadamard(fmt, x_E)
+        for j in range(x_E.shape[0]):
+            x_E[j] -= half_to_float(half_E[j])
     if is_quantised(fmt):
-        scales_at = at + POSITIONS * _packed_nbytes(fmt, x_E.shape[0]) + 2 * place
-        _pack(fmt, x_E, at + place, scales_at, POSITIONS)
+        packed = POSITIONS * _packed_nbytes(fmt, x_E.shape[0])
+        planes_at = at + POSITIONS * _blocks(x_E.shape[0]) * _HALF
+        _pack(fmt, x_E, (at + place, planes_at, at + packed + 2 * place), POSITIONS, place)
     else:
         _store_floats(fmt, x_E, at, place, POSITIONS)
+
+
+@device
+def _store_reference(x_E: Floats, turned: tuple[int, int], half_E: Any) -> None:
+    """Write what the keys of a page have in common, by the first of them."""
+    reference_E = x_E.copy()
+    for j in range(turned[1]):
+        reference_E[j] = reference_E[turned[0] + j] = np.float32(0)
+    limited_hadamard(Q6, reference_E)
+    for j in range(x_E.shape[0]):
+        half_E[j] = float_to_half(min(max(reference_E[j], -LARGEST_HALF), LARGEST_HALF))
 
 
 @device
 def store_row(fmt: int, x_X: Floats, at: int, stride: int, place: int) -> None:
     """Write a row of a page whose rows lie side by side."""
     if is_quantised(fmt):
-        _pack(fmt, x_X, at + place * stride, at + place * stride + _packed_nbytes(fmt, x_X.shape[0]), 1)
+        row = at + place * stride
+        planes_at = row + _blocks(x_X.shape[0]) * _HALF
+        _pack(fmt, x_X, (row, planes_at, row + _packed_nbytes(fmt, x_X.shape[0])), 1, 0)
     else:
         _store_floats(fmt, x_X, at, place * x_X.shape[0], 1)
 
@@ -149,12 +208,15 @@ def _store_floats(fmt: int, x_E: Floats, at: int, first: int, step: int) -> None
 
 
 @device
-def _pack(fmt: int, x_E: Floats, at: int, scales_at: int, step: int) -> None:
-    """Write the blocks of one position, with their scales; `step` items apart."""
+def _pack(fmt: int, x_E: Floats, at: tuple[int, int, int], step: int, place: int) -> None:
+    """Write the blocks of one position; `at`: where its bytes begin, all upper bits, and its scales. Bytes and scales
+    lie `step` items apart. `place`: which bit of a column's words is the position's."""
     width = x_E.shape[0]
-    blocks = (width + BLOCK - 1) // BLOCK
-    q_X = carray(pointer_of(at), (step * BLOCK * blocks,), np.uint8)
-    half_X = carray(pointer_of(scales_at), (step * blocks,), np.uint16)
+    blocks = _blocks(width)
+    q_X = carray(pointer_of(at[0]), (step * BLOCK * blocks,), np.uint8)
+    word_X = carray(pointer_of(at[1]), (2 * BLOCK * blocks,), np.uint32)
+    half_X = carray(pointer_of(at[2]), (step * blocks,), np.uint16)
+    planes, zero = (2, 32) if fmt == Q6 else (1, 16)
     for block in range(blocks):
         low, high = block * BLOCK, min(width, (block + 1) * BLOCK)
         largest = np.float32(0)
@@ -162,16 +224,21 @@ def _pack(fmt: int, x_E: Floats, at: int, scales_at: int, step: int) -> None:
             # NaN is larger than all, so that it reaches the scale.
             if abs(x_E[j]) > abs(largest) or np.isnan(x_E[j]):
                 largest = x_E[j]
-        quotient = largest / np.float32(-8) if fmt == Q4 else abs(largest) / np.float32(127)
+        quotient = abs(largest) / np.float32(127) if fmt == Q8 else largest / np.float32(-zero)
         half_X[block * step] = float_to_half(max(min(quotient, LARGEST_HALF), -LARGEST_HALF))
         scale = half_to_float(half_X[block * step])
-        if fmt == Q4:
-            for i in range(min(_HALF, high - low)):
-                second = _rounded(x_E[low + _HALF + i], scale, -8, 7) if low + _HALF + i < high else 0
-                q_X[(block * _HALF + i) * step] = _rounded(x_E[low + i], scale, -8, 7) + 8 | second + 8 << 4
-        else:
+        if fmt == Q8:
             for j in range(low, high):
                 q_X[j * step] = _rounded(x_E[j], scale, -127, 127)
+            continue
+        for j in range(low, high):
+            q, i = _rounded(x_E[j], scale, -zero, zero - 1) + zero, j - low
+            byte = (block * _HALF + i % _HALF) * step
+            q_X[byte] = q & 15 if i < _HALF else q_X[byte] & 15 | (q & 15) << 4
+            first, bit = (j, place) if step > 1 else (block, i)
+            for plane in range(planes):
+                word = word_X[first * planes + plane] & ~(1 << bit)
+                word_X[first * planes + plane] = word | (q >> 4 + plane & 1) << bit
 
 
 @device
@@ -181,39 +248,60 @@ def _rounded(x: np.float32, scale: np.float32, least: int, most: int) -> int:
     return int(max(np.float32(least), min(np.float32(most), quotient)))
 
 
-def _emit_numbers(b: Any, fmt: Any, q: Any) -> list[Any]:
-    """Emit the integers of a register of bytes as float32: one register, or of q4 that of the lower halves first."""
-    lanes = q.type.count
-    parts = [q]
-    if fmt == Q4:
-        halves = b.and_(q, v.const(v.I8, lanes, 15)), b.lshr(q, v.const(v.I8, lanes, 4))
-        parts = [b.sub(half, v.const(v.I8, lanes, 8)) for half in halves]
-    return [b.sitofp(b.sext(part, v.vec(v.I32, lanes)), v.vec(v.F32, lanes)) for part in parts]
+def _emit_numbers(b: Any, fmt: Any, q: Any, planes: Any, at: Any) -> Any:
+    """Emit 32 integers as float32: their lower bits in a register, and upper ones in words so many bytes behind."""
+    if fmt != Q8:
+        for plane in range(_PLANES[fmt]):
+            word = v.load(b, planes, b.add(at, v.offset(4 * plane)), v.I32)
+            upper = v.const(v.I8, BLOCK, 16 << plane)
+            q = b.or_(q, b.select(b.bitcast(word, v.vec(ir.IntType(1), BLOCK)), upper, v.const(v.I8, BLOCK, 0)))
+        q = b.sub(q, v.const(v.I8, BLOCK, 8 << _PLANES[fmt]))
+    return b.sitofp(b.sext(q, v.vec(v.I32, BLOCK)), v.vec(v.F32, BLOCK))
 
 
-def _emit_unpack_keys(b: Any, fmt: int, columns: Any, scales: Any, width: Any, out: Any) -> None:
+def _emit_halves(b: Any, q: Any) -> list[Any]:
+    """Emit the lower and the upper halves of a register of bytes."""
+    return [b.and_(q, v.const(v.I8, q.type.count, 15)), b.lshr(q, v.const(v.I8, q.type.count, 4))]
+
+
+def _emit_unpack_keys(b: Any, fmt: int, columns: Any, width: Any, blocks: Any, out: Any) -> None:
     """Emit `unpack_keys` for one format."""
-    step = v.offset(_HALF if fmt == Q4 else BLOCK)
-    with cgutils.for_range(b, b.udiv(b.add(width, v.offset(BLOCK - 1)), v.offset(BLOCK))) as block:
+    step, bits = (BLOCK, 8) if fmt == Q8 else (_HALF, 4 + _PLANES[fmt])
+    planes = b.gep(columns, [b.mul(blocks, v.offset(POSITIONS * _HALF))])
+    scales = b.gep(columns, [b.mul(blocks, v.offset(POSITIONS * BLOCK * bits // 8))])
+    references = b.gep(scales, [b.mul(blocks, v.offset(2 * POSITIONS))])
+    with cgutils.for_range(b, blocks) as block:
         halves = v.load(b, scales, b.mul(block.index, v.offset(2 * POSITIONS)), v.vec(v.I16, POSITIONS))
         scale, first = widen_halves(b, halves), b.mul(block.index, v.offset(BLOCK))
         left = b.sub(width, first)
-        with cgutils.for_range(b, b.select(b.icmp_signed("<", left, step), left, step)) as one:
-            at = b.mul(b.add(b.mul(block.index, step), one.index), v.offset(POSITIONS))
-            numbers = _emit_numbers(b, fmt, v.load(b, columns, at, v.vec(v.I8, POSITIONS)))
-            for part, number in enumerate(numbers):
+        most = b.select(b.icmp_signed("<", left, v.offset(step)), left, v.offset(step))
+        with cgutils.for_range(b, most) as one:
+            at = b.mul(b.add(b.mul(block.index, v.offset(step)), one.index), v.offset(POSITIONS))
+            q = v.load(b, columns, at, v.vec(v.I8, POSITIONS))
+            for part, integers in enumerate([q] if fmt == Q8 else _emit_halves(b, q)):
                 column = b.add(b.add(first, one.index), v.offset(_HALF * part))
                 with b.if_then(b.icmp_signed("<", column, width)):
-                    v.store(b, b.fmul(number, scale), out, b.mul(column, v.offset(4 * POSITIONS)))
+                    word = b.mul(column, v.offset(4 * (bits - 4)))
+                    x = _emit_numbers(b, fmt, integers, planes, word)
+                    if fmt == Q8:
+                        x = b.fmul(x, scale)
+                    else:
+                        reference = widen_half(b, v.load(b, references, b.mul(column, v.offset(2)), v.I16))
+                        x = v.fma(b, x, scale, v.splat(b, reference, POSITIONS))
+                    v.store(b, x, out, b.mul(column, v.offset(4 * POSITIONS)))
 
 
-def _emit_unpack_row(b: Any, fmt: int, row: Any, scales: Any, width: Any, out: Any) -> None:
+def _emit_unpack_row(b: Any, fmt: int, row: Any, width: Any, blocks: Any, out: Any) -> None:
     """Emit `unpack_rows` for one row of one format."""
-    kind = v.vec(v.I8, _HALF if fmt == Q4 else BLOCK)
+    step, bits = (BLOCK, 8) if fmt == Q8 else (_HALF, 4 + _PLANES[fmt])
+    planes = b.gep(row, [b.mul(blocks, v.offset(_HALF))])
+    scales = b.gep(row, [b.mul(blocks, v.offset(BLOCK * bits // 8))])
     whole = b.udiv(width, v.offset(BLOCK))
 
     def values(block: Any) -> Any:
-        numbers = v.join(b, _emit_numbers(b, fmt, v.load(b, row, b.mul(block, v.offset(kind.count)), kind)))
+        q = v.load(b, row, b.mul(block, v.offset(step)), v.vec(v.I8, step))
+        q = q if fmt == Q8 else v.join(b, _emit_halves(b, q))
+        numbers = _emit_numbers(b, fmt, q, planes, b.mul(block, v.offset(4 * (bits - 4))))
         scale = widen_half(b, v.load(b, scales, b.mul(block, v.offset(2)), v.I16))
         return b.fmul(numbers, v.splat(b, scale, BLOCK))
 
@@ -225,12 +313,13 @@ def _emit_unpack_row(b: Any, fmt: int, row: Any, scales: Any, width: Any, out: A
 
 
 def _unpacking(emit: Callable[..., None]) -> Any:
-    """What kernels call to unpack from some addresses: integers, scales, and floats."""
+    """What kernels call to unpack from an address, so many columns."""
 
-    @emits(types.void(types.intp, types.intp, types.intp, types.intp, types.intp))
-    def unpack(b: Any, fmt: Any, packed: Any, scales: Any, width: Any, out: Any) -> None:
-        places = [v.pointer(b, at) for at in (packed, scales, out)]
-        v.switch(b, fmt, {code: partial(emit, b, code, *places[:2], width, places[2]) for code in (Q4, Q8)})
+    @emits(types.void(types.intp, types.intp, types.intp, types.intp))
+    def unpack(b: Any, fmt: Any, packed: Any, width: Any, out: Any) -> None:
+        blocks = b.udiv(b.add(width, v.offset(BLOCK - 1)), v.offset(BLOCK))
+        call = v.pointer(b, packed), width, blocks, v.pointer(b, out)
+        v.switch(b, fmt, {code: partial(emit, b, code, *call) for code in (Q5, Q6, Q8)})
 
     return unpack
 
@@ -241,12 +330,11 @@ _unpack_columns, _unpack_row = _unpacking(_emit_unpack_keys), _unpacking(_emit_u
 @device
 def unpack_keys(fmt: int, at: int, width: int, unpacked: int) -> None:
     """A page's packed keys as float32 at an address, column by column."""
-    _unpack_columns(fmt, at, at + POSITIONS * _packed_nbytes(fmt, width), width, unpacked)
+    _unpack_columns(fmt, at, width, unpacked)
 
 
 @device
 def unpack_rows(fmt: int, at: int, stride: int, count: int, width: int, unpacked: int) -> None:
     """The first `count` packed rows of a page as float32 at an address, side by side."""
-    nbytes = _packed_nbytes(fmt, width)
     for n in range(count):
-        _unpack_row(fmt, at + n * stride, at + n * stride + nbytes, width, unpacked + 4 * n * width)
+        _unpack_row(fmt, at + n * stride, width, unpacked + 4 * n * width)

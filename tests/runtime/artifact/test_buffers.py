@@ -59,7 +59,10 @@ def test_the_cache_is_half_as_large_where_weights_are_not_float32() -> None:
     for fmt in ("f32", "q4"):
         assert kv_page(decoder, cache_format(fmt), 3).nbytes == kv_cache(decoder, fmt, POSITIONS, layers=3).nbytes
     for head_dim, row in ((64, 68), (65, 102), (8, 34)):
-        assert kv_page(small_decoder(n_layers=3, head_dim=head_dim), cache_format("f32", "q8"), 3).shape[-1] == row
+        d = small_decoder(n_layers=3, head_dim=head_dim)
+        assert kv_page(d, cache_format("f32", "q8"), 3).shape[-1] == 2 * d.n_kv_heads * POSITIONS * row
+        # 50 bytes of 32 columns in q4 for 68.
+        assert 34 * kv_page(d, "q4", 3).nbytes == 25 * kv_page(d, "q8", 3).nbytes
 
 
 @pytest.mark.parametrize("fmt", ["f32", "f16", "bf16", "q8", "q4"])

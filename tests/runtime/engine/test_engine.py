@@ -402,9 +402,10 @@ def test_no_step_holds_more_than_a_piece(talker: Model, monkeypatch: pytest.Monk
     assert len(alone) < len(steps)
 
 
-def test_little_memory_changes_no_text(random_path: Path) -> None:
+@pytest.mark.parametrize("cache_format", ["auto", "q4"])
+def test_little_memory_changes_no_text(random_path: Path, cache_format: str) -> None:
     rng = random.Random(3)
-    with load(random_path, mode="predicted") as model:
+    with load(random_path, mode="predicted", cache_format=cache_format) as model:
         requests = random_requests(rng, 30, sampled=True, context=96, cancels=False)
         wanted = [alone(model, r) for r in requests]
         with Engine(model, slots=6, kv_budget=4 * model.executor.new_pool(None).page_nbytes) as engine:

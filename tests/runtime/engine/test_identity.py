@@ -49,7 +49,9 @@ def artifact(path: Path, fmt: str, fields: dict[str, Any]) -> Path:
     )
 
 
-@pytest.mark.parametrize("case", marked_long(CASES, ["f32 dense", "q8 dense", "q8 experts"]))
+@pytest.mark.parametrize(
+    "case", marked_long(CASES, ["f32 dense", "q8 dense", "q8 experts", "q8 predicted, cache in q4"])
+)
 def test_the_same_text_in_any_company(case: str, tmp_path: Path, long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     fmt, fields, options = CASES[case]
     path = artifact(tmp_path / "a.pi", fmt, fields)

@@ -24,6 +24,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {"mode": "dense"}),
     "predicted": ({}, {"mode": "predicted"}),
     "predicted, cache in q8": ({}, {"mode": "predicted", "cache_format": "q8"}),
+    "windows, cache in q4": ({"window": 9, "windowed_layers": (0,)}, {"mode": "predicted", "cache_format": "q4"}),
     "windows": ({"window": 9, "windowed_layers": (0,)}, {"mode": "predicted"}),
     "latents": ({"n_kv_heads": 1, "latent_rank": 37, "rotary_frequencies": (1.0,)}, {"mode": "predicted"}),
 }

@@ -87,10 +87,11 @@ def test_long_texts_have_the_bits_of_masks_alone(
     [
         ("cpu", 9, {"mode": "predicted"}),
         ("cpu", 40, {"mode": "gate", "cache_format": "q8"}),
+        ("cpu", 40, {"mode": "dense", "cache_format": "q4"}),
         ("stand-in", 9, {}),
         ("disk", 40, {}),
     ],
-    ids=["cpu", "cache in q8", "stand-in", "disk"],
+    ids=["cpu", "cache in q8", "cache in q4", "stand-in", "disk"],
 )
 def test_engines_give_the_text_of_masks_alone(
     device: str, window: int, options: dict[str, Any], tmp_path: Path, long: bool

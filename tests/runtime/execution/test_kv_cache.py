@@ -86,6 +86,24 @@ def test_a_packed_cache_is_near_the_usual_one(random_path: Path, fmt: str, most:
         load(random_path, cache_format="q5")
 
 
+@pytest.mark.parametrize("fmt", ["q8", "q4"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_packed_cache_has_the_same_bits_on_any_threads_and_after_tokens_are_taken_back(
+    random_path: Path, fmt: str, threads: int
+) -> None:
+    """The key that a page is packed beside is overwritten where its first token is taken back, and only there."""
+    ids = np.random.default_rng(2).integers(0, 256, 80)
+    with load(random_path, mode="dense", cache_format=fmt, threads=1) as model:
+        wanted_TV = model.logits(ids)
+    with load(random_path, mode="dense", cache_format=fmt, threads=threads) as model:
+        cache = model.new_cache()
+        for kept in (79, 65, 64, 63, 33, 32, 31, 0):
+            others = np.concatenate([ids[:kept], (ids[kept:] + 1) % 256])
+            model.logits(others, last=1, cache=cache)
+            np.testing.assert_array_equal(model.logits(ids, last=1, cache=cache)[0], wanted_TV[-1])
+            assert cache.length == 80
+
+
 def test_a_budget_below_a_page_is_refused(model: Model) -> None:
     with pytest.raises(DoesNotFitError, match=r"^kv_budget=9: no page of 32 positions fits"):
         model.executor.new_pool(9)
