@@ -36,7 +36,7 @@ def test_unknown_names(name: str) -> None:
 @pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:3"])
 def test_without_torch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     pretend(monkeypatch, None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'pi-toolchain\[cuda\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install '\.\[cuda\]'"):
         resolve_device(name)
 
 
