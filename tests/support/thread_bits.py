@@ -45,7 +45,7 @@ def operators(w: StoredMatrix, layer: Layer) -> None:
         qkv_TQ, pages = random(tokens, 8 * 20), np.zeros((4, 2, 2, POSITIONS, 20), np.float16)
         table = np.array([page.ctypes.data for page in pages])
         run_R4 = np.array([[0, tokens, 30, table.ctypes.data]])
-        store_kv(cache := LayerCache(F16, 40, 0, 2, 20, 0), qkv_TQ, run_R4)
+        store_kv(cache := LayerCache(F16, F16, 0, 2, 20, 0), qkv_TQ, run_R4)
         scratch_CX = np.empty((CHUNKS, ATTENTION_TOKENS * 2 * (20 + POSITIONS + 4)), np.float32)
         unpacked_CBE = np.empty((CHUNKS, 0, 20), np.float32)
         attend(cache, qkv_TQ, run_R4, unpacked_CBE, scratch_CX, mixed_TQ := np.empty((tokens, 80), np.float32))
