@@ -79,7 +79,7 @@ def built_line(t: PredictorSet | None, budget: float, artifact: Path) -> str:
     with closing(Artifact.open(artifact)) as opened:
         m = opened.manifest
     if t is None or all(row.kind.dense for row in t.rows):
-        whole = "" if m.ffn_layout == BY_NEURON else ", stored as whole matrices, and runs as fast as `pack --plain`"
+        whole = "" if m.ffn_layout == BY_NEURON else ", stored as whole matrices, as fast as a plain pack"
         return f"nothing is gained by skipping here: every layer is dense{whole}; the quality budget is not spent"
     neuron, others = FfnBytes.of(m.decoder, m.formats), other_bytes(m)
     dense = m.decoder.n_layers * m.decoder.experts_per_token * m.decoder.d_ff * (neuron.first + neuron.rest)

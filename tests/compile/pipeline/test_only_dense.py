@@ -60,7 +60,7 @@ def test_profile_and_train_are_left_out(recipe: Path) -> None:
 def test_what_is_built_says_that_nothing_is_gained(recipe: Path) -> None:
     for machine, stored in (
         ("stand-in", ";"),
-        ("laptop", ", stored as whole matrices, and runs as fast as `pack --plain`;"),
+        ("laptop", ", stored as whole matrices, as fast as a plain pack;"),
     ):
         recipe.write_text(recipe.read_text().replace('"stand-in"', f'"{machine}"'))
         _, _, output = built(recipe)
