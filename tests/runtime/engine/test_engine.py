@@ -169,10 +169,11 @@ def test_only_requests_with_the_same_salt_share_what_is_kept(
 
 def test_equal_prompts_at_once_are_computed_once(random_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All go on from the two full pages, which are read once."""
-    prompt, all_are_there = [n % 200 for n in range(93)], threading.Event()
+    prompt, runs, all_are_there = [n % 200 for n in range(93)], threading.Event(), threading.Event()
     with load(random_path, mode="predicted") as model, Engine(model, slots=4, decode_share=0) as engine:
-        spied(model, monkeypatch, before=all_are_there.wait)
+        spied(model, monkeypatch, before=lambda: (runs.set(), all_are_there.wait(30)))
         first = engine.generate([1], max_tokens=1)
+        assert runs.wait(30)  # or some of the four would join beside it
         streams = [engine.generate(prompt, max_tokens=3) for _ in range(4)]
         all_are_there.set()
         "".join(first)
