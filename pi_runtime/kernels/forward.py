@@ -30,9 +30,10 @@ from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.data.weight_formats import GROUP_COLUMNS
 from pi_runtime.kernels.data.weight_table import Ends, KernelConfig, LayerRecord, LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace
+from pi_runtime.kernels.ops.activations import activate
 from pi_runtime.kernels.ops.attention import LayerCache, attend, norm_heads, rotate, store_kv
 from pi_runtime.kernels.ops.latent_attention import mix_latents
-from pi_runtime.kernels.ops.linear import activate, add_vector, finish_logits, linear, norm, prepare_inputs, product
+from pi_runtime.kernels.ops.linear import add_vector, finish_logits, linear, norm, prepare_inputs, product
 from pi_runtime.kernels.ops.page_rows import unsteady
 from pi_runtime.kernels.ops.recurrence import Made, States, mix_states
 
@@ -329,8 +330,9 @@ def _add_beside(
     else:
         up_TF[:] = np.float32(1)
     for t in range(tokens):
+        activate(cfg.activation, np.float32(cfg.threshold), h_TF[t])
         for i in range(width):
-            h_TF[t, i] = activate(cfg.activation, np.float32(cfg.threshold), h_TF[t, i]) * up_TF[t, i]
+            h_TF[t, i] *= up_TF[t, i]
     linear(matrix(w.beside_down_format, w.beside_down, w.beside_down_scales, width), cfg.d_model, 0, h_TF, inputs, y_TD)
     if w.beside_norm != 0:
         _norm(0, eps, w.beside_out_norm, 0, y_TD, y_TD)
@@ -365,8 +367,9 @@ def _add_embedding(
     gate = matrix(w.embedding_gate_format, w.embedding_gate, w.embedding_gate_scales, cfg.d_model)
     linear(gate, width, 0, x_TD, inputs, h_TP)
     for t in range(tokens):
+        activate(cfg.activation, np.float32(cfg.threshold), h_TP[t])
         for j in range(width):
-            h_TP[t, j] = activate(cfg.activation, np.float32(cfg.threshold), h_TP[t, j]) * e_TP[t, j]
+            h_TP[t, j] *= e_TP[t, j]
     out = matrix(w.embedding_out_format, w.embedding_out, w.embedding_out_scales, width)
     linear(out, cfg.d_model, 0, h_TP, inputs, y_TD)
     _norm(0, eps, w.embedding_norm, 0, y_TD, y_TD)

@@ -16,8 +16,9 @@ from pi_runtime.kernels.data.matrix_view import Floats, Ints, address_of, matrix
 from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.data.weight_table import SILU
 from pi_runtime.kernels.forward import Positions
+from pi_runtime.kernels.ops.activations import activate
 from pi_runtime.kernels.ops.attention import LayerCache, attend, rotate, store_kv
-from pi_runtime.kernels.ops.linear import activate, linear, norm
+from pi_runtime.kernels.ops.linear import linear, norm
 from pi_runtime.kernels.ops.page_rows import unsteady
 
 _load_row, _norm = by_address(load_row), by_address(norm)
@@ -137,8 +138,9 @@ def guess(
     linear(matrix(w.matrix_format, w.gate, w.gate_scales, width), neurons, 0, normed_TD, inputs, gate_TF)
     linear(matrix(w.matrix_format, w.up, w.up_scales, width), neurons, 0, normed_TD, inputs, up_TF)
     for t in range(tokens):
+        activate(SILU, np.float32(0), gate_TF[t])
         for n in range(neurons):
-            gate_TF[t, n] = activate(SILU, np.float32(0), gate_TF[t, n]) * up_TF[t, n]
+            gate_TF[t, n] *= up_TF[t, n]
     linear(matrix(w.matrix_format, w.down, w.down_scales, neurons), width, 0, gate_TF, inputs, normed_TD)
     for t in range(tokens):
         for j in range(width):

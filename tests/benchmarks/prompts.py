@@ -91,7 +91,7 @@ def _alone(model: CpuModel, ops: CpuOps, layer: int, found: Seconds) -> None:
     qkv_TQ, mixed_TQ = ws.qkv_TQ[:tokens], ws.mixed_TQ[:tokens]
     found.add("attention", lambda: attend(pages, qkv_TQ, at.run_R4, ws.unpacked_CBE, ws.attention_CX, mixed_TQ))
     qkv = matrix(w["qkv_format"], w["qkv"], w["qkv_scales"], cfg.d_model)
-    out = matrix(w["out_format"], w["out"], w["out_scales"], cfg.mixed_width)
+    out = matrix(w["out_format"], w["out"], w["out_scales"], int(w["mixed_width"]))
     x_TD, y_TF = ws.normed_TD[:tokens], np.empty((tokens, cfg.d_ff), np.float32)
     products = [(MatrixView(*qkv), qkv_TQ.shape[1], x_TD, qkv_TQ), (MatrixView(*out), cfg.d_model, mixed_TQ, x_TD)]
     products += [(_rows(f, batch, up), cfg.d_ff, x_TD, y_TF) for up in (False, True)]

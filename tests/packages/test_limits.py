@@ -17,7 +17,7 @@ ROOM_LINES = {
     ("pi_runtime/server",): 7100,
     ("pi_runtime/engine",): 6250,
     ("pi_runtime/execution", "pi_runtime/disk"): 5500,
-    ("pi_runtime/kernels",): 9710,
+    ("pi_runtime/kernels",): 9810,
     ("pi_runtime/cuda",): 4300,
     ("pi_compile/checkpoint",): 8240,
     ("pi_compile/sparsification",): 2650,

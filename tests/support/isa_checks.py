@@ -5,15 +5,19 @@ each set compiles its own.
 """
 
 import sys
+import zlib
 
 import numpy as np
 
 from pi_runtime.artifact.footprint import BLOCK_SUM, input_nbytes, padded_width
 from pi_runtime.kernels import reference
 from pi_runtime.kernels.codegen.isa import ISA
-from pi_runtime.kernels.data.matrix_view import RowList
+from pi_runtime.kernels.codegen.jit import public
+from pi_runtime.kernels.data.matrix_view import Floats, RowList
+from pi_runtime.kernels.data.weight_table import CLAMPED_SWIGLU, DRELU, GELU_TANH, RELU, RELU2, SILU
 from pi_runtime.kernels.ffn.network import serial_add_neurons
 from pi_runtime.kernels.ops import row_sums
+from pi_runtime.kernels.ops.activations import activate
 from pi_runtime.kernels.ops.block_sums import add_block_rows
 from pi_runtime.kernels.ops.linear import linear
 from support.rounding import product
@@ -77,6 +81,24 @@ def check_ffn(fmt: str) -> None:
     np.testing.assert_allclose(y_TD, reference.ffn(layer.decoder, layer.values, x_TD), rtol=1e-3, atol=1e-4)
 
 
+ACTIVATED = 3597740540
+"""A checksum of the bits of all activations but GELU, whose error function is the C library's."""
+
+
+@public
+def activate_row(activation: int, limit: np.float32, z_K: Floats) -> None:
+    activate(activation, limit, z_K)
+
+
+def check_activations() -> None:
+    found = 0
+    for activation in (RELU, RELU2, DRELU, SILU, CLAMPED_SWIGLU, GELU_TANH):
+        z_K = np.arange(-1701, 1701).astype(np.float32) / np.float32(128)
+        activate_row(activation, np.float32(0.01), z_K)
+        found = zlib.crc32(z_K.tobytes(), found)
+    assert found == ACTIVATED, found
+
+
 def main() -> None:
     formats = sys.argv[1:] or [*ROW_FORMATS]
     for fmt in formats:
@@ -85,6 +107,7 @@ def main() -> None:
         check_ffn(fmt)
         if fmt in BLOCK_FORMATS:
             check_extremes(fmt)
+    check_activations()
     print(ISA.name)
 
 

@@ -12,17 +12,20 @@ weights: Σ (u − 8) q = Σ u q − 8 Σ q for q4, and 128 instead of 8 for q8.
 Shape letters: D columns, P padded columns, B blocks, J columns of one block, Q fours of bytes.
 """
 
+from typing import Any
+
 import numpy as np
-from numba import carray
+from numba import carray, types
 
 from pi_runtime.artifact.footprint import INPUT, PAD
 from pi_runtime.artifact.formats import BLOCK
-from pi_runtime.kernels.codegen.intrinsics import padded_width
+from pi_runtime.kernels.codegen import simd as v
+from pi_runtime.kernels.codegen.intrinsics import emits, padded_width
 from pi_runtime.kernels.codegen.jit import device, public
-from pi_runtime.kernels.data.matrix_view import Bytes, Floats, is_quantised, pointer_of
+from pi_runtime.kernels.data.matrix_view import Floats, is_quantised, pointer_of
 from pi_runtime.kernels.data.weight_formats import GROUP_COLUMNS
 
-_TINY = np.float32(2.0**-126)
+_TINY = 2.0**-126
 """Below the smallest normal scale 1/s would overflow: such a block counts as zeros."""
 
 
@@ -73,47 +76,50 @@ def prepare_input(fmt: int, x_D: Floats, input_at: int) -> None:
 
 @device
 def _quantise(p: int, input_at: int) -> None:
-    x_P = carray(pointer_of(input_at), (p,), np.float32)
-    bits_P = carray(pointer_of(input_at), (p,), np.int32)
-    q_P = carray(pointer_of(column_order_at(input_at, p)), (p,), np.int8)
-    s_B = carray(pointer_of(scales_at(input_at, p)), (p // BLOCK,), np.float32)
-    sum_B = carray(pointer_of(block_sums_at(input_at, p)), (p // BLOCK,), np.int32)
-    half_B = carray(pointer_of(half_sums_at(input_at, p)), (p // BLOCK,), np.int32)
+    q, scales, sums = column_order_at(input_at, p), scales_at(input_at, p), block_sums_at(input_at, p)
+    halves = half_sums_at(input_at, p)
     for block in range(p // BLOCK):
-        x_J, bits_J = x_P[block * BLOCK : (block + 1) * BLOCK], bits_P[block * BLOCK : (block + 1) * BLOCK]
-        q_J = q_P[block * BLOCK : (block + 1) * BLOCK]
-        # Magnitudes are ordered like their bits, NaN above all: so an infinite or NaN input reaches the scale.
-        largest = np.int32(0)
-        for j in range(BLOCK):
-            largest = max(largest, bits_J[j] & np.int32(0x7FFFFFFF))
-        scale = np.int32(largest).view(np.float32) / np.float32(127)
-        usable = scale >= _TINY
-        inverse = np.float32(1) / scale if usable else np.float32(0)
-        s_B[block] = np.float32(0) if scale < _TINY else scale
-        half_B[block] = _rounded(x_J[: BLOCK // 2], inverse, q_J[: BLOCK // 2])
-        sum_B[block] = half_B[block] + _rounded(x_J[BLOCK // 2 :], inverse, q_J[BLOCK // 2 :])
+        at = 4 * block
+        _quantise_block(input_at + at * BLOCK, q + block * BLOCK, scales + at, sums + at, halves + at)
 
 
-@device
-def _rounded(x_J: Floats, inverse: np.float32, q_J: Bytes) -> np.int32:
-    """q ← round(x / s) for half a block; returns −Σ q."""
-    total = np.int32(0)
-    for j in range(BLOCK // 2):
-        q = np.int32(np.rint(x_J[j] * inverse))
-        q_J[j] = np.int8(q)
-        total -= q
-    return total
+@emits(types.void(*[types.intp] * 5))
+def _quantise_block(b: Any, x: Any, q: Any, scale_at: Any, sum_at: Any, half_at: Any) -> None:
+    """Emit the bytes of a block, their scale and their negative sums: all places are addresses."""
+    half, whole = BLOCK // 2, v.vec(v.I32, BLOCK // 2)
+    x_2J = [v.load(b, v.pointer(b, x), v.offset(start * 4), v.vec(v.F32, half)) for start in (0, half)]
+    # Magnitudes are ordered like their bits, NaN above all: so an infinite or NaN input reaches the scale.
+    bits = [b.and_(b.bitcast(x_J, whole), v.const(v.I32, half, 0x7FFFFFFF)) for x_J in x_2J]
+    most = b.select(b.icmp_signed(">", *bits), *bits)
+    largest = v.call(b, f"llvm.vector.reduce.smax.v{half}i32", v.I32, [most])
+    scale = b.fdiv(b.bitcast(largest, v.F32), v.F32(127.0))
+    inverse = b.select(b.fcmp_ordered(">=", scale, v.F32(_TINY)), b.fdiv(v.F32(1.0), scale), v.F32(0.0))
+    used = b.select(b.fcmp_ordered("<", scale, v.F32(_TINY)), v.F32(0.0), scale)
+    negative = []
+    for n, x_J in enumerate(x_2J):
+        rounded = v.call(b, f"llvm.rint.v{half}f32", x_J.type, [b.fmul(x_J, v.splat(b, inverse, half))])
+        q_J = b.fptosi(rounded, whole)
+        v.store(b, b.trunc(q_J, v.vec(v.I8, half)), v.pointer(b, q), v.offset(n * half))
+        negative.append(b.neg(v.call(b, f"llvm.vector.reduce.add.v{half}i32", v.I32, [q_J])))
+    for value, at in ((used, scale_at), (b.add(*negative), sum_at), (negative[0], half_at)):
+        v.store(b, value, v.pointer(b, at), v.offset(0))
 
 
 @device
 def _interleave(groups: int, p: int, input_at: int) -> None:
     """Copy the bytes into the order of stored rows: in each group of eight blocks, fours are transposed."""
-    from_Q = carray(pointer_of(column_order_at(input_at, p)), (p // 4,), np.int32)
-    to_Q = carray(pointer_of(row_order_at(input_at, p)), (p // 4,), np.int32)
-    for group in range(groups):
-        from_64, to_64 = from_Q[group * 64 : group * 64 + 64], to_Q[group * 64 : group * 64 + 64]
-        for k in range(8):
-            for b in range(8):
-                to_64[8 * k + b] = from_64[8 * b + k]
-    for n in range(groups * 64, p // 4):
+    source, to = column_order_at(input_at, p), row_order_at(input_at, p)
+    for at in range(0, groups * GROUP_COLUMNS, GROUP_COLUMNS):
+        _transpose_fours(source + at, to + at)
+    from_Q = carray(pointer_of(source), (p // 4,), np.int32)
+    to_Q = carray(pointer_of(to), (p // 4,), np.int32)
+    for n in range(groups * GROUP_COLUMNS // 4, p // 4):
         to_Q[n] = from_Q[n]
+
+
+@emits(types.void(types.intp, types.intp))
+def _transpose_fours(b: Any, source: Any, to: Any) -> None:
+    kind, places = v.vec(v.I32, BLOCK // 4), [v.offset(block * BLOCK) for block in range(BLOCK // 4)]
+    rows = [v.load(b, v.pointer(b, source), at, kind) for at in places]
+    for row, at in zip(v.transpose(b, rows), places, strict=True):
+        v.store(b, row, v.pointer(b, to), at)

@@ -47,7 +47,7 @@ from pi_runtime.kernels.ffn.memory import (
     weights_of,
 )
 from pi_runtime.kernels.ffn.selection import scored_of, scores_of
-from pi_runtime.kernels.ops.linear import activate, times_up
+from pi_runtime.kernels.ops.activations import activate, times_up
 from pi_runtime.kernels.ops.row_products import AHEAD_NBYTES, row_products
 
 
@@ -125,16 +125,18 @@ def list_firing(f: Ffn, e: Batch, named: bool, chunk: int, block: int, end: int,
         start, read = fire, end - begin
         if listed:  # what fires moves to the front of the lists
             read = own.count_U[u]
+            activate(f.activation, limit, own.product_K[own.start_U[u] : own.start_U[u] + read])
             for k in range(own.start_U[u], own.start_U[u] + read):
-                h = activate(f.activation, limit, own.product_K[k])
+                h = own.product_K[k]
                 own.list_K[fire], own.h_K[fire] = own.list_K[k], h
                 fire += h != 0
         else:
             if scored_N[n] >= 0:
                 read = _drop_unnamed(scores_of(f, scored_N[n]), list_K, begin, end, h_NK[n])
+            activate(f.activation, limit, h_NK[n, begin:end])
             for k in range(begin, end):
-                h = activate(f.activation, limit, h_NK[n, k])
-                own.list_K[fire], own.h_K[fire], h_NK[n, k] = list_K[k], h, h
+                h = h_NK[n, k]
+                own.list_K[fire], own.h_K[fire] = list_K[k], h
                 fire += h != 0
         own.start_U[u], own.count_U[u] = start, fire - start
         tally_N3[n, READ] += read

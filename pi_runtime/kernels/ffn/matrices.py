@@ -25,7 +25,8 @@ from pi_runtime.kernels.data.matrix_view import (
 )
 from pi_runtime.kernels.ffn.blocks import factor
 from pi_runtime.kernels.ffn.memory import KEPT, READ, Batch, Ffn, weights_of
-from pi_runtime.kernels.ops.linear import activate, linear
+from pi_runtime.kernels.ops.activations import activate
+from pi_runtime.kernels.ops.linear import linear
 from pi_runtime.kernels.ops.row_products import row_products
 
 NEURONS_AT_ONCE = 32
@@ -74,10 +75,13 @@ def _some_factors(f: Ffn, e: Batch, begin: int, end: int, h_NF: Floats) -> None:
     first_bias_F = vector(w.first_bias, w.d_ff if w.first_bias != 0 else 0)
     up_bias_F = vector(w.up_bias, w.d_ff if w.up_bias != 0 else 0)
     for n in range(tokens):
+        if w.first_bias != 0:
+            for i in range(begin, end):
+                h_NF[n, i] += first_bias_F[i]
+        activate(f.activation, np.float32(f.threshold), h_NF[n, begin:end])
         for i in range(begin, end):
-            z = h_NF[n, i] + first_bias_F[i] if w.first_bias != 0 else h_NF[n, i]
             u = up_NF[n, i] + up_bias_F[i] if w.up_bias != 0 else up_NF[n, i]
-            h_NF[n, i] = factor(f, activate(f.activation, np.float32(f.threshold), z), u)
+            h_NF[n, i] = factor(f, h_NF[n, i], u)
 
 
 @parallel(_some_factors)

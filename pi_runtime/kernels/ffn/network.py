@@ -58,7 +58,8 @@ from pi_runtime.kernels.ffn.memory import (
     weights_of,
 )
 from pi_runtime.kernels.ffn.selection import name_neurons, scored_of, scores_of, selector_format
-from pi_runtime.kernels.ops.linear import activate, prepare_inputs
+from pi_runtime.kernels.ops.activations import activate
+from pi_runtime.kernels.ops.linear import prepare_inputs
 
 SLICES = 16
 """Parts of the columns that threads merge the chunks' sums in."""
@@ -220,9 +221,9 @@ def _count_chunk(f: Ffn, e: Batch, chunk: int) -> None:
         up_products(f, e, list_K, 0, count, up_NK)
     for n in range(tokens):
         limit, score_F = limit_of(f, e, n), scores_of(f, scored_N[n])
+        activate(f.activation, np.float32(f.threshold), h_NK[n, :count])
         for k in range(count):
-            read = scored_N[n] < 0 or score_F[list_K[k]] > 0
-            h = activate(f.activation, np.float32(f.threshold), h_NK[n, k])
+            read, h = scored_N[n] < 0 or score_F[list_K[k]] > 0, h_NK[n, k]
             kept = read and not abs(h) <= limit
             h = factor(f, h, up_NK[n, k])
             tally_N3[n, FIRES] += h != 0

@@ -30,7 +30,7 @@ SMALLEST = -87.0
 """exp of what is less counts as 0."""
 
 
-def _constant(kind: Any, value: float) -> Any:
+def constant(kind: Any, value: float) -> Any:
     """A float32 constant, in every lane of a vector."""
     rounded = float(np.float32(value))
     return v.const(v.F32, kind.count, rounded) if isinstance(kind, ir.VectorType) else ir.Constant(kind, rounded)
@@ -42,7 +42,7 @@ def exp_of_negative(b: Any, x: Any) -> Any:
     lanes, name = (kind.count, f"v{kind.count}f32") if isinstance(kind, ir.VectorType) else (1, "f32")
 
     def c(value: float) -> Any:
-        return _constant(kind, value)
+        return constant(kind, value)
 
     clamped = b.select(b.fcmp_ordered(">", x, c(SMALLEST)), x, c(SMALLEST))
     n = v.call(b, f"llvm.floor.{name}", kind, [b.fadd(b.fmul(clamped, c(LOG2E)), c(0.5))])
@@ -79,10 +79,10 @@ def _emit_weigh(b: Any, score: Any, seen: Any, scale: Any, largest: Any, total: 
     numbers = ir.Constant(v.vec(v.I64, POSITIONS), list(range(POSITIONS)))
     counts = b.icmp_signed("<", numbers, v.splat(b, seen, POSITIONS))
     scaled = b.fmul(v.load(b, score, start, kind), v.splat(b, scale, POSITIONS))
-    seen = b.select(counts, scaled, _constant(kind, -np.inf))
+    seen = b.select(counts, scaled, constant(kind, -np.inf))
     largest = larger(_folded(b, seen, larger), before)
     weights = exp_of_negative(b, b.fsub(scaled, v.splat(b, largest, POSITIONS)))
-    weights = b.select(counts, weights, _constant(kind, 0.0))
+    weights = b.select(counts, weights, constant(kind, 0.0))
     rescale = exp_of_negative(b, b.fsub(before, largest))
     total = b.fadd(b.fmul(total, rescale), _folded(b, weights, b.fadd))
     for value, place in zip((weights, largest, total), places, strict=True):
