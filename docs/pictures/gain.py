@@ -25,7 +25,7 @@ def table(found: dict[str, Any]) -> str:
     """The table of README.md: a row for what a reader has, with the range of its bars."""
     lines = ["| you have | you get; × is llama.cpp's speed |", "| --- | --- |"]
     for row in found["row"]:
-        bars = found["panel"][row["panel"]]["bars"] if "panel" in row else []
+        bars = [bar for number in row.get("panels", []) for bar in found["panel"][number]["bars"]]
         lines.append(f"| {row['have']} | {filled(row['get'], bars)} |")
     return "\n".join(lines) + f"\n\n{found['source']}\n"
 
@@ -81,13 +81,13 @@ height="20" rx="3"/>
 
 
 def drawing(found: dict[str, Any]) -> str:
-    """The picture: the first panel on the left, the others on the right, each with a line where llama.cpp is."""
-    panels, right = [], 0
-    for number, panel in enumerate(found["panel"]):
-        place = {"x": 0, "y": 0} if number == 0 else {"x": 480, "y": right}
-        right += EDGES + STEP * len(panel["bars"]) if number else 0
-        panels.append({**panel, **place})
-    height = max(panel["y"] + EDGES + STEP * len(panel["bars"]) for panel in panels)
+    """The picture: real files on the left, the others on the right, each with a line where llama.cpp is."""
+    panels, ends = [], {0: 0, 480: 0}
+    for panel in found["panel"]:
+        x = 0 if "isa" in panel else 480
+        panels.append({**panel, "x": x, "y": ends[x]})
+        ends[x] += EDGES + STEP * len(panel["bars"])
+    height = max(ends.values())
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, autoescape=True)
     template = environment.from_string(TEMPLATE)
     return template.render(panels=panels, height=height, left=LEFT, width=WIDTH, step=STEP) + "\n"

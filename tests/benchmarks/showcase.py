@@ -3,8 +3,8 @@
 nox -s showcase -- FOLDER [--turns 7] [--parts speed,start,load,quality] [--peer PROGRAM] [--write]
 
 FOLDER has the GGUF files of `MODELS`, which digests name; one that is not there is a row that says so. `--peer` is the
-`llama-bench` of another engine, as ik_llama.cpp's, whose figures then stand beside. `--write` puts the table into the
-page, and its ratios into docs/pictures/gain.toml.
+`llama-bench` of another engine, as ik_llama.cpp's, whose figures then stand beside. `--write` puts the table of this
+kind of processor into the page, and its ratios into docs/pictures/gain.toml.
 
     speed     prompts of 64, 512 and 2,048 tokens, writing alone, 8 and 32 together: paired rounds, in turns
     start     from the start of a process to the first token, the file in the page cache, and the memory taken then
@@ -44,7 +44,8 @@ from pi_runtime.kernels.codegen.isa import ISA
 
 ROOT = Path(__file__).parents[2]
 PAGE, FIGURES = ROOT / "docs" / "reference" / "measured.md", ROOT / "docs" / "pictures" / "gain.toml"
-BEGIN, END = "<!-- showcase: begin -->\n", "<!-- showcase: end -->\n"
+BEGIN, END = f"<!-- {ISA.name}: begin -->\n", f"<!-- {ISA.name}: end -->\n"
+"""The page has a table, and the picture a panel, for each kind of processor."""
 CONTEXT, HELD, CLIENTS, ANSWER = 4096, 64, 8, 64
 LONG_TURNS = 3
 """Rounds of the longest prompt."""
@@ -285,7 +286,7 @@ def machine() -> str:
     amx = "with AMX" if "amx_int8" in cpu else "without AMX"
     with Worker("llama.cpp", "side_by_side.llama_cpp_engine") as peer:
         try:
-            build = re.sub(r"(?<=\w) (?=[A-Z])", ",", peer.ask("describe")["build"])
+            build = re.sub(r"(?<=[A-Z0-9]) (?=[A-Z])", ",", peer.ask("describe")["build"])
         except EngineError as failure:
             build = str(failure)
     return f"{name[1] if name else 'unknown'} ({ISA.name}, {amx}), {threads()} threads; llama.cpp {build}"
@@ -301,7 +302,8 @@ def write(text: str, found: dict[str, dict[str, Cell]]) -> None:
             if (cell := rows.get(f"{what}, ÷ llama.cpp")) is not None:
                 bars.append(f'    ["{name + ", " if n == 0 else ""}{what}", {median(cell.ratios):.2f}],\n')
     figures = FIGURES.read_text(encoding="utf-8")
-    figures = re.sub(r"(?<=bars = \[\n).*?(?=^\])", lambda _: "".join(bars), figures, count=1, flags=re.DOTALL | re.M)
+    own = rf'(?<=isa = "{ISA.name}"\nbars = \[\n).*?(?=^\])'
+    figures = re.sub(own, lambda _: "".join(bars), figures, count=1, flags=re.DOTALL | re.MULTILINE)
     FIGURES.write_text(figures, encoding="utf-8")
 
 

@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 from support.paths import ROOT
@@ -68,6 +69,22 @@ def test_a_plain_file_computes_what_its_source_does(tmp_path: Path) -> None:
     assert other.manifest.ffn_layout == "matrices"
     np.testing.assert_allclose(other.logits([5, 9, 11]), one.logits([5, 9, 11]), rtol=1e-4, atol=1e-4)
     assert bytes_per_token(other.manifest) == bytes_per_token(one.manifest)
+
+
+def test_the_kernels_of_a_prompt_are_timed_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import prompts
+
+    sizes = {"d-model": 64, "d-ff": 128, "heads": 2, "kv-heads": 1, "vocabulary": 300, "rank": 16}
+    flags = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    monkeypatch.setattr(sys, "argv", ["prompts", "--formats", "q8", "--prompts", "64", "--rounds", "1", *flags])
+    threads = numba.get_num_threads()
+    prompts.main()
+    numba.set_num_threads(threads)
+    fmt, tokens, *figures = capsys.readouterr().out.splitlines()[-1].split()
+    assert (fmt, tokens) == ("q8", "64")
+    assert all(float(figure) > 0 for figure in (*figures[:3], *figures[4:]))
 
 
 def test_the_bench_of_a_gpu_runs_on_the_interpreter(tmp_path: Path) -> None:
