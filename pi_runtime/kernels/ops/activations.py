@@ -70,7 +70,7 @@ def _gelu_tanh(b: Any, z: Any) -> Any:
     return b.fmul(b.fmul(constant(z.type, 0.5), z), b.fadd(constant(z.type, 1), signed))
 
 
-_EMITTED: dict[int, Callable[[Any, Any], Any]] = {
+EMITTED: dict[int, Callable[[Any, Any], Any]] = {
     RELU: _relu,
     RELU2: _squared_relu,
     DRELU: _relu,
@@ -78,6 +78,7 @@ _EMITTED: dict[int, Callable[[Any, Any], Any]] = {
     CLAMPED_SWIGLU: _clamped,
     GELU_TANH: _gelu_tanh,
 }
+"""What is emitted for each code but GELU's."""
 
 
 @emits(types.void(types.intp, types.float32, types.intp, types.intp))
@@ -100,7 +101,7 @@ def _activate(b: Any, activation: Any, limit: Any, address: Any, count: Any) -> 
             at = b.mul(done, v.offset(4))
             v.store_some(b, kept(v.load_some(b, place, at, left, kind)), place, at, left)
 
-    v.switch(b, activation, {code: lambda of=of: emit(of) for code, of in _EMITTED.items()})  # type: ignore[misc]
+    v.switch(b, activation, {code: lambda of=of: emit(of) for code, of in EMITTED.items()})  # type: ignore[misc]
 
 
 @device

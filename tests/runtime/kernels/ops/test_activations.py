@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from pi_runtime.artifact.decoder import CLAMP, SWIGLU_SLOPE
+from pi_runtime.artifact.decoder import ACTIVATIONS, CLAMP, SWIGLU_SLOPE
 from pi_runtime.kernels.codegen.jit import public
 from pi_runtime.kernels.data.matrix_view import Floats
 from pi_runtime.kernels.data.weight_table import CLAMPED_SWIGLU, DRELU, GELU, GELU_TANH, RELU, RELU2, SILU
-from pi_runtime.kernels.ops.activations import LANES, activate
+from pi_runtime.kernels.ops.activations import EMITTED, LANES, activate
 
 EDGES = np.array([0, -0.0, 1e-30, -1e-30, 88, -88, 300, -300, CLAMP, np.inf, 5.4, -5.4], np.float32)
 
@@ -42,6 +42,10 @@ def exact(activation: int, z_K: np.ndarray) -> np.ndarray:
 
 
 KINDS = pytest.mark.parametrize("activation", [RELU, RELU2, DRELU, SILU, GELU, GELU_TANH, CLAMPED_SWIGLU])
+
+
+def test_every_activation_of_a_decoder_is_there() -> None:
+    assert {*EMITTED, GELU} == set(range(len(ACTIVATIONS)))
 
 
 @KINDS
