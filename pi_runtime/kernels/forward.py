@@ -30,7 +30,7 @@ from pi_runtime.kernels.data.row_loading import load_row
 from pi_runtime.kernels.data.weight_formats import GROUP_COLUMNS
 from pi_runtime.kernels.data.weight_table import Ends, KernelConfig, LayerRecord, LayerRecords
 from pi_runtime.kernels.data.workspace import Workspace
-from pi_runtime.kernels.ops.activations import activate
+from pi_runtime.kernels.ops.activations import activate, times_sigmoid
 from pi_runtime.kernels.ops.attention import LayerCache, attend, norm_heads, rotate, store_kv
 from pi_runtime.kernels.ops.latent_attention import mix_latents
 from pi_runtime.kernels.ops.linear import add_vector, finish_logits, linear, norm, prepare_inputs, product
@@ -212,8 +212,7 @@ def _attend(
         _mix(cfg, w, eps, cache, cos_SJ, sin_SJ, at, ws, qkv_TQ, mixed_TQ)
     if w.recurrence == 0 and w.gate != 0:
         for t in range(tokens):
-            for j in range(w.mixed_width):
-                mixed_TQ[t, j] *= np.float32(1) / (np.float32(1) + np.exp(-gate_TQ[t, j]))
+            times_sigmoid(gate_TQ[t], mixed_TQ[t])
     if w.attention_inner_norm != 0:
         _norm(0, eps, w.attention_inner_norm, 0, mixed_TQ, mixed_TQ)
     linear(out, cfg.d_model, w.out_bias, mixed_TQ, address_of(ws.inputs), ws.attended_TD[:tokens])

@@ -79,6 +79,29 @@ def store(b: Any, value: Any, base: Any, at: Any) -> None:
     b.store(value, b.bitcast(b.gep(base, [at]), value.type.as_pointer()), align=1)
 
 
+def by_strips(b: Any, count: Any, n: int, emit: Callable[[Any, Any], None]) -> None:
+    """Emit `emit(bytes before a strip, numbers of it or None for all)` for `count` numbers of 4 bytes, n a strip."""
+    whole, size = b.udiv(count, offset(n)), offset(4 * n)
+    with cgutils.for_range(b, whole) as loop:
+        emit(b.mul(loop.index, size), None)
+    left = b.urem(count, offset(n))
+    with b.if_then(b.icmp_signed(">", left, offset(0))):
+        emit(b.mul(whole, size), left)
+
+
+def load_strip(b: Any, base: Any, at: Any, left: Any, kind: Any) -> Any:
+    """Load a strip, or the `left` numbers of the last one."""
+    return load(b, base, at, kind) if left is None else load_some(b, base, at, left, kind)
+
+
+def store_strip(b: Any, value: Any, base: Any, at: Any, left: Any) -> None:
+    """Store a strip, or the `left` numbers of the last one."""
+    if left is None:
+        store(b, value, base, at)
+    else:
+        store_some(b, value, base, at, left)
+
+
 def listed(b: Any, index: Any, n: Any, otherwise: Any) -> Any:
     """The n-th number of the list at address `index`, or `otherwise` where there is no list (0)."""
     found = cgutils.alloca_once_value(b, otherwise)

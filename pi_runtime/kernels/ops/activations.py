@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.core import cgutils
 
 from pi_runtime.artifact.decoder import CLAMP, SWIGLU_SLOPE
 from pi_runtime.kernels.codegen import simd as v
@@ -61,7 +60,7 @@ def _clamped(b: Any, z: Any) -> Any:
 
 
 def _gelu_tanh(b: Any, z: Any) -> Any:
-    """Its tanh is −1 in float32 as early as the definition's: what does not fire there does not fire here."""
+    """Its tanh is −1 from z = −5.1 down, that of C libraries and NumPy from between −5.2 and −5.4."""
     cube = b.fmul(b.fmul(b.fmul(constant(z.type, 0.044715), z), z), z)
     u = b.fmul(constant(z.type, _TANH_FACTOR), b.fadd(z, cube))
     fallen, whole = _decay(b, b.fadd(u, u))
@@ -83,25 +82,34 @@ EMITTED: dict[int, Callable[[Any, Any], Any]] = {
 
 @emits(types.void(types.intp, types.float32, types.intp, types.intp))
 def _activate(b: Any, activation: Any, limit: Any, address: Any, count: Any) -> None:
-    place, kind = v.pointer(b, address), v.vec(v.F32, LANES)
-    whole = b.udiv(count, v.offset(LANES))
-    done = b.mul(whole, v.offset(LANES))
-    left, limits = b.sub(count, done), v.splat(b, limit, LANES)
+    place, kind, limits = v.pointer(b, address), v.vec(v.F32, LANES), v.splat(b, limit, LANES)
 
     def emit(of: Callable[[Any, Any], Any]) -> None:
-        def kept(z: Any) -> Any:
-            h = of(b, z)
+        def strip(at: Any, left: Any) -> None:
+            h = of(b, v.load_strip(b, place, at, left, kind))
             small = b.fcmp_ordered("<=", v.call(b, f"llvm.fabs.v{LANES}f32", kind, [h]), limits)
-            return b.select(small, constant(kind, 0), h)
+            v.store_strip(b, b.select(small, constant(kind, 0), h), place, at, left)
 
-        with cgutils.for_range(b, whole) as loop:
-            at = b.mul(loop.index, v.offset(4 * LANES))
-            v.store(b, kept(v.load(b, place, at, kind)), place, at)
-        with b.if_then(b.icmp_signed(">", left, v.offset(0))):
-            at = b.mul(done, v.offset(4))
-            v.store_some(b, kept(v.load_some(b, place, at, left, kind)), place, at, left)
+        v.by_strips(b, count, LANES, strip)
 
     v.switch(b, activation, {code: lambda of=of: emit(of) for code, of in EMITTED.items()})  # type: ignore[misc]
+
+
+@emits(types.void(types.intp, types.intp, types.intp))
+def _times_sigmoid(b: Any, gates: Any, address: Any, count: Any) -> None:
+    gates, place, kind = v.pointer(b, gates), v.pointer(b, address), v.vec(v.F32, LANES)
+
+    def strip(at: Any, left: Any) -> None:
+        y, z = (v.load_strip(b, base, at, left, kind) for base in (place, gates))
+        v.store_strip(b, b.fmul(y, _sigmoid(b, z)), place, at, left)
+
+    v.by_strips(b, count, LANES, strip)
+
+
+@device
+def times_sigmoid(z_N: Floats, y_N: Floats) -> None:
+    """y ← y σ(z)."""
+    _times_sigmoid(address_of(z_N), address_of(y_N), y_N.shape[0])
 
 
 @device

@@ -27,13 +27,16 @@ from pi_runtime.kernels.codegen import simd as v
 from pi_runtime.kernels.codegen.intrinsics import emits
 from pi_runtime.kernels.codegen.jit import device, loop_body, parallel, public
 from pi_runtime.kernels.data.matrix_view import F32, Floats, Ints, address_of, integers, pointer_of, row_stride, vector
+from pi_runtime.kernels.data.weight_table import SILU
+from pi_runtime.kernels.ops.activations import activate
 from pi_runtime.kernels.ops.attention import COUNT, FIRST, START, TABLE
-from pi_runtime.kernels.ops.reductions import exp_of_negative, squares
+from pi_runtime.kernels.ops.reductions import squares
 
 GATED_DELTA, MAMBA2, SHORT_CONV = range(1, 1 + len(RECURRENCES))
 """Codes of recurrences (see `weight_table.CODES`)."""
 STRIP = 32
 """Columns of a state that are summed at once."""
+STRIP_TYPE = v.vec(v.F32, STRIP)
 
 
 class States(NamedTuple):
@@ -75,28 +78,6 @@ class Made(NamedTuple):
     z_TQ: Floats
 
 
-def _by_strips(b: Any, columns: Any, emit: Any) -> None:
-    """Emit `emit(bytes before a strip, columns of it or None for all)` for all columns."""
-    whole, size = b.udiv(columns, v.offset(STRIP)), v.offset(4 * STRIP)
-    with cgutils.for_range(b, whole) as loop:
-        emit(b.mul(loop.index, size), None)
-    left = b.urem(columns, v.offset(STRIP))
-    with b.if_then(b.icmp_signed(">", left, v.offset(0))):
-        emit(b.mul(whole, size), left)
-
-
-def _load(b: Any, base: Any, at: Any, left: Any) -> Any:
-    kind = v.vec(v.F32, STRIP)
-    return v.load(b, base, at, kind) if left is None else v.load_some(b, base, at, left, kind)
-
-
-def _store(b: Any, value: Any, base: Any, at: Any, left: Any) -> None:
-    if left is None:
-        v.store(b, value, base, at)
-    else:
-        v.store_some(b, value, base, at, left)
-
-
 def _sums_of_rows(b: Any, rows: Any, columns: Any, row_of: Any, weights: Any, out: Any) -> None:
     """Emit out ← Σ weight_r · row_r; `row_of(bytes before it, columns)` gives a strip of a row."""
 
@@ -109,16 +90,18 @@ def _sums_of_rows(b: Any, rows: Any, columns: Any, row_of: Any, weights: Any, ou
             row = row_of(loop.index, b.add(b.mul(four, columns), at), at, left)
             weight = v.splat(b, v.load(b, weights, four, v.F32), STRIP)
             b.store(v.fma(b, row, weight, b.load(total)), total)
-        _store(b, b.load(total), out, at, left)
+        v.store_strip(b, b.load(total), out, at, left)
 
-    _by_strips(b, columns, strip)
+    v.by_strips(b, columns, STRIP, strip)
 
 
 @emits(types.none(types.intp, types.intp, types.intp, types.intp, types.intp))
 def _recall(b: Any, state: Any, key: Any, rows: Any, columns: Any, out: Any) -> None:
     """Emit out ← Sᵀ k; all are addresses and sizes."""
     state, key, out = (v.pointer(b, address) for address in (state, key, out))
-    _sums_of_rows(b, rows, columns, lambda _row, place, _at, left: _load(b, state, place, left), key, out)
+    _sums_of_rows(
+        b, rows, columns, lambda _row, place, _at, left: v.load_strip(b, state, place, left, STRIP_TYPE), key, out
+    )
 
 
 @emits(types.none(types.intp, types.float32, types.intp, types.intp, types.intp, types.intp, types.intp, types.intp))
@@ -129,27 +112,12 @@ def _go_on(b: Any, state: Any, kept: Any, key: Any, change: Any, query: Any, row
 
     def moved_on(row: Any, place: Any, at: Any, left: Any) -> Any:
         weight = v.splat(b, v.load(b, key, b.mul(row, v.offset(4)), v.F32), STRIP)
-        found = b.fmul(_load(b, state, place, left), kept_S)
-        found = v.fma(b, _load(b, change, at, left), weight, found)
-        _store(b, found, state, place, left)
+        found = b.fmul(v.load_strip(b, state, place, left, STRIP_TYPE), kept_S)
+        found = v.fma(b, v.load_strip(b, change, at, left, STRIP_TYPE), weight, found)
+        v.store_strip(b, found, state, place, left)
         return found
 
     _sums_of_rows(b, rows, columns, moved_on, query, out)
-
-
-@emits(types.none(types.intp, types.intp))
-def _silu(b: Any, address: Any, count: Any) -> None:
-    """Emit z ← z / (1 + e⁻ᶻ) for so many numbers."""
-    place, one = v.pointer(b, address), v.const(v.F32, STRIP, 1.0)
-
-    def strip(at: Any, left: Any) -> None:
-        z, zeros = _load(b, place, at, left), v.const(v.F32, STRIP, 0.0)
-        is_negative = b.fcmp_ordered("<", z, zeros)
-        power = exp_of_negative(b, b.select(is_negative, z, b.fsub(zeros, z)))
-        shares = b.fdiv(b.select(is_negative, power, one), b.fadd(power, one))
-        _store(b, b.fmul(z, shares), place, at, left)
-
-    _by_strips(b, count, strip)
 
 
 @device
@@ -200,7 +168,7 @@ def _convolve(s: States, made: Made, run_4: Ints, place: int, position: int, fir
         for n in range(count):
             out_N[n] += w_N[n] * x_N[n]
     if s.recurrence != SHORT_CONV:
-        _silu(address_of(out_N), count)
+        activate(SILU, np.float32(0), out_N)
 
 
 @device
@@ -259,7 +227,7 @@ def _factor(s: States, y_N: Floats) -> np.float32:
 def _finish(s: States, z_V: Floats, y_V: Floats) -> None:
     """y ← the sums of a head, those of the delta rule normed, times SiLU(z), which is overwritten; or times z."""
     if s.recurrence != SHORT_CONV:
-        _silu(address_of(z_V), s.value_dim)
+        activate(SILU, np.float32(0), z_V)
     if s.recurrence == GATED_DELTA:
         scale, norm_V = _factor(s, y_V), vector(s.norm, s.value_dim)
         for j in range(s.value_dim):
